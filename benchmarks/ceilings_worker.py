@@ -1,6 +1,8 @@
-"""One library's part of ``ceilings.py``, in a process of its own: the fastest matrix products and copies it does here.
+"""One library's part of ``ceilings.py``, in a process of its own: the fastest matrix products and
+copies it does here.
 
-    python benchmarks/ceilings_worker.py mlx '{"dtypes": ["float32"], "sizes": [1024], "repeat": 5, ...}'
+    python benchmarks/ceilings_worker.py mlx '{"dtypes": ["float32"], "sizes": [1024], "repeat": 5,
+    ...}'
 
 Prints one line of JSON: a list of figures.
 """
@@ -48,7 +50,9 @@ class Mlx:
 
     def product(self, size: int, dtype: str) -> Callable[[int], None]:
         mx = self._mx
-        left = (mx.random.normal((size, size), key=mx.random.key(0)) / size**0.5).astype(getattr(mx, dtype))
+        left = (mx.random.normal((size, size), key=mx.random.key(0)) / size**0.5).astype(
+            getattr(mx, dtype)
+        )
         right = mx.random.normal((size, size), key=mx.random.key(1)).astype(getattr(mx, dtype))
         mx.eval(left, right)
 
@@ -116,7 +120,9 @@ class Torch:
 
 
 class Memory:
-    """The processor's own copies, by as many threads: what its memory can do, whatever a library makes of it."""
+    """The processor's own copies, by as many threads: what its memory can do, whatever a library
+    makes of it.
+    """
 
     device = "cpu"
 
@@ -131,7 +137,13 @@ class Memory:
 
         source = np.zeros(num_bytes // 4, dtype=np.float32)
         target = np.ones_like(source)
-        pairs = list(zip(np.array_split(target, self._threads), np.array_split(source, self._threads), strict=True))
+        pairs = list(
+            zip(
+                np.array_split(target, self._threads),
+                np.array_split(source, self._threads),
+                strict=True,
+            )
+        )
 
         def run(times: int) -> None:
             with ThreadPoolExecutor(self._threads) as pool:
@@ -166,14 +178,22 @@ def main() -> None:
     }
     library = makers[name]()
     sizes = asked["sizes"] or ([4096, 8192] if library.device == "gpu" else [512, 1024, 2048])
-    dtypes = [] if name == "memory" else ["float32", "bfloat16"] if library.device == "gpu" else ["float32"]
+    dtypes = (
+        []
+        if name == "memory"
+        else ["float32", "bfloat16"]
+        if library.device == "gpu"
+        else ["float32"]
+    )
     found: list[dict[str, Any]] = []
     for dtype in dtypes:
         for size in sizes:
             rates = per_second(library.product(size, dtype), 2.0 * size**3, asked["repeat"])
             found.append({"kind": "matmul", "dtype": dtype, "size": size, "flops_per_s": rates})
     # Each pass reads and writes the array once.
-    rates = per_second(library.copy(asked["copy_bytes"]), 2.0 * asked["copy_bytes"], asked["repeat"])
+    rates = per_second(
+        library.copy(asked["copy_bytes"]), 2.0 * asked["copy_bytes"], asked["repeat"]
+    )
     found.append({"kind": "copy", "bytes_per_s": rates})
     print(json.dumps({"device": library.device, "figures": found}), flush=True)
 

@@ -1,10 +1,12 @@
-"""How fast LoRA fine-tuning is on this computer's processor: allhands, mlx_lm, PyTorch + PEFT, in one run.
+"""How fast LoRA fine-tuning is on this computer's processor: allhands, mlx_lm, PyTorch + PEFT, in
+one run.
 
     python benchmarks/cpu_lora.py
 
-Every peer trains the same model (the demo model: SmolLM2-135M-Instruct, 4 bits) on the same batches in the
-same order, from the same adapter, with the same optimizer, one after the other and again, each in a process and an
-environment of its own with all cores of the machine. See README.md in this directory.
+Every peer trains the same model (the demo model: SmolLM2-135M-Instruct, 4 bits) on the same batches
+in the same order, from the same adapter, with the same optimizer, one after the other and again,
+each in a process and an environment of its own with all cores of the machine. See README.md in this
+directory.
 """
 
 from __future__ import annotations
@@ -49,10 +51,26 @@ SHORT = {**TITLES, "mlx_lm": "mlx_lm", "mlx_lm-blas": "mlx_lm with allhands' BLA
 SPEED_BAR = 25.0
 # What of a model's config.json says how much there is to compute.
 SHAPE = (
-    *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("vocab_size", "tie_word_embeddings"),
 )
-PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "numpy", "scipy-openblas32", "torch", "transformers", "peft")
+PACKAGES = (
+    "allhands",
+    "mlx",
+    "mlx-cpu",
+    "mlx-lm",
+    "numpy",
+    "scipy-openblas32",
+    "torch",
+    "transformers",
+    "peft",
+)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # PyPI's own Linux wheel brings gigabytes of CUDA: only if the CPU builds cannot be had.
 PEFT_ATTEMPTS = (
@@ -123,30 +141,50 @@ class Plan:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="LoRA fine-tuning on a CPU: allhands against its peers.")
+    parser = argparse.ArgumentParser(
+        description="LoRA fine-tuning on a CPU: allhands against its peers."
+    )
     parser.add_argument("--steps", type=positive, default=20, help="steps that count (%(default)s)")
     parser.add_argument("--warmup", type=count, default=3, help="steps before them (%(default)s)")
     parser.add_argument(
-        "--mlx-lm-steps", type=positive, default=2, help="of mlx_lm as installed: it takes a minute a step"
+        "--mlx-lm-steps",
+        type=positive,
+        default=2,
+        help="of mlx_lm as installed: it takes a minute a step",
     )
     parser.add_argument("--mlx-lm-warmup", type=count, default=1)
-    parser.add_argument("--rounds", type=positive, default=3, help="runs in turn, but for mlx_lm (%(default)s)")
     parser.add_argument(
-        "--peers", type=partial(peer_list, PEERS), default=DEFAULT_PEERS, help=f"comma-separated: {','.join(PEERS)}"
+        "--rounds", type=positive, default=3, help="runs in turn, but for mlx_lm (%(default)s)"
     )
-    parser.add_argument("--model", default="demo", help="as for allhands train; a plain Llama for PEFT")
-    parser.add_argument("--data", default="demo", help="'demo' or a directory with a chat train.jsonl")
+    parser.add_argument(
+        "--peers",
+        type=partial(peer_list, PEERS),
+        default=DEFAULT_PEERS,
+        help=f"comma-separated: {','.join(PEERS)}",
+    )
+    parser.add_argument(
+        "--model", default="demo", help="as for allhands train; a plain Llama for PEFT"
+    )
+    parser.add_argument(
+        "--data", default="demo", help="'demo' or a directory with a chat train.jsonl"
+    )
     parser.add_argument("--batch-size", type=positive, default=4)
     parser.add_argument("--num-layers", type=positive, default=8)
     parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--scale", type=float, default=20.0)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--max-seq-length", type=positive, default=256, help="longer examples are not chosen")
+    parser.add_argument(
+        "--max-seq-length", type=positive, default=256, help="longer examples are not chosen"
+    )
     parser.add_argument("--mask-prompt", action="store_true", help="train on the answers only")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a peer may take")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks")
+    parser.add_argument(
+        "--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks"
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for data, adapters and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     options.cache = options.cache.expanduser().resolve()
     return options
@@ -170,7 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, one peer after the other, and those that are not too slow for it again and again in turn."""
+    """Everything, one peer after the other, and those that are not too slow for it again and again
+    in turn.
+    """
     plan = prepare(options, work)
     # Environments first: pip's work must not be near a measurement.
     pythons = {peer: plan.python(peer) for peer in options.peers}
@@ -188,7 +228,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
 def work_of(plan: Plan) -> dict[str, Any]:
     """What a step computes, as ``roofline.py`` wants it."""
     config = json.loads((Path(plan.manifest["model"]) / "config.json").read_text(encoding="utf-8"))
-    examples = [len(example["tokens"]) for step in plan.manifest["steps"] for example in step["examples"]]
+    examples = [
+        len(example["tokens"]) for step in plan.manifest["steps"] for example in step["examples"]
+    ]
     return {
         "shape": {name: config[name] for name in SHAPE},
         "rank": plan.options.rank,
@@ -200,10 +242,19 @@ def work_of(plan: Plan) -> dict[str, Any]:
 
 
 def prepare(options: argparse.Namespace, run: Path) -> Plan:
-    """Make data, start and PyTorch's copy of the model in a process of its own: see ``harness.py`` for why."""
+    """Make data, start and PyTorch's copy of the model in a process of its own: see ``harness.py``
+    for why.
+    """
     say("preparing model and data")
     total = max(options.warmup + options.steps, options.mlx_lm_warmup + options.mlx_lm_steps)
-    command = [sys.executable, str(HERE / "cpu_lora_prepare.py"), "--out", str(run), "--steps", str(total)]
+    command = [
+        sys.executable,
+        str(HERE / "cpu_lora_prepare.py"),
+        "--out",
+        str(run),
+        "--steps",
+        str(total),
+    ]
     for name in ("model", "data", "batch_size", "max_seq_length", "num_layers", "rank", "scale"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--mask-prompt"] if options.mask_prompt else []
@@ -231,12 +282,19 @@ def run_peer(plan: Plan, peer: str, python: Path) -> Result:
 def together(runs: Sequence[Result]) -> Result:
     """Of one peer."""
     largest = [max(values) for values in zip(*(astuple(run.measured) for run in runs), strict=True)]
-    return replace(runs[0], rounds=[steps for run in runs for steps in run.rounds], measured=Measured(*largest))
+    return replace(
+        runs[0], rounds=[steps for run in runs for steps in run.rounds], measured=Measured(*largest)
+    )
 
 
 def shorten(argument: str, plan: Plan) -> str:
     """A command's argument without the places of this machine."""
-    places = ((plan.run, "RUN"), (plan.manifest["model"], "MODEL"), (plan.options.cache, "CACHE"), (HERE, "benchmarks"))
+    places = (
+        (plan.run, "RUN"),
+        (plan.manifest["model"], "MODEL"),
+        (plan.options.cache, "CACHE"),
+        (HERE, "benchmarks"),
+    )
     for path, name in places:
         argument = argument.replace(str(path), name)
     return "python" if argument == sys.executable or argument.endswith("/bin/python") else argument
@@ -282,19 +340,39 @@ def allhands_command(plan: Plan, python: Path, record: Path, steps: int) -> Invo
     return command, clean_environ(), lambda plan, _: read_allhands(plan, run / "metrics.jsonl")
 
 
-def mlx_lm_command(plan: Plan, python: Path, record: Path, steps: int, blas: bool = False) -> Invocation:
+def mlx_lm_command(
+    plan: Plan, python: Path, record: Path, steps: int, blas: bool = False
+) -> Invocation:
     config = record.with_suffix(".yaml")
     # JSON is YAML.
-    config.write_text(json.dumps({"lora_parameters": adapter_shape(plan), "optimizer_config": ADAM}))
+    config.write_text(
+        json.dumps({"lora_parameters": adapter_shape(plan), "optimizer_config": ADAM})
+    )
     program = ["-c", WITH_BLAS] if blas else ["-m", "mlx_lm"]
-    command = [str(python), *program, "lora", *common_flags(plan, "mlx_lm", steps), "--config", str(config)]
-    command += ["--adapter-path", str(record.with_suffix("")), "--report-to", "wandb", "--project-name", "benchmark"]
+    command = [
+        str(python),
+        *program,
+        "lora",
+        *common_flags(plan, "mlx_lm", steps),
+        "--config",
+        str(config),
+    ]
+    command += [
+        "--adapter-path",
+        str(record.with_suffix("")),
+        "--report-to",
+        "wandb",
+        "--project-name",
+        "benchmark",
+    ]
     environ = clean_environ(PYTHONPATH=str(HERE / "recorder"), BENCHMARK_RECORD=str(record))
     return command, environ, read_mlx_lm
 
 
 # allhands prepares its BLAS and malloc on import, before MLX; the rest is mlx_lm's own.
-WITH_BLAS = "import allhands, runpy; runpy.run_module('mlx_lm', run_name='__main__', alter_sys=True)"
+WITH_BLAS = (
+    "import allhands, runpy; runpy.run_module('mlx_lm', run_name='__main__', alter_sys=True)"
+)
 
 
 def mlx_lm_blas_command(plan: Plan, python: Path, record: Path, steps: int) -> Invocation:
@@ -304,7 +382,12 @@ def mlx_lm_blas_command(plan: Plan, python: Path, record: Path, steps: int) -> I
 def peft_command(plan: Plan, python: Path, record: Path, steps: int) -> Invocation:
     options = plan.options
     command = [str(python), str(HERE / "cpu_lora_peft.py"), "--model", plan.manifest["torch_model"]]
-    command += ["--manifest", str(plan.run / "manifest.json"), "--adapter", str(plan.run / "start.safetensors")]
+    command += [
+        "--manifest",
+        str(plan.run / "manifest.json"),
+        "--adapter",
+        str(plan.run / "start.safetensors"),
+    ]
     command += ["--out", str(record), "--steps", str(steps), "--threads", str(num_cores())]
     for name in ("num_layers", "rank", "scale", "learning_rate"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -339,8 +422,15 @@ def read_allhands(plan: Plan, path: Path) -> list[Step]:
     for report, batch in zip(reports, batches, strict=False):
         # It counts inputs; what comes after the last trained token is not computed.
         inputs = report["tokens_per_s"] * report["step_time_s"]
-        same_batch("allhands", report["step"], round(inputs), sum(last_target(e) for e in batch["examples"]))
-    return [make_step(plan, i, "allhands", r["loss"], r["step_time_s"]) for i, r in enumerate(reports)]
+        same_batch(
+            "allhands",
+            report["step"],
+            round(inputs),
+            sum(last_target(e) for e in batch["examples"]),
+        )
+    return [
+        make_step(plan, i, "allhands", r["loss"], r["step_time_s"]) for i, r in enumerate(reports)
+    ]
 
 
 def last_target(example: dict[str, Any]) -> int:
@@ -352,22 +442,29 @@ def read_mlx_lm(plan: Plan, path: Path) -> list[Step]:
     seen = 0
     for report, batch in zip(reports, plan.manifest["steps"], strict=False):
         # Its count of tokens takes in one place of padding an example: see README.md.
-        expected = sum(len(example["tokens"]) + 1 - example["mlx_lm_from"] for example in batch["examples"])
+        expected = sum(
+            len(example["tokens"]) + 1 - example["mlx_lm_from"] for example in batch["examples"]
+        )
         same_batch("mlx_lm", report["iteration"], report["trained_tokens"] - seen, expected)
         seen = report["trained_tokens"]
     return [
-        make_step(plan, i, "mlx_lm", r["train_loss"], 1.0 / r["iterations_per_second"]) for i, r in enumerate(reports)
+        make_step(plan, i, "mlx_lm", r["train_loss"], 1.0 / r["iterations_per_second"])
+        for i, r in enumerate(reports)
     ]
 
 
 def same_batch(peer: str, step: int, reported: float, expected: int) -> None:
     """Refuse to compare different things."""
     if int(reported) != expected:
-        raise BenchmarkError(f"{peer} reports {reported} tokens in step {step}; the batch has {expected}")
+        raise BenchmarkError(
+            f"{peer} reports {reported} tokens in step {step}; the batch has {expected}"
+        )
 
 
 def read_peft(plan: Plan, path: Path) -> list[Step]:
-    return [make_step(plan, i, "peft", r["loss"], r["time_s"]) for i, r in enumerate(read_lines(path))]
+    return [
+        make_step(plan, i, "peft", r["loss"], r["time_s"]) for i, r in enumerate(read_lines(path))
+    ]
 
 
 def make_step(plan: Plan, index: int, padding: str, loss: float, time_s: float) -> Step:
@@ -383,7 +480,9 @@ def make_record(
     expected: dict[str, float] | None,
 ) -> dict[str, Any]:
     """Everything measured, for the file."""
-    settings = {k: v for k, v in vars(options).items() if k not in ("cache", "scratch", "write", "timeout")}
+    settings = {
+        k: v for k, v in vars(options).items() if k not in ("cache", "scratch", "write", "timeout")
+    }
     for name in ("model", "data"):
         settings[name] = Path(settings[name]).name
     peers = {result.peer: {**asdict(result), **summary(result)} for result in results}
@@ -428,12 +527,19 @@ def _read_result(values: dict[str, Any]) -> Result:
 
 def report(record: dict[str, Any]) -> str:
     """The table, as Markdown, with what one must know to read it."""
-    results, expected = [_read_result(values) for values in record["peers"].values()], record["expected_first_loss"]
+    results, expected = (
+        [_read_result(values) for values in record["peers"].values()],
+        record["expected_first_loss"],
+    )
     settings = record["settings"]
     lines = [
         f"LoRA rank {settings['rank']} on the last {settings['num_layers']} layers, batch {settings['batch_size']}, "
         f"model {settings['model']}, data {settings['data']}"
-        + (", trained on the answers only" if settings["mask_prompt"] else ", trained on every token"),
+        + (
+            ", trained on the answers only"
+            if settings["mask_prompt"]
+            else ", trained on every token"
+        ),
         "",
         *table(results),
         "",
@@ -470,7 +576,10 @@ def table(results: Sequence[Result]) -> list[str]:
 def losses(results: Sequence[Result], expected: dict[str, float] | None) -> list[str]:
     """Losses of the first steps, which show that all compute the same thing."""
     lines = ["", "loss of steps 1, 2, 3:"]
-    lines += [f"  {TITLES[r.peer]}: " + ", ".join(f"{step.loss:.4f}" for step in r.rounds[0][:3]) for r in results]
+    lines += [
+        f"  {TITLES[r.peer]}: " + ", ".join(f"{step.loss:.4f}" for step in r.rounds[0][:3])
+        for r in results
+    ]
     if expected:
         lines.append(
             f"  step 1 by PyTorch's forward pass: {expected['exact']:.4f}; "

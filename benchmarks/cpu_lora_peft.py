@@ -1,7 +1,8 @@
 """The PyTorch + PEFT peer of ``cpu_lora.py``: the standard loop, in an environment of its own.
 
-One JSON object a step on ``--out``. The batches, their padding apart, come from the manifest; labels of
-padding and of places that are not trained are -100, which the model's own loss leaves out.
+One JSON object a step on ``--out``. The batches, their padding apart, come from the manifest;
+labels of padding and of places that are not trained are -100, which the model's own loss leaves
+out.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
-    parser.add_argument("--expect", action="store_true", help="only the first batch's losses, by both definitions")
+    parser.add_argument(
+        "--expect", action="store_true", help="only the first batch's losses, by both definitions"
+    )
     return parser.parse_args()
 
 
 def load(options: argparse.Namespace) -> Any:
-    """The float32 model with adapters on the linear layers of its last blocks, set to the common start."""
+    """The float32 model with adapters on the linear layers of its last blocks, set to the common
+    start.
+    """
     model, report = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
     )
@@ -69,7 +74,9 @@ def load(options: argparse.Namespace) -> Any:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start = load_file(options.adapter)
     if len(start) != len(parameters):
-        raise SystemExit(f"{len(parameters)} adapter matrices here, {len(start)} in {options.adapter}")
+        raise SystemExit(
+            f"{len(parameters)} adapter matrices here, {len(start)} in {options.adapter}"
+        )
     with torch.no_grad():
         for name, value in start.items():
             # mlx_lm keeps the transpose of PEFT's matrices.
@@ -97,7 +104,9 @@ def collate(examples: list[dict[str, Any]]) -> Batch:
 
 def train(model: Any, steps: list[dict[str, Any]], learning_rate: float) -> Any:
     """Yield loss and time of each step."""
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    optimizer = torch.optim.Adam(
+        [p for p in model.parameters() if p.requires_grad], lr=learning_rate
+    )
     for number, step in enumerate(steps, start=1):
         started = time.perf_counter()
         loss = model(**collate(step["examples"]), use_cache=False).loss
@@ -110,12 +119,16 @@ def train(model: Any, steps: list[dict[str, Any]], learning_rate: float) -> Any:
 
 @torch.no_grad()
 def expected_losses(model: Any, examples: list[dict[str, Any]]) -> dict[str, float]:
-    """The first batch's loss before any update, as PyTorch and allhands define it and as mlx_lm does.
+    """The first batch's loss before any update, as PyTorch and allhands define it and as mlx_lm
+    does.
 
-    mlx_lm's mask lets one target more through at the end of each example: the padding token 0 that follows it.
+    mlx_lm's mask lets one target more through at the end of each example: the padding token 0 that
+    follows it.
     """
     batch = collate(examples)
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     log_p = torch.log_softmax(logits.float(), dim=-1)
     exact: list[float] = []
     mlx_lm: list[float] = []

@@ -2,13 +2,14 @@
 
 Writes into the run's directory:
 
-* ``manifest.json``: the model's directory, and for every step the token ids and trained places of its batch,
-  and how many places each peer's own padding makes of it;
-* ``allhands-data/train.jsonl`` and ``mlx_lm-data/train.jsonl``: the same examples, each in the order from which the
-  peer's own sampler draws those very batches;
+* ``manifest.json``: the model's directory, and for every step the token ids and trained places of
+  its batch, and how many places each peer's own padding makes of it;
+* ``allhands-data/train.jsonl`` and ``mlx_lm-data/train.jsonl``: the same examples, each in the
+  order from which the peer's own sampler draws those very batches;
 * ``start.safetensors``: the adapter that everybody starts from;
 
-and, for PyTorch, the model's weights in float32 and its configuration, into a directory in ``--torch-models``.
+and, for PyTorch, the model's weights in float32 and its configuration, into a directory in
+``--torch-models``.
 """
 
 from __future__ import annotations
@@ -54,13 +55,29 @@ def main() -> None:
     batches = [order.batch(step) for step in range(options.steps)]
     padded = allhands_places(tokens, order, options.steps)
     steps = [describe(tokens, batch, places) for batch, places in zip(batches, padded, strict=True)]
-    add_mlx_lm_offsets(steps, [chosen[i] for batch in batches for i in batch], loaded.tokenizer, options.mask_prompt)
+    add_mlx_lm_offsets(
+        steps,
+        [chosen[i] for batch in batches for i in batch],
+        loaded.tokenizer,
+        options.mask_prompt,
+    )
     write_data(options.out / "allhands-data", chosen)
-    write_data(options.out / "mlx_lm-data", [chosen[i] for i in in_mlx_lm_order(batches, order.seed)])
+    write_data(
+        options.out / "mlx_lm-data", [chosen[i] for i in in_mlx_lm_order(batches, order.seed)]
+    )
     # Before the adapters, which rename the layers that they wrap.
-    torch_model = write_torch_model(loaded.model, loaded.path, options.torch_models) if options.torch_models else None
+    torch_model = (
+        write_torch_model(loaded.model, loaded.path, options.torch_models)
+        if options.torch_models
+        else None
+    )
     write_adapter(loaded.model, options)
-    manifest = {"model": str(loaded.path), "torch_model": str(torch_model), "seed": order.seed, "steps": steps}
+    manifest = {
+        "model": str(loaded.path),
+        "torch_model": str(torch_model),
+        "seed": order.seed,
+        "steps": steps,
+    }
     (options.out / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -85,11 +102,15 @@ def read_records(data: str) -> list[Record]:
 
 
 def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: int) -> list[Record]:
-    """``count`` examples of at most ``max_tokens``, of all the lengths that the data have, the longest included."""
+    """``count`` examples of at most ``max_tokens``, of all the lengths that the data have, the
+    longest included.
+    """
     lengths = np.asarray([len(renderer.render(record).tokens) for record in records])
     fitting = np.flatnonzero(lengths <= max_tokens)
     if len(fitting) < count:
-        raise SystemExit(f"{count} examples of at most {max_tokens} tokens are needed: fewer --steps, or other --data")
+        raise SystemExit(
+            f"{count} examples of at most {max_tokens} tokens are needed: fewer --steps, or other --data"
+        )
     by_length = fitting[np.argsort(lengths[fitting], kind="stable")]
     return [records[i] for i in by_length[np.linspace(0, len(by_length) - 1, count, dtype=int)]]
 
@@ -121,20 +142,27 @@ def describe(tokens: TokenSet, batch: NDArray[np.int64], places: int) -> dict[st
     }
 
 
-def add_mlx_lm_offsets(steps: list[dict[str, Any]], records: list[Record], tokenizer: Any, mask_prompt: bool) -> None:
-    """Note the first token of each example that mlx_lm trains; ``records`` are in the order of the steps."""
+def add_mlx_lm_offsets(
+    steps: list[dict[str, Any]], records: list[Record], tokenizer: Any, mask_prompt: bool
+) -> None:
+    """Note the first token of each example that mlx_lm trains; ``records`` are in the order of the
+    steps.
+    """
     examples = [example for step in steps for example in step["examples"]]
     for example, record in zip(examples, records, strict=True):
         prompt = list(record.messages or ())[:-1]
-        length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        length = len(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        )
         example["mlx_lm_from"] = length if mask_prompt else 1
 
 
 def in_mlx_lm_order(batches: list[NDArray[np.int64]], seed: int) -> list[int]:
     """Examples in the order of file from which mlx_lm draws ``batches``, the first one first.
 
-    mlx_lm cuts the file into batches from top to bottom (it means to sort by length, but what it measures
-    is the number of keys of a record) and visits them in a permutation drawn from ``--seed``.
+    mlx_lm cuts the file into batches from top to bottom (it means to sort by length, but what it
+    measures is the number of keys of a record) and visits them in a permutation drawn from
+    ``--seed``.
     """
     visited = np.random.RandomState(seed).permutation(len(batches))
     blocks: list[NDArray[np.int64]] = [batches[0]] * len(batches)
@@ -150,8 +178,13 @@ def write_data(directory: Path, records: list[Record]) -> None:
 
 
 def write_torch_model(model: Any, source: Path, parent: Path) -> Path:
-    """The model as Hugging Face has it: the same names, the quantised weights as the numbers they stand for."""
-    weights = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in source.glob("*.safetensors")]
+    """The model as Hugging Face has it: the same names, the quantised weights as the numbers they
+    stand for.
+    """
+    weights = [
+        f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}"
+        for file in source.glob("*.safetensors")
+    ]
     key = hashlib.sha256(" ".join([str(source), *sorted(weights)]).encode()).hexdigest()[:12]
     target = parent / f"torch-{source.name}-{key}"
     if (target / "config.json").exists():
@@ -174,7 +207,9 @@ def dense_weights(model: nn.Module) -> dict[str, mx.array]:
         own = {name: value for name, value in module.items() if isinstance(value, mx.array)}
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             packed = [own.pop(name, None) for name in ("weight", "scales", "biases")]
-            own["weight"] = mx.dequantize(*packed, group_size=module.group_size, bits=module.bits, mode=module.mode)
+            own["weight"] = mx.dequantize(
+                *packed, group_size=module.group_size, bits=module.bits, mode=module.mode
+            )
         weights |= {f"{path}.{name}": value.astype(mx.float32) for name, value in own.items()}
     return weights
 
@@ -184,7 +219,9 @@ def write_adapter(model: Any, options: argparse.Namespace) -> None:
     shape = {"rank": options.rank, "scale": options.scale, "dropout": 0.0}
     values = {"num_layers": options.num_layers, "lora_parameters": shape}
     make_trainable(model, build_config(values))
-    mx.save_safetensors(str(options.out / "start.safetensors"), trained_weights(model), metadata={"format": "mlx"})
+    mx.save_safetensors(
+        str(options.out / "start.safetensors"), trained_weights(model), metadata={"format": "mlx"}
+    )
 
 
 if __name__ == "__main__":

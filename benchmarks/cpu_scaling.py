@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_scaling.py
 
-The demo's model and data, LoRA on the last 8 layers, the same global batch for everybody. The runs take turns, so that
-what else the computer does hits all of them alike. See README.md in this directory.
+The demo's model and data, LoRA on the last 8 layers, the same global batch for everybody. The runs
+take turns, so that what else the computer does hits all of them alike. See README.md in this
+directory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BenchmarkError, clean_environ, git_commit, num_cores, positive, run_benchmark, run_measured, say
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    num_cores,
+    positive,
+    run_benchmark,
+    run_measured,
+    say,
+)
 from harness import versions as versions_of
 from records import Row, row_of
 
@@ -28,14 +38,20 @@ WARM_UP = 2  # reports that do not count
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Several one-core processes against one.")
-    parser.add_argument("--ranks", type=positive, default=min(2, num_cores()), help="one core each (%(default)s)")
-    parser.add_argument("--repeat", type=positive, default=4, help="runs of each kind, in turn (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, default=min(2, num_cores()), help="one core each (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=4, help="runs of each kind, in turn (%(default)s)"
+    )
     parser.add_argument("--iters", type=positive, default=40, help="batches of a run (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a run may take")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
@@ -60,7 +76,9 @@ def command(options: argparse.Namespace, place: Path, more: Sequence[str]) -> li
 
 
 def rate(place: Path) -> float:
-    """Tokens a second of a finished run, the first reports left out; all batches that count are taken together."""
+    """Tokens a second of a finished run, the first reports left out; all batches that count are
+    taken together.
+    """
     events = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     reports = [event for event in events if event["event"] == "train"][WARM_UP:]
     if not reports:
@@ -78,7 +96,10 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             say(f"{kind}, {number + 1} of {options.repeat}")
             directory = work / f"run-{number}-{place}"
             run_measured(
-                command(options, directory, more), work / "log", clean_environ(PYTHONPATH=source()), options.timeout
+                command(options, directory, more),
+                work / "log",
+                clean_environ(PYTHONPATH=source()),
+                options.timeout,
             )
             found[kind].append(rate(directory))
     return {
@@ -86,7 +107,10 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "commit": git_commit(),
         "machine": facts,
         "versions": versions_of(Path(sys.executable), PACKAGES),
-        "settings": {name: getattr(options, name) for name in ("ranks", "repeat", "iters", "batch_size", "method")},
+        "settings": {
+            name: getattr(options, name)
+            for name in ("ranks", "repeat", "iters", "batch_size", "method")
+        },
         "tokens_per_s": found,
         "times_one": gains(found),
     }
@@ -100,7 +124,10 @@ def source() -> str:
 def gains(found: dict[str, list[float]]) -> dict[str, list[float]]:
     """How many times as fast each kind was as the first one, turn by turn."""
     first = next(iter(found.values()))
-    return {kind: [one / base for one, base in zip(rates, first, strict=True)] for kind, rates in found.items()}
+    return {
+        kind: [one / base for one, base in zip(rates, first, strict=True)]
+        for kind, rates in found.items()
+    }
 
 
 def rows(found: dict[str, Any]) -> Iterable[Row]:
@@ -109,7 +136,9 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
     for kind, rates in found["tokens_per_s"].items():
         yield row_of(name, f"allhands, {kind}", "tokens/s", rates, "higher")
     for kind, ratios in list(found["times_one"].items())[1:]:
-        yield row_of(f"{name}: times one process on one core", f"allhands, {kind}", "times", ratios, "higher")
+        yield row_of(
+            f"{name}: times one process on one core", f"allhands, {kind}", "times", ratios, "higher"
+        )
 
 
 def report(found: dict[str, Any]) -> str:

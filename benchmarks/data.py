@@ -2,8 +2,9 @@
 
     python benchmarks/data.py
 
-Tokenises generated text, opens it again, holds it in several processes, and looks at the batches of chat sets.
-Every figure is measured in this run, each peer in processes of its own. See README.md in this directory.
+Tokenises generated text, opens it again, holds it in several processes, and looks at the batches of
+chat sets. Every figure is measured in this run, each peer in processes of its own. See README.md in
+this directory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ WAYS = {
 PACKAGES = ("allhands", "mlx-lm", "datasets", "pyarrow", "tokenizers", "transformers", "numpy")
 NUM_PROCESSES = 4
 NUM_OPENINGS = 3
-# Without options, mlx_lm gets this part of the text: it has no other way than one document after the other.
+# Without options, mlx_lm gets this part of the text: it has no other way than one document after
+# the other.
 MLX_LM_PART = 10
 MLX_LM_LEAST_MB = 5
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -84,28 +86,59 @@ class Run:
         return self.part if peer == "mlx_lm" else self.full
 
     def command(self, peer: str, action: str, kept: Path | None = None) -> list[str]:
-        """Of a worker; ``kept`` is where it keeps what it has tokenised, if not where the others look for it."""
-        command = [sys.executable, str(HERE / "data_worker.py"), peer, action, "--work", str(kept or self.work)]
+        """Of a worker; ``kept`` is where it keeps what it has tokenised, if not where the others
+        look for it.
+        """
+        command = [
+            sys.executable,
+            str(HERE / "data_worker.py"),
+            peer,
+            action,
+            "--work",
+            str(kept or self.work),
+        ]
         command += ["--data", str(self.text(peer).folder), "--tokenizer", str(self.tokenizer)]
         command += ["--cores", str(num_cores()), "--first-documents", str(self.part.num_documents)]
         return [*command, "--step-ms", str(self.options.step_ms)]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Tokenise, open, share and batch: allhands against its peers.")
-    parser.add_argument("--megabytes", type=positive, default=1000, help="of generated text (%(default)s)")
-    parser.add_argument("--mlx-lm-megabytes", type=positive, help="of it for mlx_lm (a tenth, at least 5)")
-    parser.add_argument(
-        "--peers", type=partial(peer_list, PEERS), default=PEERS, help=f"comma-separated: {','.join(PEERS)}"
+    parser = argparse.ArgumentParser(
+        description="Tokenise, open, share and batch: allhands against its peers."
     )
-    parser.add_argument("--chat", type=Path, action="append", help="a folder with a chat train.jsonl; may be repeated")
+    parser.add_argument(
+        "--megabytes", type=positive, default=1000, help="of generated text (%(default)s)"
+    )
+    parser.add_argument(
+        "--mlx-lm-megabytes", type=positive, help="of it for mlx_lm (a tenth, at least 5)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=partial(peer_list, PEERS),
+        default=PEERS,
+        help=f"comma-separated: {','.join(PEERS)}",
+    )
+    parser.add_argument(
+        "--chat",
+        type=Path,
+        action="append",
+        help="a folder with a chat train.jsonl; may be repeated",
+    )
     parser.add_argument("--batch-sizes", default="4,8,32", help="for the chat sets (%(default)s)")
-    parser.add_argument("--tokenizer", default="demo", help="'demo' or a directory with a tokenizer's files")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="length of a step that data are waited for in")
+    parser.add_argument(
+        "--tokenizer", default="demo", help="'demo' or a directory with a tokenizer's files"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="length of a step that data are waited for in"
+    )
     parser.add_argument("--repeat", type=positive, default=3, help="of tokenising (%(default)s)")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds a process may take")
-    parser.add_argument("--scratch", type=Path, help="a directory with room for three times the text")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--scratch", type=Path, help="a directory with room for three times the text"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     if options.mlx_lm_megabytes is None:
         options.mlx_lm_megabytes = max(MLX_LM_LEAST_MB, options.megabytes // MLX_LM_PART)
@@ -161,7 +194,9 @@ def prepare(options: argparse.Namespace, work: Path) -> Run:
 def copy_tokenizer(source: str, target: Path) -> Path:
     """The tokenizer's files alone, with the ``config.json`` that each peer asks for."""
     command = [sys.executable, "-c", RESOLVE, source]
-    done = subprocess.run(command, env=environ(online=True), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environ(online=True), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise BenchmarkError(f"no tokenizer: {done.stderr.strip()[-300:]}")
     target.mkdir(parents=True)
@@ -183,7 +218,7 @@ def environ(*, online: bool = False, **added: str) -> dict[str, str]:
     return values
 
 
-# --- one peer -------------------------------------------------------------------------------------------------
+# --- one peer -------------------------------------------------------------------------------------
 
 
 def measure_peer(run: Run, peer: str) -> dict[str, Any]:
@@ -229,14 +264,18 @@ def held_bytes(run: Run, peer: str, count: int) -> int:
 def waiting_bytes(run: Run, peer: str, action: str, count: int) -> int:
     """Memory of ``count`` processes when each has done its work and waits."""
     with ExitStack() as stack:
-        children = [stack.enter_context(Worker(run.command(peer, action), run)) for _ in range(count)]
+        children = [
+            stack.enter_context(Worker(run.command(peer, action), run)) for _ in range(count)
+        ]
         for child in children:
             answer(child, run)
         return pss_bytes([child.pid for child in children])
 
 
 class Worker:
-    """A worker process, ended when the block is left: by the end of its input, or by force after the time limit."""
+    """A worker process, ended when the block is left: by the end of its input, or by force after
+    the time limit.
+    """
 
     def __init__(self, command: Sequence[str], run: Run) -> None:
         self._command, self._run = command, run
@@ -255,7 +294,9 @@ class Worker:
         self._limit.start()
         return self._child
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any
+    ) -> None:
         child = self._child
         with suppress(OSError):
             assert child.stdin is not None
@@ -289,13 +330,15 @@ def told(command: Sequence[str], run: Run) -> dict[str, Any]:
 
 
 def same_tokens(peers: dict[str, dict[str, Any]]) -> None:
-    """Refuse to compare different things: the documents that all have tokenised must have as many tokens."""
+    """Refuse to compare different things: the documents that all have tokenised must have as many
+    tokens.
+    """
     counts = {peer: figures["first"] for peer, figures in peers.items()}
     if len(set(counts.values())) > 1:
         raise BenchmarkError(f"the peers do not have the same tokens: {counts}")
 
 
-# --- chat sets ------------------------------------------------------------------------------------------------
+# --- chat sets ------------------------------------------------------------------------------------
 
 
 def measure_chat(run: Run) -> dict[str, Any]:
@@ -309,11 +352,14 @@ def measure_chat(run: Run) -> dict[str, Any]:
     for name, folder in folders.items():
         say(f"batches of {name}")
         command = [sys.executable, str(HERE / "data_padding.py"), "--data", str(folder)]
-        found[name] = told([*command, "--tokenizer", str(run.tokenizer), "--batch-sizes", run.options.batch_sizes], run)
+        found[name] = told(
+            [*command, "--tokenizer", str(run.tokenizer), "--batch-sizes", run.options.batch_sizes],
+            run,
+        )
     return found
 
 
-# --- the table ------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def rows(record: dict[str, Any]) -> list[Row]:
@@ -323,18 +369,31 @@ def rows(record: dict[str, Any]) -> list[Row]:
         who, megabytes = {**TITLES, "allhands": OURS}[peer], one["num_bytes"] / 1e6
         speeds = [megabytes / time for time in one["build_times_s"]]
         found.append(row_of("tokenise text", who, "MB/s", speeds, "higher"))
-        found.append(row_of("peak memory of that", who, "MiB", [one["peak_pss_bytes"] / 2**20], "lower"))
+        found.append(
+            row_of("peak memory of that", who, "MiB", [one["peak_pss_bytes"] / 2**20], "lower")
+        )
         if opened := one["open_times_s"]:
-            found.append(row_of("open it again", who, "ms", [1e3 * time for time in opened], "lower"))
-        each = [one["one_process_bytes"] / one["num_tokens"]], [one["all_processes_bytes"] / one["num_tokens"]]
+            found.append(
+                row_of("open it again", who, "ms", [1e3 * time for time in opened], "lower")
+            )
+        each = (
+            [one["one_process_bytes"] / one["num_tokens"]],
+            [one["all_processes_bytes"] / one["num_tokens"]],
+        )
         found.append(row_of("memory of a token in one process", who, "bytes", each[0], "lower"))
-        found.append(row_of(f"memory of a token in {NUM_PROCESSES} processes", who, "bytes", each[1], "lower"))
+        found.append(
+            row_of(
+                f"memory of a token in {NUM_PROCESSES} processes", who, "bytes", each[1], "lower"
+            )
+        )
     for name, figures in record["chat"].items():
         for size, ways in figures["batches"].items():
             for way, one in ways.items():
                 who = WAYS[way].removesuffix(", CPU")
                 padding = [100 * one["padding"]]
-                found.append(row_of(f"padding of {name}, batches of {size}", who, "%", padding, "lower"))
+                found.append(
+                    row_of(f"padding of {name}, batches of {size}", who, "%", padding, "lower")
+                )
     if loader := record["loader"]:
         for start in (0, 1_000_000):
             name = f"a batch of 8 from step {start:,}"
@@ -356,7 +415,9 @@ def report(record: dict[str, Any]) -> str:
         f"one, {NUM_PROCESSES} processes: memory of the data in all together, when each has read every example.",
     ]
     if "mlx_lm" in record["peers"] and settings["mlx_lm_megabytes"] < settings["megabytes"]:
-        lines.append(f"mlx_lm has only the first {settings['mlx_lm_megabytes']} MB of the text; nothing is scaled.")
+        lines.append(
+            f"mlx_lm has only the first {settings['mlx_lm_megabytes']} MB of the text; nothing is scaled."
+        )
     for name, figures in record["chat"].items():
         lines += ["", *chat_table(name, figures)]
     if record["loader"]:
@@ -370,7 +431,9 @@ def peer_table(peers: dict[str, dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for peer, figures in peers.items():
-        opened = "tokenises again" if figures["open_s"] is None else f"{1000 * figures['open_s']:.0f} ms"
+        opened = (
+            "tokenises again" if figures["open_s"] is None else f"{1000 * figures['open_s']:.0f} ms"
+        )
         cells = (
             TITLES[peer],
             f"{figures['num_bytes'] / 1e6:.0f} MB",

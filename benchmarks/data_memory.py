@@ -30,7 +30,9 @@ def tree(root: int) -> list[int]:
 
 
 def pss_bytes(roots: list[int]) -> int:
-    """Proportional set size of the trees of ``roots``: a page that n processes share counts 1/n in each."""
+    """Proportional set size of the trees of ``roots``: a page that n processes share counts 1/n in
+    each.
+    """
     total = 0
     for pid in {pid for root in roots for pid in tree(root)}:
         # It may have ended since.
@@ -42,7 +44,9 @@ def pss_bytes(roots: list[int]) -> int:
 
 
 class Repeatedly:
-    """Calls ``look`` again and again in a thread while the block runs, and rests four times as long as that takes."""
+    """Calls ``look`` again and again in a thread while the block runs, and rests four times as long
+    as that takes.
+    """
 
     def __init__(self, look: Callable[[], None], interval_s: float) -> None:
         self._look = look
@@ -62,14 +66,19 @@ class Repeatedly:
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         self._end.set()
         self._thread.join()
 
 
 class Peak(Repeatedly):
-    """The most memory of a process tree while the block runs, looked at every ``interval_s``: a lower bound."""
+    """The most memory of a process tree while the block runs, looked at every ``interval_s``: a
+    lower bound.
+    """
 
     def __init__(self, root: int, interval_s: float = 0.1) -> None:
         super().__init__(self._measure, interval_s)

@@ -1,4 +1,5 @@
-"""How much of what is computed is padding, on one chat set: mlx_lm's batches, random ones and allhands'.
+"""How much of what is computed is padding, on one chat set: mlx_lm's batches, random ones and
+allhands'.
 
     python data_padding.py --data DIR --tokenizer DIR --batch-sizes 4,8,32
 
@@ -26,7 +27,8 @@ from allhands.run.datasets import find_splits, open_data
 from allhands.runtime.sizing import Sizing
 
 MAX_SEQ_LENGTH = 2048
-# As allhands.runtime.accelerator has them for a CPU, a GPU with uncompiled steps, and a GPU with compiled ones.
+# As allhands.runtime.accelerator has them for a CPU, a GPU with uncompiled steps, and a GPU with
+# compiled ones.
 SIZINGS = {
     "allhands_cpu": Sizing(2048, overhead_tokens=24),
     "allhands_gpu": Sizing(16_384, overhead_tokens=256),
@@ -44,10 +46,21 @@ def main() -> None:
     options = parser.parse_args()
     values = {"model": options.tokenizer, "data": options.data, "train": True, "val_batches": 0}
     config = build_config({**values, "max_seq_length": MAX_SEQ_LENGTH})
-    tokens = open_data(config, find_splits(config), load_tokenizer(options.tokenizer)).stored["train"].tokens
-    figures: dict[str, Any] = {"num_examples": len(tokens), "num_inputs": int(tokens.work.sum()), "batches": {}}
+    tokens = (
+        open_data(config, find_splits(config), load_tokenizer(options.tokenizer))
+        .stored["train"]
+        .tokens
+    )
+    figures: dict[str, Any] = {
+        "num_examples": len(tokens),
+        "num_inputs": int(tokens.work.sum()),
+        "batches": {},
+    }
     for size in map(int, options.batch_sizes.split(",")):
-        ways = {"mlx_lm": mlx_lm_passes(options.data, options.tokenizer, size), "random": random_passes(tokens, size)}
+        ways = {
+            "mlx_lm": mlx_lm_passes(options.data, options.tokenizer, size),
+            "random": random_passes(tokens, size),
+        }
         ways |= {name: allhands_passes(tokens, size, sizing) for name, sizing in SIZINGS.items()}
         figures["batches"][size] = {name: summary(passes) for name, passes in ways.items()}
     print("@" + json.dumps(figures), flush=True)
@@ -86,7 +99,9 @@ def mlx_lm_passes(data: str, tokenizer: str, batch_size: int) -> list[Pass]:
 def random_passes(tokens: TokenSet, batch_size: int, seed: int = 0) -> list[Pass]:
     """Batches drawn by chance, padded to their longest example."""
     order = np.random.default_rng(seed).permutation(len(tokens))
-    return [padded(tokens.work[order[i : i + batch_size]]) for i in range(0, len(order), batch_size)]
+    return [
+        padded(tokens.work[order[i : i + batch_size]]) for i in range(0, len(order), batch_size)
+    ]
 
 
 def padded(lengths: NDArray[Any]) -> Pass:
@@ -97,7 +112,11 @@ def allhands_passes(tokens: TokenSet, batch_size: int, sizing: Sizing) -> list[P
     """What one rank computes in the first epoch."""
     order = GlobalOrder(tokens.work, batch_size, 0)
     loader = Loader(tokens, order, sizing.fitted(tokens.work), 0, (1.0,))
-    return [(part.shape, part.num_tokens) for i in range(order.batches_per_epoch) for part in loader.load(i)]
+    return [
+        (part.shape, part.num_tokens)
+        for i in range(order.batches_per_epoch)
+        for part in loader.load(i)
+    ]
 
 
 if __name__ == "__main__":

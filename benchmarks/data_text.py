@@ -11,9 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 
 # Everyday questions and answers, for the words and how often they come.
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "allhands" / "data" / "demo" / "pirate.jsonl"
+SOURCE = (
+    Path(__file__).resolve().parent.parent / "src" / "allhands" / "data" / "demo" / "pirate.jsonl"
+)
 _SYLLABLES = [
-    first + rest for first in "bcdfghklmnprstvwz" for rest in ("a", "e", "i", "o", "u", "an", "er", "in", "ol")
+    first + rest
+    for first in "bcdfghklmnprstvwz"
+    for rest in ("a", "e", "i", "o", "u", "an", "er", "in", "ol")
 ]
 # Words that no list holds: names, and words of other trades.
 _NUM_RARE = 20_000
@@ -23,7 +27,8 @@ _LEAST_WORDS, _MOST_WORDS = 8, 8000
 
 
 def write_documents(path: Path, num_bytes: int, seed: int = 0) -> int:
-    """Write ``{"text": ...}`` lines until the file has ``num_bytes``; returns the number of documents.
+    """Write ``{"text": ...}`` lines until the file has ``num_bytes``; returns the number of
+    documents.
 
     A smaller file is the beginning of a larger one.
     """
@@ -46,7 +51,9 @@ def documents(seed: int) -> Iterator[str]:
     words, weights = vocabulary(source)
     cumulative = list(accumulate(weights))
     while True:
-        length = int(min(_MOST_WORDS, max(_LEAST_WORDS, _MEDIAN_WORDS * source.lognormvariate(0.0, _SPREAD))))
+        length = int(
+            min(_MOST_WORDS, max(_LEAST_WORDS, _MEDIAN_WORDS * source.lognormvariate(0.0, _SPREAD)))
+        )
         yield _written(source, source.choices(words, cum_weights=cumulative, k=length))
 
 

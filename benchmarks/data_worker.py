@@ -2,8 +2,8 @@
 
     python data_worker.py PEER ACTION --data DIR --tokenizer DIR --work DIR
 
-It says what it has measured in lines that begin with ``@`` and go on in JSON. Each peer's way is the one that its
-own training script goes.
+It says what it has measured in lines that begin with ``@`` and go on in JSON. Each peer's way is
+the one that its own training script goes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ BATCH_SIZE = 8
 
 
 class Peer(ABC):
-    """Imports and the tokenizer come with the constructor; the data are not touched before :meth:`open`."""
+    """Imports and the tokenizer come with the constructor; the data are not touched before
+    :meth:`open`.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.data = options.data
@@ -41,7 +43,9 @@ class Peer(ABC):
 
     @abstractmethod
     def read_all(self, data: Any) -> int:
-        """Read every example once through the peer's loader, in batches of eight; returns the batches."""
+        """Read every example once through the peer's loader, in batches of eight; returns the
+        batches.
+        """
 
 
 class Allhands(Peer):
@@ -55,14 +59,28 @@ class Allhands(Peer):
         from allhands.run.datasets import find_splits, open_data
         from allhands.runtime.sizing import Sizing
 
-        values = {"model": self.tokenizer_path, "data": str(self.data), "train": True, "val_batches": 0}
+        values = {
+            "model": self.tokenizer_path,
+            "data": str(self.data),
+            "train": True,
+            "val_batches": 0,
+        }
         self._config = build_config({**values, "max_seq_length": NO_LIMIT})
-        self._open, self._find, self._loader, self._order = open_data, find_splits, Loader, GlobalOrder
+        self._open, self._find, self._loader, self._order = (
+            open_data,
+            find_splits,
+            Loader,
+            GlobalOrder,
+        )
         self._sizing = Sizing
         self._tokenizer = load_tokenizer(self.tokenizer_path)
 
     def open(self) -> Any:
-        return self._open(self._config, self._find(self._config), self._tokenizer).stored["train"].tokens
+        return (
+            self._open(self._config, self._find(self._config), self._tokenizer)
+            .stored["train"]
+            .tokens
+        )
 
     def num_tokens(self, data: Any, first: int | None = None) -> int:
         return int(data.offsets[len(data) if first is None else first])
@@ -70,7 +88,9 @@ class Allhands(Peer):
     def loader(self, data: Any, seed: int = 0) -> tuple[Any, Any]:
         """A loader in the state in which a run begins, and its order."""
         order = self._order(data.work, BATCH_SIZE, seed)
-        return self._loader(data, order, self._sizing(16_384, overhead_tokens=256), 0, (1.0,)), order
+        return self._loader(
+            data, order, self._sizing(16_384, overhead_tokens=256), 0, (1.0,)
+        ), order
 
     def read_all(self, data: Any) -> int:
         loader, order = self.loader(data)
@@ -99,7 +119,8 @@ class HuggingFace(Peer):
             # As the others do it: the end-of-text token closes a document.
             return {
                 "input_ids": [
-                    one if one[-1] == tokenizer.eos_token_id else [*one, tokenizer.eos_token_id] for one in ids
+                    one if one[-1] == tokenizer.eos_token_id else [*one, tokenizer.eos_token_id]
+                    for one in ids
                 ]
             }
 
@@ -107,7 +128,11 @@ class HuggingFace(Peer):
         data = self._load_dataset("json", data_files=files, split="train")
         # With a name for the result, so that it need not hash the tokenizer to find it again.
         return data.map(
-            encode, batched=True, num_proc=self._cores, remove_columns=["text"], new_fingerprint="benchmark"
+            encode,
+            batched=True,
+            num_proc=self._cores,
+            remove_columns=["text"],
+            new_fingerprint="benchmark",
         )
 
     def num_tokens(self, data: Any, first: int | None = None) -> int:
@@ -132,11 +157,17 @@ class MlxLm(Peer):
         from mlx_lm.tuner.trainer import iterate_batches
         from mlx_lm.utils import load_tokenizer
 
-        self._load_dataset, self._cached, self._batches = load_dataset, CacheDataset, iterate_batches
+        self._load_dataset, self._cached, self._batches = (
+            load_dataset,
+            CacheDataset,
+            iterate_batches,
+        )
         self._tokenizer = load_tokenizer(self.tokenizer_path)
 
     def open(self) -> Any:
-        wanted = SimpleNamespace(data=str(self.data), train=True, test=False, hf_dataset=False, mask_prompt=False)
+        wanted = SimpleNamespace(
+            data=str(self.data), train=True, test=False, hf_dataset=False, mask_prompt=False
+        )
         data = self._cached(self._load_dataset(wanted, self._tokenizer)[0])
         # It tokenises an example when a batch first needs it, and keeps it.
         for i in range(len(data)):
@@ -167,7 +198,13 @@ def main() -> None:
         opened = time.perf_counter() - started
         if options.action == "build":
             first = options.first_documents
-            tell({"build_s": opened, "num_tokens": peer.num_tokens(data), "first": peer.num_tokens(data, first)})
+            tell(
+                {
+                    "build_s": opened,
+                    "num_tokens": peer.num_tokens(data),
+                    "first": peer.num_tokens(data, first),
+                }
+            )
         elif options.action == "open":
             tell({"open_s": opened})
         else:
@@ -187,19 +224,29 @@ def parse() -> argparse.Namespace:
 
 
 def loader_figures(peer: Allhands, data: Any, step_ms: float) -> dict[str, float]:
-    """Milliseconds a batch from two places of the run, each with a new loader; and what a step waits for data."""
+    """Milliseconds a batch from two places of the run, each with a new loader; and what a step
+    waits for data.
+    """
     figures: dict[str, float] = {}
     for start in (0, 1_000_000):
         loader, _ = peer.loader(data)
-        times = [timed_ms(lambda i=i, loader=loader: loader.load(i)) for i in range(start, start + 200)]
+        times = [
+            timed_ms(lambda i=i, loader=loader: loader.load(i)) for i in range(start, start + 200)
+        ]
         figures[f"first_ms_at_{start}"] = times[0]
         figures[f"mean_ms_from_{start}"] = sum(times) / len(times)
     waits = step_waits(peer.loader(data, seed=1)[0].load, 100, step_ms)
-    return figures | {"wait_ms": sum(waits) / len(waits), "longest_wait_ms": max(waits), "step_ms": step_ms}
+    return figures | {
+        "wait_ms": sum(waits) / len(waits),
+        "longest_wait_ms": max(waits),
+        "step_ms": step_ms,
+    }
 
 
 def step_waits(load: Any, steps: int, step_ms: float) -> list[float]:
-    """Milliseconds that each step after the first waits for its batch; the steps are idle time, as on a device."""
+    """Milliseconds that each step after the first waits for its batch; the steps are idle time, as
+    on a device.
+    """
     from allhands.data.prefetch import Prefetcher
 
     waits: list[float] = []

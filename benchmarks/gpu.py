@@ -1,9 +1,11 @@
-"""How fast a training step is on this computer's GPU: allhands, mlx_lm, PyTorch with and without torch.compile.
+"""How fast a training step is on this computer's GPU: allhands, mlx_lm, PyTorch with and without
+torch.compile.
 
     python benchmarks/gpu.py --python mlx=python3,torch=python3
 
-Everybody computes the same work (a Llama of one shape with random weights, as many random tokens, bfloat16, AdamW),
-one after the other, each in a process of its own. See README.md in this directory.
+Everybody computes the same work (a Llama of one shape with random weights, as many random tokens,
+bfloat16, AdamW), one after the other, each in a process of its own. See README.md in this
+directory.
 """
 
 from __future__ import annotations
@@ -75,16 +77,37 @@ SMOL = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-TINY = {**SMOL, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
+TINY = {
+    **SMOL,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512}
-# bits: 4 for a quantised model (PyTorch gets it in bfloat16: it cannot read MLX's); rank: of LoRA, 0 for full training.
+# bits: 4 for a quantised model (PyTorch gets it in bfloat16: it cannot read MLX's); rank: of LoRA,
+# 0 for full training.
 WORKS: dict[str, dict[str, Any]] = {
     "qlora": {"shape": MISTRAL, "bits": 4, "rank": 8, "layers": 8, "batch": 4, "length": 512},
     "lora": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1024},
     "full": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 8, "length": 1024},
-    "large": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 32, "length": 1024},  # of gpu_many.py
+    "large": {
+        "shape": LLAMA,
+        "bits": 0,
+        "rank": 0,
+        "layers": 16,
+        "batch": 32,
+        "length": 1024,
+    },  # of gpu_many.py
     "smol": {"shape": SMOL, "bits": 0, "rank": 0, "layers": 30, "batch": 32, "length": 512},
-    "tiny": {"shape": TINY, "bits": 0, "rank": 4, "layers": 2, "batch": 2, "length": 64},  # to try the script itself
+    "tiny": {
+        "shape": TINY,
+        "bits": 0,
+        "rank": 4,
+        "layers": 2,
+        "batch": 2,
+        "length": 64,
+    },  # to try the script itself
 }
 WORK_TITLES = {
     "qlora": "QLoRA: Mistral-7B shape, 4 bits, rank 8 on the last 8 layers, 4 x 512 tokens",
@@ -98,15 +121,25 @@ WORK_TITLES = {
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = ("qlora", "lora", "full", "smol")
     parser.add_argument(
-        "--works", type=partial(peer_list, tuple(WORKS)), default=default, help="comma-separated, of: %(default)s, tiny"
+        "--works",
+        type=partial(peer_list, tuple(WORKS)),
+        default=default,
+        help="comma-separated, of: %(default)s, tiny",
     )
     parser.add_argument(
-        "--peers", type=partial(peer_list, PEERS), default=PEERS, help="comma-separated, of: %(default)s"
+        "--peers",
+        type=partial(peer_list, PEERS),
+        default=PEERS,
+        help="comma-separated, of: %(default)s",
     )
-    parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
+    parser.add_argument(
+        "--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one"
+    )
     parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
     parser.add_argument(
         "--built",
@@ -114,16 +147,24 @@ def parse() -> argparse.Namespace:
         help="take a step of everything side by side first: kernels are then built, and first steps those of a later "
         "process (the GPU must hold four at once)",
     )
-    parser.add_argument("--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of it; default: none")
+    parser.add_argument(
+        "--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for one peer at one work"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds for all of it; default: none"
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
     parser.add_argument(
         "--add",
         action="store_true",
         help="take over the works that are complete in the last record of this code on such a machine",
     )
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-DATE.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/gpu-DATE.json"
+    )
     return parser.parse_args()
 
 
@@ -147,7 +188,9 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             log = directory / f"{work}-{peer}.log"
             left = options.limit - (time.monotonic() - began)
             if left < _LEAST_S:
-                found.setdefault(work, {})[peer] = {"error": "left out: the time of --limit is over"}
+                found.setdefault(work, {})[peer] = {
+                    "error": "left out: the time of --limit is over"
+                }
                 continue
             try:
                 run_measured(
@@ -156,7 +199,9 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
                     clean_environ(PYTHONPATH=python_path()),
                     min(options.timeout, left),
                 )
-                one = found.setdefault(work, {})[peer] = json.loads(log.read_text().splitlines()[-1])
+                one = found.setdefault(work, {})[peer] = json.loads(
+                    log.read_text().splitlines()[-1]
+                )
                 say(f"  {one['tokens_per_s']:,.0f} tokens/s, {one['peak_bytes'] / 1e9:.1f} GB")
             except BenchmarkError as error:
                 say(f"  {error}")
@@ -166,7 +211,9 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
     return {
         **record,
         "versions": {
-            kind: versions(Path(options.python.get(kind, sys.executable)), PACKAGES, PYTHONPATH=python_path())
+            kind: versions(
+                Path(options.python.get(kind, sys.executable)), PACKAGES, PYTHONPATH=python_path()
+            )
             for kind in ("mlx", "torch")
         },
         "works": {work: WORKS[work] for work in WORKS if work in found},
@@ -175,12 +222,22 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
 
 
 def taken_over(options: argparse.Namespace, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Results by work and peer, of works that all peers in ``options`` have done, in the last record like ``now``."""
+    """Results by work and peer, of works that all peers in ``options`` have done, in the last
+    record like ``now``.
+    """
     told = make_record("gpu", now, ())
     for record in reversed(read_records(results_directory())):
-        if record["name"] == "gpu" and same(record, told) and record["details"]["steps"] == now["steps"]:
+        if (
+            record["name"] == "gpu"
+            and same(record, told)
+            and record["details"]["steps"] == now["steps"]
+        ):
             results = record["details"]["results"].items()
-            whole = {w: by for w, by in results if all(p in by and "error" not in by[p] for p in options.peers)}
+            whole = {
+                w: by
+                for w, by in results
+                if all(p in by and "error" not in by[p] for p in options.peers)
+            }
             say(f"taken over: {', '.join(whole) or 'nothing'} ({record['date']} {record['time']})")
             return whole
     return {}
@@ -190,17 +247,28 @@ def command(options: argparse.Namespace, work: str, peer: str, steps: int) -> li
     """What measures a peer at a work."""
     asked = {"peer": peer, "work": WORKS[work], "steps": steps, "profile": options.profile}
     kind = "torch" if peer.startswith("torch") else "mlx"
-    return [options.python.get(kind, sys.executable), str(HERE / f"gpu_{kind}.py"), json.dumps(asked)]
+    return [
+        options.python.get(kind, sys.executable),
+        str(HERE / f"gpu_{kind}.py"),
+        json.dumps(asked),
+    ]
 
 
 def build_all(options: argparse.Namespace, works: list[str], directory: Path) -> None:
-    """Let every process build its kernels, a few at once; what fails does so again when it is measured."""
+    """Let every process build its kernels, a few at once; what fails does so again when it is
+    measured.
+    """
     say("building kernels")
     environ = clean_environ(PYTHONPATH=python_path())
 
     def build(job: tuple[str, str]) -> None:
         with suppress(BenchmarkError):
-            run_measured(command(options, *job, 1), directory / f"build-{'-'.join(job)}.log", environ, options.timeout)
+            run_measured(
+                command(options, *job, 1),
+                directory / f"build-{'-'.join(job)}.log",
+                environ,
+                options.timeout,
+            )
 
     jobs = [(work, peer) for work in works for peer in options.peers]
     # No more at once than a large GPU's memory holds.
@@ -212,7 +280,9 @@ def gpu() -> str:
     """The name of the first GPU."""
     try:
         command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "none"
 
@@ -220,7 +290,10 @@ def gpu() -> str:
 def report(record: dict[str, Any]) -> str:
     """A table a work."""
     built = "; kernels were built before" if record["settings"]["built"] else ""
-    lines = [f"{record['machine']['gpu']}; {record['steps']} steps, median of rounds of {ROUND}{built}", ""]
+    lines = [
+        f"{record['machine']['gpu']}; {record['steps']} steps, median of rounds of {ROUND}{built}",
+        "",
+    ]
     for work, peers in record["results"].items():
         lines += [
             WORK_TITLES[work],
@@ -250,7 +323,8 @@ def report(record: dict[str, Any]) -> str:
         lines.append("")
     lines.append(
         "; ".join(
-            f"{kind}: " + ", ".join(f"{n} {v}" for n, v in found.items()) for kind, found in record["versions"].items()
+            f"{kind}: " + ", ".join(f"{n} {v}" for n, v in found.items())
+            for kind, found in record["versions"].items()
         )
     )
     return "\n".join(lines)

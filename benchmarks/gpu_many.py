@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_many.py --gpus 1,2,4 --python mlx=python3,torch=python3
 
-The works of ``gpu.py``: weak scaling (the same batch for each GPU) and strong scaling (the same batch for all of them
-together). Each peer's ranks are started by its own launcher. See README.md in this directory.
+The works of ``gpu.py``: weak scaling (the same batch for each GPU) and strong scaling (the same
+batch for all of them together). Each peer's ranks are started by its own launcher. See README.md in
+this directory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ PEERS = ("allhands", "apart", "torch", "torch-compiled")
 OURS = ("allhands", "apart")
 TITLES = {
     "allhands": "allhands",
-    # What the GPUs do when they all compute and nothing is exchanged: more than that no exchange can reach.
+    # What the GPUs do when they all compute and nothing is exchanged: more than that no exchange
+    # can reach.
     "apart": "allhands, nothing exchanged",
     "torch": "PyTorch DDP, eager",
     "torch-compiled": "PyTorch DDP, torch.compile",
@@ -105,15 +107,19 @@ class Case:
 
 
 def batch_of(work: Mapping[str, Any], rows: int, rank: int) -> np.ndarray:
-    """A rank's random tokens, int32 (rows, length + 1): its part of a batch that is the same however it is divided."""
+    """A rank's random tokens, int32 (rows, length + 1): its part of a batch that is the same
+    however it is divided.
+    """
     import numpy as np
 
     size, length = work["shape"]["vocab_size"], work["length"] + 1
     numbers = range(rank * rows, (rank + 1) * rows)
-    return np.stack([np.random.default_rng([1, n]).integers(0, size, length, dtype=np.int32) for n in numbers])
+    return np.stack(
+        [np.random.default_rng([1, n]).integers(0, size, length, dtype=np.int32) for n in numbers]
+    )
 
 
-# --- what is measured -----------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -124,7 +130,11 @@ def numbers(text: str) -> tuple[int, ...]:
 def buckets(text: str) -> tuple[float, ...]:
     """An option's sizes of buckets in MB; ``none`` is 0."""
     try:
-        found = tuple(dict.fromkeys(0.0 if part.strip() == "none" else float(part) for part in text.split(",")))
+        found = tuple(
+            dict.fromkeys(
+                0.0 if part.strip() == "none" else float(part) for part in text.split(",")
+            )
+        )
     except ValueError:
         found = (-1.0,)
     if min(found) < 0:
@@ -133,7 +143,9 @@ def buckets(text: str) -> tuple[float, ...]:
 
 
 def constants(text: str) -> tuple[tuple[str, float], ...]:
-    """An option's constants of ``allhands.distributed.reduce``, by their names in small letters; ``none`` is none."""
+    """An option's constants of ``allhands.distributed.reduce``, by their names in small letters;
+    ``none`` is none.
+    """
     found = list[tuple[str, float]]()
     for part in () if text == "none" else text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -142,29 +154,49 @@ def constants(text: str) -> tuple[tuple[str, float], ...]:
         except ValueError:
             equals = ""
         if name not in CONSTANTS or not equals:
-            raise argparse.ArgumentTypeError(f"{part!r}: give {', '.join(f'{name}=NUMBER' for name in CONSTANTS)}")
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: give {', '.join(f'{name}=NUMBER' for name in CONSTANTS)}"
+            )
     return tuple(found)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     listed = "comma-separated, of: "
     works = tuple(name for name in WORKS if name != "qlora")
     default = ("full", "smol", "lora")
-    parser.add_argument("--gpus", type=numbers, help="comma-separated; default: of 1,2,4,8 those that are here")
     parser.add_argument(
-        "--works", type=partial(peer_list, works), default=default, help=f"{listed}{', '.join(default)}, tiny"
-    )
-    parser.add_argument("--peers", type=partial(peer_list, PEERS), default=PEERS, help=f"{listed}{', '.join(PEERS)}")
-    parser.add_argument(
-        "--scaling", type=partial(peer_list, SCALINGS), default=SCALINGS, help=f"{listed}{', '.join(SCALINGS)}"
+        "--gpus", type=numbers, help="comma-separated; default: of 1,2,4,8 those that are here"
     )
     parser.add_argument(
-        "--bucket-mb", type=buckets, default=(BUCKET_MB,), help="of allhands' all-reduces, as 8,32,none (128)"
+        "--works",
+        type=partial(peer_list, works),
+        default=default,
+        help=f"{listed}{', '.join(default)}, tiny",
     )
     parser.add_argument(
-        "--strategy", choices=("auto", "data", "zero1"), default="auto", help="of allhands (%(default)s)"
+        "--peers", type=partial(peer_list, PEERS), default=PEERS, help=f"{listed}{', '.join(PEERS)}"
+    )
+    parser.add_argument(
+        "--scaling",
+        type=partial(peer_list, SCALINGS),
+        default=SCALINGS,
+        help=f"{listed}{', '.join(SCALINGS)}",
+    )
+    parser.add_argument(
+        "--bucket-mb",
+        type=buckets,
+        default=(BUCKET_MB,),
+        help="of allhands' all-reduces, as 8,32,none (128)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("auto", "data", "zero1"),
+        default="auto",
+        help="of allhands (%(default)s)",
     )
     parser.add_argument(
         "--set",
@@ -173,16 +205,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of allhands' exchange, as alone_bytes=16e6,taper=1: see allhands.distributed.reduce; again for "
         "another measurement, none for that as it is",
     )
-    parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
-    parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
-    parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one measurement (%(default)s)")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of them; default: none")
     parser.add_argument(
-        "--profile", action="store_true", help="show what rank 0's GPU does in allhands' steps (needs PyTorch)"
+        "--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)"
+    )
+    parser.add_argument(
+        "--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one"
+    )
+    parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for one measurement (%(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds for all of them; default: none"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show what rank 0's GPU does in allhands' steps (needs PyTorch)",
     )
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu_many-DATE.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/gpu_many-DATE.json"
+    )
     return parser.parse_args(arguments)
 
 
@@ -204,29 +248,65 @@ def cases(options: argparse.Namespace, dtype: str = "bfloat16") -> Iterator[Case
                         continue
                     varied = peer == "allhands" and gpus > 1
                     sizes = options.bucket_mb if varied else (BUCKET_MB,)
-                    for size, some in itertools.product(sizes, options.set or [()] if varied else [()]):
-                        yield Case(work, gpus, scaling if gpus > 1 else "weak", peer, rows, size, dtype, some)
+                    for size, some in itertools.product(
+                        sizes, options.set or [()] if varied else [()]
+                    ):
+                        yield Case(
+                            work,
+                            gpus,
+                            scaling if gpus > 1 else "weak",
+                            peer,
+                            rows,
+                            size,
+                            dtype,
+                            some,
+                        )
 
 
 def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     """What starts the ranks: each peer's own launcher."""
     work = {**WORKS[case.work], "dtype": case.dtype}
-    asked: dict[str, Any] = {"work": work, "rows": case.rows, "steps": options.steps, "out": str(out)}
+    asked: dict[str, Any] = {
+        "work": work,
+        "rows": case.rows,
+        "steps": options.steps,
+        "out": str(out),
+    }
     if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
         asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "strategy": options.strategy}
-        asked |= {"apart": case.peer == "apart", "profile": options.profile, "set": dict(case.constants)}
-        launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
+        asked |= {
+            "apart": case.peer == "apart",
+            "profile": options.profile,
+            "set": dict(case.constants),
+        }
+        launch = [
+            "-m",
+            "allhands",
+            "launch",
+            "-n",
+            str(case.gpus),
+            "--backend",
+            options.backend,
+            "--no-tag-output",
+        ]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
         return [python, *launch, str(HERE / "gpu_many_mlx.py"), json.dumps(asked)]
     python = options.python.get("torch", sys.executable)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]
-    return [python, *torchrun, str(HERE / "gpu_many_torch.py"), json.dumps({**asked, "peer": case.peer})]
+    return [
+        python,
+        *torchrun,
+        str(HERE / "gpu_many_torch.py"),
+        json.dumps({**asked, "peer": case.peer}),
+    ]
 
 
 def obstacle(case: Case, gpus: int, left_s: float) -> str:
-    """Why it is not even tried; empty if nothing is in the way. Without any of the ``gpus`` CPUs are tried."""
+    """Why it is not even tried; empty if nothing is in the way. Without any of the ``gpus`` CPUs
+    are tried.
+    """
     batch = WORKS[case.work]["batch"]
     if 0 < gpus < case.gpus:
         return f"left out: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)}"
@@ -235,7 +315,9 @@ def obstacle(case: Case, gpus: int, left_s: float) -> str:
     return "left out: the time of --limit is over" if left_s < _LEAST_S else ""
 
 
-def measure_case(case: Case, options: argparse.Namespace, directory: Path, timeout_s: float) -> dict[str, Any]:
+def measure_case(
+    case: Case, options: argparse.Namespace, directory: Path, timeout_s: float
+) -> dict[str, Any]:
     """The figures of one measurement, or the ``error``."""
     out = directory / f"{re.sub(r'[^a-z0-9]+', '-', f'{case.name}-{case.who}'.lower())}.json"
     log = out.with_suffix(".log")
@@ -252,7 +334,11 @@ def measure_case(case: Case, options: argparse.Namespace, directory: Path, timeo
         return {**figures(case, told, rounds_of(options.steps)), **watch.between(*told["counted"])}
     except (BenchmarkError, OSError) as error:
         say(f"  {error}")
-        return {"error": reason(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", error)}
+        return {
+            "error": reason(
+                log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", error
+            )
+        }
 
 
 def reason(log: str, error: Exception) -> str:
@@ -260,15 +346,18 @@ def reason(log: str, error: Exception) -> str:
     if "did not finish in time" in str(error):
         return "did not finish in time"
     told = re.findall(r"^(?:.*?\s)?([\w.]*(?:Error|Exception|error): .*\S)", log, re.MULTILINE)
-    return next((line for line in told if "ChildFailedError" not in line), str(error).splitlines()[-1])[:200]
+    return next(
+        (line for line in told if "ChildFailedError" not in line), str(error).splitlines()[-1]
+    )[:200]
 
 
 def figures(case: Case, told: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """What the ranks have told of a step in each of their last ``rounds`` rounds, times in seconds.
 
-    ``step_s`` is of the slowest rank of each round, ``rank0_s`` of rank 0. ``parts`` has the medians of what rank 0's
-    time goes into, as ``allhands train --profile`` shows it, and ``exchange_s`` the median of each round's shortest
-    time in the exchange: of the rank that waits for no other.
+    ``step_s`` is of the slowest rank of each round, ``rank0_s`` of rank 0. ``parts`` has the
+    medians of what rank 0's time goes into, as ``allhands train --profile`` shows it, and
+    ``exchange_s`` the median of each round's shortest time in the exchange: of the rank that waits
+    for no other.
     """
     ranks = [times[-rounds:] for times in told["times"]]
     slowest = [max(step) for step in zip(*ranks, strict=True)]
@@ -287,7 +376,9 @@ def figures(case: Case, told: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     if "comm_s" in told:
         parts = {name: statistics.median(told[name][0][-rounds:]) for name in PARTS}
         parts["rest_s"] = max(0.0, found["rank0_s"] - sum(parts.values()))
-        least = [min(step) for step in zip(*(times[-rounds:] for times in told["comm_s"]), strict=True)]
+        least = [
+            min(step) for step in zip(*(times[-rounds:] for times in told["comm_s"]), strict=True)
+        ]
         found |= {"parts": parts, "exchange_s": statistics.median(least)}
     return found
 
@@ -317,17 +408,28 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
         "machine": facts,
         "versions": {
             # With the path that the ranks have.
-            kind: versions(Path(options.python.get(kind, sys.executable)), (*PACKAGES, *NCCL), PYTHONPATH=python_path())
+            kind: versions(
+                Path(options.python.get(kind, sys.executable)),
+                (*PACKAGES, *NCCL),
+                PYTHONPATH=python_path(),
+            )
             for kind in dict.fromkeys(kinds[peer] for peer in options.peers)
         },
         "settings": {
-            **{name: list(getattr(options, name)) for name in ("gpus", "works", "peers", "scaling", "bucket_mb")},
+            **{
+                name: list(getattr(options, name))
+                for name in ("gpus", "works", "peers", "scaling", "bucket_mb")
+            },
             "steps": options.steps,
             "backend": options.backend,
             "strategy": options.strategy,
             **({"set": [dict(some) for some in options.set]} if options.set else {}),
             # How NCCL was set from outside changes what is measured.
-            "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+            "nccl": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith("NCCL_")
+            },
         },
         "steps": options.steps,
         "works": works,
@@ -335,23 +437,31 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
     }
 
 
-def add_efficiency(results: Mapping[str, Mapping[str, Any]], works: Mapping[str, Mapping[str, Any]]) -> None:
-    """To everybody's figures on several GPUs the part of N times the speed on one, where that was measured."""
+def add_efficiency(
+    results: Mapping[str, Mapping[str, Any]], works: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """To everybody's figures on several GPUs the part of N times the speed on one, where that was
+    measured.
+    """
     for name, peers in results.items():
         gpus = works[name]["gpus"]
         base = results.get(f"{name.partition(',')[0]}, 1 GPU", {})
         for who, found in peers.items():
             # Buckets make no difference on one GPU.
-            alone = base.get("allhands" if who.startswith("allhands") else who, {}).get("tokens_per_s")
+            alone = base.get("allhands" if who.startswith("allhands") else who, {}).get(
+                "tokens_per_s"
+            )
             if alone and "error" not in found:
                 found["efficiency"] = found["tokens_per_s"] / (gpus * alone)
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------
+# --- what is told of it ---------------------------------------------------------------------------
 
 
 def rows(found: Mapping[str, Any]) -> list[Row]:
-    """Speeds, memory and first steps as of one GPU; then efficiency and, for ours, the exchange that is waited for."""
+    """Speeds, memory and first steps as of one GPU; then efficiency and, for ours, the exchange
+    that is waited for.
+    """
     told = work_rows(found)
     for name, peers in found["results"].items():
         about = found["works"][name]
@@ -361,20 +471,45 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
             if "efficiency" in one:
                 title = f"{name}: {about['scaling']} scaling"
                 percent = 100.0 * one["efficiency"]
-                told.append(Row(title, who, "% of N x one GPU", percent, percent, percent, 1, "higher", work=about))
+                told.append(
+                    Row(
+                        title,
+                        who,
+                        "% of N x one GPU",
+                        percent,
+                        percent,
+                        percent,
+                        1,
+                        "higher",
+                        work=about,
+                    )
+                )
             if "exchange_s" in one and who != TITLES["apart"]:
                 spent = 1e3 * one["exchange_s"]
-                told.append(Row(f"{name}: exchange", who, "ms", spent, spent, spent, 1, "lower", work=about))
+                told.append(
+                    Row(f"{name}: exchange", who, "ms", spent, spent, spent, 1, "lower", work=about)
+                )
     return told
 
 
 def report(record: Mapping[str, Any]) -> str:
     """The table as Markdown, then how the time of allhands' steps is split."""
-    settings = [f"{record['steps']} steps, median of rounds of {ROUND} (worst to best) of the slowest rank"]
+    settings = [
+        f"{record['steps']} steps, median of rounds of {ROUND} (worst to best) of the slowest rank"
+    ]
     if not record["machine"]["gpus"]:
         settings.append("there is no GPU: each stands for a process of the CPU, in float32")
-    every = [one for peers in record["results"].values() for one in peers.items() if "error" not in one[1]]
-    over = {f"{who.partition(',')[0]} over {one['backend']}": None for who, one in every if one["backend"] != "none"}
+    every = [
+        one
+        for peers in record["results"].values()
+        for one in peers.items()
+        if "error" not in one[1]
+    ]
+    over = {
+        f"{who.partition(',')[0]} over {one['backend']}": None
+        for who, one in every
+        if one["backend"] != "none"
+    }
     settings += [", ".join(over)] if over else []
     settings += [f"{name}={value}" for name, value in record["settings"]["nccl"].items()]
     lines = [
@@ -387,8 +522,16 @@ def report(record: Mapping[str, Any]) -> str:
         lines += [f"| {name} | {who} | {_cells(one)} |" for who, one in peers.items()]
     parts = list(_split(record["results"]))
     if parts:
-        lines += ["", "What the time of a step of allhands goes into on rank 0, and the exchange where nobody is late:"]
-        lines += ["", f"| | who | {' | '.join(PARTS.values())} | rest | exchange |", "|---|---|" + "---:|" * 5, *parts]
+        lines += [
+            "",
+            "What the time of a step of allhands goes into on rank 0, and the exchange where nobody is late:",
+        ]
+        lines += [
+            "",
+            f"| | who | {' | '.join(PARTS.values())} | rest | exchange |",
+            "|---|---|" + "---:|" * 5,
+            *parts,
+        ]
     return "\n".join(lines)
 
 
@@ -414,7 +557,10 @@ def _split(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for who, one in peers.items():
             if "parts" in one:
                 whole = one["rank0_s"]
-                cells = [f"{1e3 * value:.1f} ms ({100 * value / whole:.0f} %)" for value in one["parts"].values()]
+                cells = [
+                    f"{1e3 * value:.1f} ms ({100 * value / whole:.0f} %)"
+                    for value in one["parts"].values()
+                ]
                 yield f"| {name} | {who} | {' | '.join(cells)} | {1e3 * one['exchange_s']:.1f} ms |"
 
 

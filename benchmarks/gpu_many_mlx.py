@@ -1,6 +1,8 @@
-"""One rank of ``gpu_many.py`` on MLX, started by ``allhands launch``: the step of ``allhands train``.
+"""One rank of ``gpu_many.py`` on MLX, started by ``allhands launch``: the step of ``allhands
+train``.
 
-    allhands launch -n 2 -- python benchmarks/gpu_many_mlx.py '{"work": {...}, "rows": 8, "steps": 15, "out": "PATH"}'
+    allhands launch -n 2 -- python benchmarks/gpu_many_mlx.py '{"work": {...}, "rows": 8, "steps":
+    15, "out": "PATH"}'
 
 Rank 0 writes what all ranks have measured to ``out``, as JSON.
 """
@@ -37,7 +39,9 @@ def main() -> None:
         worker.mark_started()
         found = measure(asked, communicator, worker)
         if launch.rank == 0:
-            Path(asked["out"]).write_text(json.dumps({**found, "backend": communicator.backend}), encoding="utf-8")
+            Path(asked["out"]).write_text(
+                json.dumps({**found, "backend": communicator.backend}), encoding="utf-8"
+            )
     sys.stderr.flush()
     # As training does: MLX's back-ends may hang in an ordinary end.
     os._exit(0)
@@ -100,7 +104,12 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
             loaded = time.perf_counter()
             done += 1
             result = step(batch, upcoming=partial(load_ahead, done) if more else tuple)
-            return [result.compute_s, result.comm_s, loaded - began, result.loss_sum / result.num_targets]
+            return [
+                result.compute_s,
+                result.comm_s,
+                loaded - began,
+                result.loss_sum / result.num_targets,
+            ]
 
         def before(number: int) -> None:
             nonlocal profiler
@@ -115,7 +124,11 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
 
         times, steps = in_rounds(run, asked["steps"], before=before)
         counted.append(time.time())
-    profile = [] if profiler is None else _profile(gpu_profile.end(profiler), sum(sizes[len(WARM_UP) :]), communicator)
+    profile = (
+        []
+        if profiler is None
+        else _profile(gpu_profile.end(profiler), sum(sizes[len(WARM_UP) :]), communicator)
+    )
     losses = [told[-1] for told in steps]
     at = 0
     for seconds, size in zip(times, sizes, strict=True):
@@ -126,13 +139,19 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     peaks = communicator.all_gather(mx.array([mx.get_peak_memory() / 1e6])).tolist()
     reduce.barrier(communicator)  # nobody leaves while another may still be in the exchange
     names = ("times", "compute_s", "comm_s", "data_wait_s")
-    found = {name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)}
+    found = {
+        name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)
+    }
     told = {"losses": losses, "trained": trained, "counted": counted, "profile": profile}
     return {**found, **told, "peak_bytes": [1e6 * peak for peak in peaks]}
 
 
-def _profile(events: Sequence[tuple[float, float, str]], steps: int, communicator: Any) -> list[str]:
-    """Lines about what this rank's GPU did, and for how long ranks waited for each other; called by all of them."""
+def _profile(
+    events: Sequence[tuple[float, float, str]], steps: int, communicator: Any
+) -> list[str]:
+    """Lines about what this rank's GPU did, and for how long ranks waited for each other; called by
+    all of them.
+    """
     import gpu_profile
     import mlx.core as mx
 
@@ -144,7 +163,9 @@ def _profile(events: Sequence[tuple[float, float, str]], steps: int, communicato
         first = calls[0][0]
         # From this rank's first one, so that float32 has them to a tenth of a microsecond.
         mine = mx.array([(start - first, end - first) for start, end in calls])
-        lines.insert(0, gpu_profile.described_waits(communicator.all_gather(mine[None]).tolist(), steps))
+        lines.insert(
+            0, gpu_profile.described_waits(communicator.all_gather(mine[None]).tolist(), steps)
+        )
     return lines
 
 

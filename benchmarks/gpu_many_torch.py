@@ -1,4 +1,5 @@
-"""One rank of ``gpu_many.py`` on PyTorch, started by torchrun: DistributedDataParallel, eager or by torch.compile.
+"""One rank of ``gpu_many.py`` on PyTorch, started by torchrun: DistributedDataParallel, eager or by
+torch.compile.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu_many_torch.py \\
         '{"peer": "torch", "work": {...}, "rows": 8, "steps": 15, "out": "PATH"}'
@@ -29,7 +30,8 @@ def main() -> None:
     """Measure what the first argument describes."""
     asked = json.loads(sys.argv[1])
     if sys.platform == "linux":
-        # torchrun gives its ranks sessions of their own: killed for want of time, it would leave them behind.
+        # torchrun gives its ranks sessions of their own: killed for want of time, it would leave
+        # them behind.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -38,7 +40,9 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
     found = measure(asked, device)
     if dist.get_rank() == 0:
-        Path(asked["out"]).write_text(json.dumps({**found, "backend": dist.get_backend()}), encoding="utf-8")
+        Path(asked["out"]).write_text(
+            json.dumps({**found, "backend": dist.get_backend()}), encoding="utf-8"
+        )
     dist.destroy_process_group()
 
 
@@ -51,7 +55,10 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if size > 1:
         # The only buffers are constants.
         called = DistributedDataParallel(
-            model, device_ids=[device.index] if cuda else None, gradient_as_bucket_view=True, broadcast_buffers=False
+            model,
+            device_ids=[device.index] if cuda else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
         )
     if asked["peer"] == "torch-compiled":
         called = torch.compile(called)
@@ -68,15 +75,21 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if number == len(WARM_UP):
             counted.append(time.time())
 
-    times, means = in_rounds(lambda more: train(called, optimizer, ids, more), asked["steps"], before=before)
+    times, means = in_rounds(
+        lambda more: train(called, optimizer, ids, more), asked["steps"], before=before
+    )
     losses = [float(mean) for mean in means]
     counted.append(time.time())
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (times, losses, torch.cuda.max_memory_allocated() if cuda else 0))
+    dist.all_gather_object(
+        everyone, (times, losses, torch.cuda.max_memory_allocated() if cuda else 0)
+    )
     return {
         "times": [one[0] for one in everyone],
         # A rank's own mean; all have the same number of tokens.
-        "losses": [sum(values) / size for values in zip(*(one[1] for one in everyone), strict=True)],
+        "losses": [
+            sum(values) / size for values in zip(*(one[1] for one in everyone), strict=True)
+        ],
         "peak_bytes": [one[2] for one in everyone],
         "counted": counted,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),

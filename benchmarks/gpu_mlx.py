@@ -1,4 +1,5 @@
-"""One measurement of ``gpu.py`` on MLX: a training step of ours, or that of ``mlx_lm.lora``, on random tokens.
+"""One measurement of ``gpu.py`` on MLX: a training step of ours, or that of ``mlx_lm.lora``, on
+random tokens.
 
     python benchmarks/gpu_mlx.py '{"peer": "allhands", "work": {...}, "steps": 20}'
 
@@ -33,7 +34,9 @@ def build(work: dict[str, Any]) -> Any:
     mx.random.seed(0)
     dtype = getattr(mx, work.get("dtype", "bfloat16"))
     model = Model(
-        ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **work["shape"]})
+        ModelArgs.from_dict(
+            {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **work["shape"]}
+        )
     )
     # A layer at a time, so that the float32 of the whole is never there.
     for module in [*model.layers, model]:
@@ -43,7 +46,9 @@ def build(work: dict[str, Any]) -> Any:
         nn.quantize(model, group_size=64, bits=work["bits"])
     model.freeze()
     if work["rank"]:
-        linear_to_lora_layers(model, work["layers"], {"rank": work["rank"], "scale": 20.0, "dropout": 0.0})
+        linear_to_lora_layers(
+            model, work["layers"], {"rank": work["rank"], "scale": 20.0, "dropout": 0.0}
+        )
     else:
         model.unfreeze()
     mx.eval(model.parameters())
@@ -80,7 +85,9 @@ def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
     return run
 
 
-def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = None, **more: Any) -> Any:
+def our_step(
+    model: Any, length: int, *, compiled: bool, communicator: Any = None, **more: Any
+) -> Any:
     """The step of ``allhands train`` with its preparation; ``more`` as its options have it."""
     from allhands.distributed.backend import SingleProcess
     from allhands.kernels.fused.blocks import fuse, keep_dense
@@ -97,11 +104,18 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
         keep_dense(model)
     model.train()
     group = communicator or SingleProcess()
-    return make_step(model, optimizer, group, StepOptions(cpu_native=accelerator.cpu_native, compiled=compiled, **more))
+    return make_step(
+        model,
+        optimizer,
+        group,
+        StepOptions(cpu_native=accelerator.cpu_native, compiled=compiled, **more),
+    )
 
 
 def micro_batch(values: np.ndarray) -> Any:
-    """All places of ``values`` (rows, length + 1) but the last as inputs, all but the first trained."""
+    """All places of ``values`` (rows, length + 1) but the last as inputs, all but the first
+    trained.
+    """
     from allhands.data.loader import MicroBatch
 
     rows, length = values.shape[0], values.shape[1] - 1
@@ -133,7 +147,9 @@ def main() -> None:
     if asked["peer"] != "mlx_lm":
         launch_directly(os.environ, untouched=True)  # as training does
     model = build(work)
-    ids = mx.random.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), key=mx.random.key(1))
+    ids = mx.random.randint(
+        0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), key=mx.random.key(1)
+    )
     mx.eval(ids)
     if asked["peer"] == "mlx_lm":
         run = theirs(model, optim.AdamW(learning_rate=1e-5), ids)

@@ -1,4 +1,6 @@
-"""Where the time of training steps goes on a GPU, by PyTorch's profiler, which sees the kernels of MLX too."""
+"""Where the time of training steps goes on a GPU, by PyTorch's profiler, which sees the kernels of
+MLX too.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ def end(profiler: Any) -> list[Event]:
 
 
 def described(events: Sequence[Event], steps: int) -> list[str]:
-    """Lines for a person: what ``steps`` steps wait for, what they exchange, and the kernels by their time."""
+    """Lines for a person: what ``steps`` steps wait for, what they exchange, and the kernels by
+    their time.
+    """
     computing = [event for event in events if not _exchanges(event[2])]
     idle, without = gaps(computing)
     lines = [f"idle {idle / steps / 1e3:.1f} ms a step; the longest waits:"]
     bounds = [0, 5, 30, 100, 1e9]
     for low, high in pairwise(bounds):
         among = [wait for wait, _, _ in without if low <= wait < high]
-        lines.append(f"from {low:g} us: {len(among) / steps:.0f}, {sum(among) / steps / 1e3:.2f} ms")
+        lines.append(
+            f"from {low:g} us: {len(among) / steps:.0f}, {sum(among) / steps / 1e3:.2f} ms"
+        )
     for length, before, after in without[: 3 * steps : steps]:
         lines.append(f"{length / 1e3:8.2f} ms between {before[:60]} and {after[:60]}")
     calls = [event for event in events if _exchanges(event[2])]
@@ -69,18 +75,28 @@ def exchanges(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def waits(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """For each rank, how long its calls were on its GPU, and of that while another rank's had not begun; microseconds.
+    """For each rank, how long its calls were on its GPU, and of that while another rank's had not
+    begun; microseconds.
 
     Args:
-        ranks: the same calls on every rank, by each one's own clock. A call ends everywhere at once, which tells how
-            the clocks differ.
+        ranks: the same calls on every rank, by each one's own clock. A call ends everywhere at
+            once, which tells how the clocks differ.
     """
-    late = [statistics.median(other[1] - one[1] for one, other in zip(ranks[0], calls, strict=True)) for calls in ranks]
-    began = [max(call[0] - by for call, by in zip(calls, late, strict=True)) for calls in zip(*ranks, strict=True)]
+    late = [
+        statistics.median(other[1] - one[1] for one, other in zip(ranks[0], calls, strict=True))
+        for calls in ranks
+    ]
+    began = [
+        max(call[0] - by for call, by in zip(calls, late, strict=True))
+        for calls in zip(*ranks, strict=True)
+    ]
     return [
         (
             sum(end - start for start, end in calls),
-            sum(max(0.0, min(last + by, end) - start) for (start, end), last in zip(calls, began, strict=True)),
+            sum(
+                max(0.0, min(last + by, end) - start)
+                for (start, end), last in zip(calls, began, strict=True)
+            ),
         )
         for calls, by in zip(ranks, late, strict=True)
     ]
@@ -100,7 +116,9 @@ def _exchanges(name: str) -> bool:
 
 
 def gaps(events: Iterable[Event]) -> tuple[float, list[tuple[float, str, str]]]:
-    """In which no kernel ran: together, and the longest first, with the kernels before and after; microseconds."""
+    """In which no kernel ran: together, and the longest first, with the kernels before and after;
+    microseconds.
+    """
     waits, end, last = [], 0.0, ""
     for start, until, name in sorted(events):
         if last and start > end:
@@ -111,7 +129,9 @@ def gaps(events: Iterable[Event]) -> tuple[float, list[tuple[float, str, str]]]:
 
 
 def overlap(some: Iterable[Event], others: Iterable[Event]) -> list[float]:
-    """For how long any of ``others`` runs beside each of ``some``, in the order of their beginnings; microseconds."""
+    """For how long any of ``others`` runs beside each of ``some``, in the order of their
+    beginnings; microseconds.
+    """
     busy: list[list[float]] = []
     for start, until, _ in sorted(others):
         if busy and start <= busy[-1][1]:

@@ -1,11 +1,14 @@
-"""One rank of ``gpu_sharded.py`` on PyTorch, started by torchrun: FSDP2, eager or by torch.compile of each block.
+"""One rank of ``gpu_sharded.py`` on PyTorch, started by torchrun: FSDP2, eager or by torch.compile
+of each block.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu_sharded_torch.py \\
-        '{"shape": {...}, "row": 1024, "rows": 4, "warmup": 3, "steps": 10, "compiled": true, "checkpoint": false,
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu_sharded_torch.py
+    \\
+        '{"shape": {...}, "row": 1024, "rows": 4, "warmup": 3, "steps": 10, "compiled": true,
+        "checkpoint": false,
           "out": "PATH"}'
 
-The model of transformers is made without memory, divided, and only then given memory and numbers: no rank ever has all
-of it. Rank 0 writes what all ranks have measured to ``out``, as JSON.
+The model of transformers is made without memory, divided, and only then given memory and numbers:
+no rank ever has all of it. Rank 0 writes what all ranks have measured to ``out``, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ def main() -> None:
     """Measure what the first argument describes."""
     asked = json.loads(sys.argv[1])
     if sys.platform == "linux":
-        # torchrun gives its ranks sessions of their own: killed for want of time, it would leave them behind.
+        # torchrun gives its ranks sessions of their own: killed for want of time, it would leave
+        # them behind.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -51,7 +55,11 @@ def main() -> None:
 def build(asked: dict[str, Any], device: torch.device) -> Any:
     """This rank's part of the model: bfloat16 on a GPU, float32 on a CPU, as allhands has it there."""
     config = LlamaConfig(
-        **asked["shape"], rms_norm_eps=1e-5, attn_implementation="sdpa", use_cache=False, max_position_embeddings=4096
+        **asked["shape"],
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+        use_cache=False,
+        max_position_embeddings=4096,
     )
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     with torch.device("meta"):
@@ -93,7 +101,9 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     total, shape = asked["warmup"] + asked["steps"], (asked["rows"], asked["row"] + 1)
     vocabulary = asked["shape"]["vocab_size"]
-    batches = [torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(total)]
+    batches = [
+        torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(total)
+    ]
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -117,7 +127,9 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
     begun = wait()
     losses += [step(ids) for ids in batches[asked["warmup"] :]]
     seconds = wait() - begun
-    peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    peaks = (
+        (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    )
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     everyone: list[Any] = [None] * size

@@ -21,7 +21,11 @@ def build(work: dict[str, Any], device: str) -> Any:
     """The model in the work's ``dtype`` (bfloat16) with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        **work["shape"], rms_norm_eps=1e-5, rope_theta=10000.0, attn_implementation="sdpa", use_cache=False
+        **work["shape"],
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        attn_implementation="sdpa",
+        use_cache=False,
     )
     torch.set_default_dtype(getattr(torch, work.get("dtype", "bfloat16")))
     with torch.device(device):
@@ -34,7 +38,15 @@ def build(work: dict[str, Any], device: str) -> Any:
         lora = LoraConfig(
             r=work["rank"],
             lora_alpha=20 * work["rank"],
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            target_modules=[
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
             layers_to_transform=list(range(blocks - work["layers"], blocks)),
         )
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
@@ -50,7 +62,8 @@ def make_optimizer(model: Any) -> Any:
 def train(called: Any, optimizer: Any, ids: torch.Tensor, more: bool) -> torch.Tensor:
     """One step on all of ``ids`` (rows, length + 1); returns the mean loss.
 
-    Unless ``more`` follow, everything is computed then; a loop that does not look at each loss need not wait.
+    Unless ``more`` follow, everything is computed then; a loop that does not look at each loss need
+    not wait.
     """
     optimizer.zero_grad(set_to_none=True)
     logits = called(ids[:, :-1]).logits
@@ -71,15 +84,17 @@ def main() -> None:
     optimizer = make_optimizer(model)
     called = torch.compile(model) if asked["peer"] == "torch-compiled" else model
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), generator=generator).to(
-        device
-    )
+    ids = torch.randint(
+        0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), generator=generator
+    ).to(device)
 
     def before(number: int) -> None:
         if number == 1 and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    times, losses = in_rounds(lambda more: train(called, optimizer, ids, more), asked["steps"], before=before)
+    times, losses = in_rounds(
+        lambda more: train(called, optimizer, ids, more), asked["steps"], before=before
+    )
     steady = sorted(times[len(WARM_UP) :])
     result = {
         "tokens_per_s": work["batch"] * work["length"] / statistics.median(steady),

@@ -1,6 +1,7 @@
 """Power and clocks of NVIDIA GPUs while something is measured on them, as nvidia-smi tells them.
 
-A GPU that draws all the power it may lowers its clock: the same kernels then take longer, whatever waits for what.
+A GPU that draws all the power it may lowers its clock: the same kernels then take longer, whatever
+waits for what.
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ class Watch:
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        query = ["--query-gpu=index,power.draw,clocks.sm", "--format=csv,noheader,nounits", "-lms", str(_EVERY_MS)]
+        query = [
+            "--query-gpu=index,power.draw,clocks.sm",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            str(_EVERY_MS),
+        ]
         try:
             self._asking = subprocess.Popen(
-                [self._program, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                [self._program, *query],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
         except OSError:
             return self
@@ -57,7 +66,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         if self._asking is None or self._reader is None or self._asking.stdout is None:
             return
@@ -73,7 +85,8 @@ class Watch:
                 self._samples.append(sample)
 
     def between(self, began: float, ended: float) -> dict[str, Any]:
-        """Medians from ``began`` to ``ended``: ``watts`` of the GPU that draws most, ``mhz`` of the slowest.
+        """Medians from ``began`` to ``ended``: ``watts`` of the GPU that draws most, ``mhz`` of the
+        slowest.
 
         Only of GPUs in use: others draw next to nothing. Empty if nothing was seen.
         """
@@ -82,7 +95,10 @@ class Watch:
         for sample in seen:
             by_gpu.setdefault(sample.gpu, []).append(sample)
         medians = [
-            (statistics.median(each.watts for each in mine), statistics.median(each.mhz for each in mine))
+            (
+                statistics.median(each.watts for each in mine),
+                statistics.median(each.mhz for each in mine),
+            )
             for mine in by_gpu.values()
         ]
         if not medians:
@@ -92,7 +108,9 @@ class Watch:
 
 
 def parse(line: str, at: float) -> Sample | None:
-    """A line of nvidia-smi's, ``0, 693.92, 1575``; ``None`` for one that says something else, as ``[N/A]``."""
+    """A line of nvidia-smi's, ``0, 693.92, 1575``; ``None`` for one that says something else, as
+    ``[N/A]``.
+    """
     try:
         gpu, watts, mhz = line.split(",")
         return Sample(at, int(gpu), float(watts), float(mhz))

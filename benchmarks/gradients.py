@@ -1,11 +1,13 @@
-"""Loss and gradient of allhands against those of mlx_lm's unmodified models, for every architecture that mlx_lm has.
+"""Loss and gradient of allhands against those of mlx_lm's unmodified models, for every architecture
+that mlx_lm has.
 
-    python benchmarks/gradients.py
-    python benchmarks/gradients.py --only llama gemma3_text~window --ways lora full --forms graph --dtype bfloat16
+    python benchmarks/gradients.py python benchmarks/gradients.py --only llama gemma3_text~window
+    --ways lora full --forms graph --dtype bfloat16
 
-mlx_lm computes in processes that never import allhands; allhands through its public API, short rows, rows beyond every
-length in the configuration, and short rows again. Prints a table: configuration by way of training, the largest
-difference as a share of the gradient's norm. See README.md in this directory.
+mlx_lm computes in processes that never import allhands; allhands through its public API, short
+rows, rows beyond every length in the configuration, and short rows again. Prints a table:
+configuration by way of training, the largest difference as a share of the gradient's norm. See
+README.md in this directory.
 """
 
 from __future__ import annotations
@@ -33,11 +35,21 @@ from harness import (
 )
 from records import OURS, Row, row_of
 
-PACKAGES = ("allhands", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "transformers", "numpy")
+PACKAGES = (
+    "allhands",
+    "mlx",
+    "mlx-lm",
+    "mlx-cpu",
+    "mlx-cuda-12",
+    "mlx-cuda-13",
+    "transformers",
+    "numpy",
+)
 
 
 def table(verdicts: Iterable[Verdict], *, judged: bool = False) -> str:
-    """Configurations by ways of training; in each place the largest difference over forms and batches.
+    """Configurations by ways of training; in each place the largest difference over forms and
+    batches.
 
     With ``judged`` the largest of mlx_lm and of ours from float32 on the CPU.
     """
@@ -61,7 +73,9 @@ def cell(verdicts: Sequence[Verdict]) -> str:
     words = [share(max(wholes))] if wholes else []
     if any(v.kind == "wrong" for v in verdicts):
         words = [f"**{words[0]}** {'/'.join(v.run.form for v in verdicts if v.kind == 'wrong')}"]
-    words += dict.fromkeys(f"{v.kind} {v.run.form}" if len(bad) < len(verdicts) else v.kind for v in bad)
+    words += dict.fromkeys(
+        f"{v.kind} {v.run.form}" if len(bad) < len(verdicts) else v.kind for v in bad
+    )
     return ", ".join(words)
 
 
@@ -78,24 +92,57 @@ def share(value: float) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = bool(machine()["gpus"]) or sys.platform == "darwin"
-    parser = argparse.ArgumentParser(description="Gradients of every architecture against mlx_lm's own.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="modules of mlx_lm, or MODULE~VARIANT")
+    parser = argparse.ArgumentParser(
+        description="Gradients of every architecture against mlx_lm's own."
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="modules of mlx_lm, or MODULE~VARIANT"
+    )
     parser.add_argument("--sample", action="store_true", help="the eight most different ones")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[], help="default: all, few for variants")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: both")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=[], help="default: all, few for variants"
+    )
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: both"
+    )
     parser.add_argument("--no-recompute", action="store_true", help="leave out --grad-checkpoint")
-    parser.add_argument("--dtype", choices=tuple(LIMITS), default="float32", help="of the weights (%(default)s)")
-    parser.add_argument("--judge", choices=("cpu",), help="let mlx_lm compute in float32 on the CPU as well")
+    parser.add_argument(
+        "--dtype", choices=tuple(LIMITS), default="float32", help="of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--judge", choices=("cpu",), help="let mlx_lm compute in float32 on the CPU as well"
+    )
     toggle = argparse.BooleanOptionalAction
-    parser.add_argument("--mlx-compile", action=toggle, default=gpu, help="whether MLX compiles (default: on a GPU)")
-    parser.add_argument("--check", choices=("on", "off"), default="off", help="of ours, before its first step")
-    parser.add_argument("--spoil", action="store_true", help="change one array by a thousandth: nothing may be right")
+    parser.add_argument(
+        "--mlx-compile", action=toggle, default=gpu, help="whether MLX compiles (default: on a GPU)"
+    )
+    parser.add_argument(
+        "--check", choices=("on", "off"), default="off", help="of ours, before its first step"
+    )
+    parser.add_argument(
+        "--spoil",
+        action="store_true",
+        help="change one array by a thousandth: nothing may be right",
+    )
     jobs = max(2, min(8, num_cores() // 2)) if gpu else 2
-    parser.add_argument("--jobs", type=positive, default=jobs, help="configurations at a time (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=ANSWER_S, help="seconds for one configuration (%(default)s)")
-    parser.add_argument("--within", type=float, help="begin no configuration after so many seconds; variants come last")
+    parser.add_argument(
+        "--jobs", type=positive, default=jobs, help="configurations at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=ANSWER_S,
+        help="seconds for one configuration (%(default)s)",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        help="begin no configuration after so many seconds; variants come last",
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for models and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
@@ -106,7 +153,9 @@ def measure(
     work: Path,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Compare the configurations with these ``names`` and add to ``verdicts``; returns what is kept of it."""
+    """Compare the configurations with these ``names`` and add to ``verdicts``; returns what is kept
+    of it.
+    """
     settings = Settings(
         work=work,
         dtype=options.dtype,
@@ -149,17 +198,34 @@ def measure(
 def report(verdicts: Sequence[Verdict], found: dict[str, Any]) -> str:
     """The table, and what is to be said beside it."""
     bad = [verdict for verdict in verdicts if not verdict.is_good]
-    lines = [table(verdicts), "", f"{len(verdicts)} comparisons, {len(bad)} not right, {found['seconds']} s"]
+    lines = [
+        table(verdicts),
+        "",
+        f"{len(verdicts)} comparisons, {len(bad)} not right, {found['seconds']} s",
+    ]
     lines += [f"- {line}" for line in grouped(bad, named=True)]
     if found["left_out"]:
-        lines.append(f"- {len(found['left_out'])} left out for want of time: {', '.join(found['left_out'])}")
-    for kind, title in ((BEYOND, "What mlx_lm itself cannot compute:"), (REFUSED, "What allhands refuses:")):
+        lines.append(
+            f"- {len(found['left_out'])} left out for want of time: {', '.join(found['left_out'])}"
+        )
+    for kind, title in (
+        (BEYOND, "What mlx_lm itself cannot compute:"),
+        (REFUSED, "What allhands refuses:"),
+    ):
         if some := [verdict for verdict in verdicts if verdict.kind == kind]:
             lines += ["", title, "", *(f"- {line}" for line in grouped(some, named=True))]
     if any(verdict.from_judge for verdict in verdicts):
         lines += ["", compared_with_judge(verdicts), ""]
-        lines += [f"- {line}" for line in grouped([v for v in verdicts if v.kind == "right" and v.text], named=True)]
-        lines += ["", "From float32 on the CPU (mlx_lm here / allhands here):", "", table(verdicts, judged=True)]
+        lines += [
+            f"- {line}"
+            for line in grouped([v for v in verdicts if v.kind == "right" and v.text], named=True)
+        ]
+        lines += [
+            "",
+            "From float32 on the CPU (mlx_lm here / allhands here):",
+            "",
+            table(verdicts, judged=True),
+        ]
     return "\n".join(lines)
 
 
@@ -174,7 +240,9 @@ def rows(verdicts: Sequence[Verdict], _: dict[str, Any]) -> list[Row]:
         right = sum(verdict.is_good for verdict in members)
         made.append(row_of(f"{way}: right", OURS, f"of {len(members)}", [right], "higher"))
         wholes = [verdict.whole for verdict in members if verdict.whole is not None]
-        made += [row_of(f"{way}: difference", OURS, "of the norm", wholes, "lower")] if wholes else []
+        made += (
+            [row_of(f"{way}: difference", OURS, "of the norm", wholes, "lower")] if wholes else []
+        )
     return made
 
 
@@ -188,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return 2
     measured = partial(measure, names, verdicts)
-    code = run_benchmark("gradients", options, measured, partial(report, verdicts), partial(rows, verdicts))
+    code = run_benchmark(
+        "gradients", options, measured, partial(report, verdicts), partial(rows, verdicts)
+    )
     return code or int(not all(verdict.is_good for verdict in verdicts))
 
 

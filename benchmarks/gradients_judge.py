@@ -1,4 +1,6 @@
-"""What ``gradients.py`` compares, and what to think of it. Nothing beyond Python's own library is imported here."""
+"""What ``gradients.py`` compares, and what to think of it. Nothing beyond Python's own library is
+imported here.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,14 @@ class Verdict:
     """What came of a run.
 
     Attributes:
-        kind: ``right``, ``wrong``, ``refused`` (with a message), ``refused as ever`` (as is known of it),
-            ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or ``beyond mlx_lm`` (which cannot
-            compute it itself; ours says so or computes it), or ``unsteady`` (wrong at first, right when repeated).
+        kind: ``right``, ``wrong``, ``refused`` (with a message), ``refused as ever`` (as is known
+            of it), ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or
+            ``beyond mlx_lm`` (which cannot compute it itself; ours says so or computes it), or
+            ``unsteady`` (wrong at first, right when repeated).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
-        by_rounding: whether nothing is wrong but the size of a difference, where there is a judge of it.
+        by_rounding: whether nothing is wrong but the size of a difference, where there is a judge
+            of it.
     """
 
     name: str
@@ -52,7 +56,11 @@ class Verdict:
     @property
     def from_judge(self) -> tuple[float, float] | None:
         """How far mlx_lm's gradient and ours are from a float32 one on the CPU, at most."""
-        told = [one for one in self.batches.values() if isinstance(one, dict) and "ours from judge" in one]
+        told = [
+            one
+            for one in self.batches.values()
+            if isinstance(one, dict) and "ours from judge" in one
+        ]
         if not told:
             return None
         theirs, ours = ([one[f"{who} from judge"] for one in told] for who in ("theirs", "ours"))
@@ -65,7 +73,12 @@ class Verdict:
 
 
 def judge(
-    name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], dtype: str, refused: Mapping[str, str]
+    name: str,
+    run: Run,
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+    dtype: str,
+    refused: Mapping[str, str],
 ) -> Verdict:
     """What to think of a run; ``refused`` are the messages that are expected."""
     if "died" in ours:
@@ -73,11 +86,17 @@ def judge(
     if "error" in theirs:
         kind = "traceback" if "traceback" in ours else BEYOND
         said = ours.get("traceback") or ours.get("refused", "computes")
-        return Verdict(name, run, kind, text=f"{said}; mlx_lm itself: {theirs['error']}", batches=ours)
+        return Verdict(
+            name, run, kind, text=f"{said}; mlx_lm itself: {theirs['error']}", batches=ours
+        )
     if "traceback" in ours:
         return Verdict(name, run, "traceback", text=ours["traceback"], batches=ours)
     if "refused" in ours:
-        expected = refused.get(run.way) or refused.get(run.form) or (refused.get("+") if run.recompute else None)
+        expected = (
+            refused.get(run.way)
+            or refused.get(run.form)
+            or (refused.get("+") if run.recompute else None)
+        )
         if expected is not None and ours["refused"].startswith(expected):
             return Verdict(name, run, REFUSED, text=ours["refused"], batches=ours)
         return Verdict(name, run, "refused", text=ours["refused"], batches=ours)
@@ -86,38 +105,62 @@ def judge(
         text = f"its own gradient is not finite, ours {'neither' if also else 'is'}"
         return Verdict(name, run, BEYOND, text=text, batches=ours)
     problems = [
-        f"{batch}: {text}" for batch, one in ours.items() for text in complaints(one, theirs[batch.split()[0]], dtype)
+        f"{batch}: {text}"
+        for batch, one in ours.items()
+        for text in complaints(one, theirs[batch.split()[0]], dtype)
     ]
     if missing := {"short", "long", "short again"} - ours.keys():
         problems.append(f"no {', '.join(sorted(missing))} rows")
-    others = [text for batch, one in ours.items() for text in mistakes(one, theirs[batch.split()[0]], dtype)]
+    others = [
+        text
+        for batch, one in ours.items()
+        for text in mistakes(one, theirs[batch.split()[0]], dtype)
+    ]
     by_rounding = not (missing or others) and all("ours from judge" in one for one in ours.values())
     wholes = [one["whole"] for one in ours.values()]
     whole = None if None in wholes else max(wholes, default=0.0)
-    return Verdict(name, run, "wrong" if problems else "right", whole, "; ".join(problems), ours, by_rounding)
+    return Verdict(
+        name, run, "wrong" if problems else "right", whole, "; ".join(problems), ours, by_rounding
+    )
 
 
 def pooled(verdicts: Sequence[Verdict], dtype: str) -> Verdict:
-    """One verdict on several draws of the weights, whose first one is wrong by the size of a difference alone.
+    """One verdict on several draws of the weights, whose first one is wrong by the size of a
+    difference alone.
 
-    A router that chooses another expert changes a gradient much, whoever rounded. By the median over the draws ours
-    must be no further from float32 than twice what mlx_lm's own is.
+    A router that chooses another expert changes a gradient much, whoever rounded. By the median
+    over the draws ours must be no further from float32 than twice what mlx_lm's own is.
     """
     first = verdicts[0]
-    if other := next((verdict for verdict in verdicts if verdict.kind == "wrong" and not verdict.by_rounding), None):
+    if other := next(
+        (verdict for verdict in verdicts if verdict.kind == "wrong" and not verdict.by_rounding),
+        None,
+    ):
         return other
-    apart = [found for verdict in verdicts if (found := verdict.from_judge) and math.inf not in found]
+    apart = [
+        found for verdict in verdicts if (found := verdict.from_judge) and math.inf not in found
+    ]
     if len(apart) < 3:
         return first
     theirs, ours = (statistics.median(each) for each in zip(*apart, strict=True))
     kind = "right" if ours <= max(LIMITS[dtype][0], 2.0 * theirs) else "wrong"
     text = f"{len(apart)} draws: by the median {theirs:.2g} (mlx_lm) and {ours:.2g} (allhands) from float32"
     wholes = [verdict.whole for verdict in verdicts if verdict.whole is not None]
-    return Verdict(first.name, first.run, kind, statistics.median(wholes), text, first.batches, by_rounding=True)
+    return Verdict(
+        first.name,
+        first.run,
+        kind,
+        statistics.median(wholes),
+        text,
+        first.batches,
+        by_rounding=True,
+    )
 
 
 def unsteady(verdict: Verdict, repeated: Sequence[Verdict]) -> Verdict:
-    """The verdict on a run that was ``repeated`` because it is wrong: told apart where that is not always so."""
+    """The verdict on a run that was ``repeated`` because it is wrong: told apart where that is not
+    always so.
+    """
     right = sum(again.kind == "right" for again in repeated)
     if not right:
         return verdict
@@ -126,8 +169,14 @@ def unsteady(verdict: Verdict, repeated: Sequence[Verdict]) -> Verdict:
 
 
 def compared_with_judge(verdicts: Iterable[Verdict]) -> str:
-    """How far from float32 allhands is beside mlx_lm, over all comparisons; empty where none was judged."""
-    apart = [found for verdict in verdicts if (found := verdict.from_judge) and math.inf not in found and all(found)]
+    """How far from float32 allhands is beside mlx_lm, over all comparisons; empty where none was
+    judged.
+    """
+    apart = [
+        found
+        for verdict in verdicts
+        if (found := verdict.from_judge) and math.inf not in found and all(found)
+    ]
     if len(apart) < 2:
         return ""
     shares = [ours / theirs for theirs, ours in apart]
@@ -170,7 +219,9 @@ def mistakes(one: dict[str, Any], theirs: dict[str, Any], dtype: str) -> Iterato
 
 
 def grouped(verdicts: Iterable[Verdict], *, named: bool = False) -> list[str]:
-    """What is to be said, a line for each configuration and kind: which runs, and the text of the worst."""
+    """What is to be said, a line for each configuration and kind: which runs, and the text of the
+    worst.
+    """
     found: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         # Errors of one kind come from many lines.
@@ -188,4 +239,6 @@ def _runs_of(verdicts: Iterable[Verdict]) -> str:
     forms: dict[str, list[str]] = {}
     for verdict in verdicts:
         forms.setdefault(verdict.run.column, []).append(verdict.run.form)
-    return ", ".join(column if len(seen) > 1 else f"{column} {seen[0]}" for column, seen in forms.items())
+    return ", ".join(
+        column if len(seen) > 1 else f"{column} {seen[0]}" for column, seen in forms.items()
+    )

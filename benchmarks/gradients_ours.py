@@ -1,7 +1,8 @@
-"""Compute loss and gradient by allhands' public API and compare them with mlx_lm's: a worker of ``gradients.py``.
+"""Compute loss and gradient by allhands' public API and compare them with mlx_lm's: a worker of
+``gradients.py``.
 
-Reads one request a line from standard input, JSON, and answers each in one line. All runs of it are in one process, one
-after the other, as in a notebook.
+Reads one request a line from standard input, JSON, and answers each in one line. All runs of it are
+in one process, one after the other, as in a notebook.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from gradients_rows import BATCHES, answer_requests, tokens_of
 from mlx.utils import tree_flatten
 
 RANK = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-# With this seed batches come as short, long, short: what a long row leaves behind must not change a short one.
+# With this seed batches come as short, long, short: what a long row leaves behind must not change a
+# short one.
 SEED = 17
 STEPS = 3
 COMPILED = "MLX_DISABLE_COMPILE" not in os.environ
@@ -70,7 +72,9 @@ def train(request: dict[str, Any], run: dict[str, Any], kept: Kept) -> None:
         num_layers=1 if layers == "last" else -1,
         grad_checkpoint=run["recompute"],
         # What is a graph on a GPU anyway need not be compiled.
-        compile="on" if run["form"] == "graph" and (COMPILED or mx.default_device() == mx.cpu) else "off",
+        compile="on"
+        if run["form"] == "graph" and (COMPILED or mx.default_device() == mx.cpu)
+        else "off",
         adapter_path=str(out),
         iters=STEPS,
         batch_size=2,
@@ -96,7 +100,8 @@ def norm(arrays: Any) -> float:
 def compared(want: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> dict[str, Any]:
     """How far two gradients are from each other: as a whole, and in the array where it is most.
 
-    An array's own difference is a share of its norm, or of a hundredth of the whole one's, where that is more.
+    An array's own difference is a share of its norm, or of a hundredth of the whole one's, where
+    that is more.
     """
     whole = norm(want.values())
     shared = [name for name in want if name in got and want[name].shape == got[name].shape]
@@ -104,9 +109,22 @@ def compared(want: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> dict[st
     left = sorted(name for name in want if name not in shared and norm([want[name]]) > 0)
     added = sorted(got.keys() - want.keys())
     if not all(np.isfinite(each) for each in apart.values()) or not np.isfinite(whole):
-        whose = [who for who, each in (("mlx_lm's", want), ("ours", got)) if not np.isfinite(norm(each.values()))]
-        return {"whole": None, "worst": None, "array": "", "left": left, "added": added, "not finite": whose}
-    shares = {name: each / max(norm([want[name]]), 0.01 * whole, 1e-30) for name, each in apart.items()}
+        whose = [
+            who
+            for who, each in (("mlx_lm's", want), ("ours", got))
+            if not np.isfinite(norm(each.values()))
+        ]
+        return {
+            "whole": None,
+            "worst": None,
+            "array": "",
+            "left": left,
+            "added": added,
+            "not finite": whose,
+        }
+    shares = {
+        name: each / max(norm([want[name]]), 0.01 * whole, 1e-30) for name, each in apart.items()
+    }
     worst = max(shares, key=shares.__getitem__, default="")
     return {
         "whole": norm(apart.values()) / max(whole, 1e-30),
@@ -131,7 +149,9 @@ def told(error: BaseException) -> str:
 
 
 def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """What came of one run: differences by batch, or the message with which it was refused, or an error."""
+    """What came of one run: differences by batch, or the message with which it was refused, or an
+    error.
+    """
     directory, kept, found = Path(request["directory"]), Kept(), dict[str, Any]()
     try:
         train(request, run, kept)
@@ -150,7 +170,9 @@ def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         seen.append(batch)
         gradient = kept.gradients[step]
         if request.get("spoil"):
-            gradient = {n: (1.001 * g if i == 0 else g) for i, (n, g) in enumerate(gradient.items())}
+            gradient = {
+                n: (1.001 * g if i == 0 else g) for i, (n, g) in enumerate(gradient.items())
+            }
         result: dict[str, Any] = {"loss": loss}
         theirs = directory / f"theirs-{run['way']}-{batch}.safetensors"
         if theirs.exists():
@@ -173,7 +195,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_any_tokenizer() -> None:
-    """Let configurations be such as Transformers does not accept beside a tokenizer: those of models with own code."""
+    """Let configurations be such as Transformers does not accept beside a tokenizer: those of
+    models with own code.
+    """
     usual = transformers.AutoTokenizer.from_pretrained
 
     def from_pretrained(path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Make small models and compute loss and gradient with mlx_lm alone: a worker of ``gradients.py``.
 
-Reads one request a line from standard input, JSON, and answers each in one line. This process never imports allhands.
+Reads one request a line from standard input, JSON, and answers each in one line. This process never
+imports allhands.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def trained(model: Any, way: str, start: Path, keys: list[str] | None) -> None:
         keys = keys or without_experts(model)
         start.with_suffix(".json").write_text(json.dumps(keys))
     settings = RANK | ({"keys": keys} if keys else {})
-    linear_to_lora_layers(model, 1 if layers == "last" else len(model.layers), settings, use_dora=kind == "dora")
+    linear_to_lora_layers(
+        model, 1 if layers == "last" else len(model.layers), settings, use_dora=kind == "dora"
+    )
     made: dict[str, mx.array] = {}
     for name, value in tree_flatten(model.trainable_parameters()):
         if name.endswith("lora_b"):
@@ -101,7 +104,9 @@ def trained(model: Any, way: str, start: Path, keys: list[str] | None) -> None:
 
 
 def without_experts(model: Any) -> list[str] | None:
-    """The linear layers of blocks, where there are experts, which cannot have DoRA; else ``None``: all."""
+    """The linear layers of blocks, where there are experts, which cannot have DoRA; else ``None``:
+    all.
+    """
     named = [pair for layer in model.layers for pair in layer.named_modules()]
     if not any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for _, module in named):
         return None
@@ -124,7 +129,9 @@ def gradient_of(model: Any, rows: list[list[int]]) -> tuple[float, dict[str, mx.
 
 
 def compute(request: dict[str, Any], way: str, judge: bool) -> dict[str, Any]:
-    """Loss and gradient of each batch; gradients into files. A judge computes in float32, on the CPU."""
+    """Loss and gradient of each batch; gradients into files. A judge computes in float32, on the
+    CPU.
+    """
     directory = Path(request["directory"])
     model_directory = directory / ("model-4bit" if way.startswith("4bit") else "model")
     model: Any = mlx_lm.load_model(model_directory)[0]
@@ -152,7 +159,9 @@ def attempt(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Of one configuration what each way of training computes, or why mlx_lm cannot."""
     directory = Path(request["directory"])
-    made = attempt(lambda: make(directory, request["config"], request["dtype"], request["seed"]) or {})
+    made = attempt(
+        lambda: make(directory, request["config"], request["dtype"], request["seed"]) or {}
+    )
     if made:
         return {"made": made["error"]}
     ways: dict[str, Any] = {}

@@ -62,18 +62,29 @@ class Worker:
         if reply:
             return json.loads(reply)
         self.close()
-        why = f"no answer in {timeout_s:.0f} s" if reply is None else f"exit code {process.returncode}"
+        why = (
+            f"no answer in {timeout_s:.0f} s"
+            if reply is None
+            else f"exit code {process.returncode}"
+        )
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return {"died": f"{why}: {lines[-1][:200] if lines else ''}"}
 
     def _start(self) -> None:
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environ
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environ,
             )
         assert self._process.stdout is not None
         self._replies = queue.Queue()
-        threading.Thread(target=_pass_on, args=(self._process.stdout, self._replies), daemon=True).start()
+        threading.Thread(
+            target=_pass_on, args=(self._process.stdout, self._replies), daemon=True
+        ).start()
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -102,12 +113,15 @@ class Settings:
     """What is compared, and how.
 
     Attributes:
-        ways: those to compare; none: all of them for a module's first configuration, few for its variants.
-        judge: whether mlx_lm computes in float32 on the CPU, too, where ours and its own differ in half precision.
+        ways: those to compare; none: all of them for a module's first configuration, few for its
+            variants.
+        judge: whether mlx_lm computes in float32 on the CPU, too, where ours and its own differ in
+            half precision.
         compiled: whether MLX compiles what it can: on a CPU that takes seconds for each kernel.
         spoil: whether a thousandth of one array is added to it, so that the comparison must fail.
         timeout_s: for one configuration.
-        check: of ours, before its first step: ``off``, or ``on`` to see that it finds nothing where nothing is wrong.
+        check: of ours, before its first step: ``off``, or ``on`` to see that it finds nothing where
+            nothing is wrong.
     """
 
     work: Path
@@ -152,7 +166,9 @@ class Pair:
         self._ours = Worker("gradients_ours.py", environ, logs / f"ours-{number}.log")
 
     def compare(self, name: str) -> list[Verdict]:
-        """The verdicts on all runs of a configuration; where its gradient jumps, those on the best of a few weights."""
+        """The verdicts on all runs of a configuration; where its gradient jumps, those on the best
+        of a few weights.
+        """
         settled: dict[Run, Verdict] = {}
         runs = self._settings.runs(name)
         for seed in SEEDS if architectures.architecture(name).kinks else SEEDS[:1]:
@@ -166,7 +182,11 @@ class Pair:
             for verdict in self._compare(name, doubted, seed):
                 drawn[verdict.run].append(verdict)
         settled |= {run: pooled(found, self._settings.dtype) for run, found in drawn.items()}
-        wrong = [run for run, verdict in settled.items() if verdict.kind == "wrong" and not verdict.by_rounding]
+        wrong = [
+            run
+            for run, verdict in settled.items()
+            if verdict.kind == "wrong" and not verdict.by_rounding
+        ]
         times = REPEATS if wrong and not self._settings.spoil else 0
         repeated = [self._compare(name, wrong, seed) for _ in range(times)]
         return [
@@ -193,7 +213,9 @@ class Pair:
         try:
             theirs = self._theirs.ask(request, settings.timeout_s)
             if "died" in theirs:
-                return [Verdict(name, run, "unjudged", text=f"mlx_lm: {theirs['died']}") for run in runs]
+                return [
+                    Verdict(name, run, "unjudged", text=f"mlx_lm: {theirs['died']}") for run in runs
+                ]
             if "made" in theirs:
                 # One is enough to see what ours says of it.
                 runs, ways = runs[:1], {runs[0].way: {"error": theirs["made"]}}
@@ -201,7 +223,11 @@ class Pair:
                 ways = theirs["ways"]
                 # A model that is quantised already has no other four bits.
                 runs = [run for run in runs if run.way in ways]
-            none = [Verdict(name, run, BEYOND, text=ways[run.way]["none"]) for run in runs if "none" in ways[run.way]]
+            none = [
+                Verdict(name, run, BEYOND, text=ways[run.way]["none"])
+                for run in runs
+                if "none" in ways[run.way]
+            ]
             runs = [run for run in runs if "none" not in ways[run.way]]
             return none + list(self._verdicts(name, runs, request, ways))
         finally:
@@ -212,10 +238,19 @@ class Pair:
         self, name: str, runs: list[Run], request: dict[str, Any], theirs: dict[str, Any]
     ) -> Iterator[Verdict]:
         told = [{"way": run.way, "recompute": run.recompute, "form": run.form} for run in runs]
-        judged = {way: one["judge"] for way, one in theirs.items() if "error" not in one.get("judge", {"error": ""})}
-        losses = {way: {batch: one["loss"] for batch, one in batches.items()} for way, batches in judged.items()}
+        judged = {
+            way: one["judge"]
+            for way, one in theirs.items()
+            if "error" not in one.get("judge", {"error": ""})
+        }
+        losses = {
+            way: {batch: one["loss"] for batch, one in batches.items()}
+            for way, batches in judged.items()
+        }
         request = request | {"judge losses": losses}
-        found = self._ours.ask(request | {"runs": told, "spoil": self._settings.spoil}, self._settings.timeout_s)
+        found = self._ours.ask(
+            request | {"runs": told, "spoil": self._settings.spoil}, self._settings.timeout_s
+        )
         if "died" in found and len(runs) > 1:
             # One by one, to find the one that ends the process.
             for run in runs:
@@ -266,7 +301,9 @@ def compare(
         finally:
             pairs.put(pair)
         bad = [v for v in found if not v.is_good]
-        tell(f"{name}: {len(found) - len(bad)} of {len(found)} right, {time.perf_counter() - started:.1f} s")
+        tell(
+            f"{name}: {len(found) - len(bad)} of {len(found)} right, {time.perf_counter() - started:.1f} s"
+        )
         for line in grouped(bad):
             tell(f"  {line}")
         return found

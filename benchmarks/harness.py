@@ -1,7 +1,9 @@
-"""What every benchmark needs: peers' environments, children that are measured, and facts about the machine.
+"""What every benchmark needs: peers' environments, children that are measured, and facts about the
+machine.
 
-Kept small and free of MLX and numpy on purpose: Linux counts the memory of the process that starts a
-child into that child's peak (``ru_maxrss`` survives ``exec``), so a fat parent would spoil every figure.
+Kept small and free of MLX and numpy on purpose: Linux counts the memory of the process that starts
+a child into that child's peak (``ru_maxrss`` survives ``exec``), so a fat parent would spoil every
+figure.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from records import Row, environment_lines, make_record, work_rows, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 # Settings of the person's shell that would change what a peer computes with.
-_STRIPPED = ("PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ALLHANDS_BLAS", "LD_PRELOAD")
+_STRIPPED = (
+    "PYTHONPATH",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "ALLHANDS_BLAS",
+    "LD_PRELOAD",
+)
 # And those with which OpenBLAS takes kernels of another processor than this one.
 _STRIPPED += ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
@@ -61,7 +70,9 @@ def peer_list(peers: Sequence[str], text: str) -> tuple[str, ...]:
 
 
 def pythons(text: str) -> dict[str, str]:
-    """An option that says which Python has MLX and allhands, and which has PyTorch: ``mlx=PATH,torch=PATH``."""
+    """An option that says which Python has MLX and allhands, and which has PyTorch:
+    ``mlx=PATH,torch=PATH``.
+    """
     found = dict(part.partition("=")[::2] for part in text.split(","))
     if not found.keys() <= {"mlx", "torch"} or not all(found.values()):
         raise argparse.ArgumentTypeError("give mlx=PATH,torch=PATH")
@@ -75,7 +86,8 @@ class Measured:
     Attributes:
         wall_s: from start to exit.
         cpu_s: user and system time.
-        peak_rss_bytes: the most memory it held at once (of the largest process, if it started others).
+        peak_rss_bytes: the most memory it held at once (of the largest process, if it started
+            others).
     """
 
     wall_s: float
@@ -83,7 +95,9 @@ class Measured:
     peak_rss_bytes: int
 
 
-def run_measured(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float) -> Measured:
+def run_measured(
+    command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float
+) -> Measured:
     """Run ``command`` to its end, its output into ``log``.
 
     Raises:
@@ -111,9 +125,13 @@ def run_measured(command: Sequence[str], log: Path, environ: Mapping[str, str], 
     code = os.waitstatus_to_exitcode(status)
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-        raise BenchmarkError(f"{Path(command[0]).name} ended with code {code}; the end of {log}:\n{tail}")
+        raise BenchmarkError(
+            f"{Path(command[0]).name} ended with code {code}; the end of {log}:\n{tail}"
+        )
     unit = 1 if sys.platform == "darwin" else 1024
-    return Measured(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+    return Measured(
+        time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit
+    )
 
 
 def _wait(pid: int, deadline: float) -> tuple[int, resource.struct_rusage]:
@@ -122,12 +140,16 @@ def _wait(pid: int, deadline: float) -> tuple[int, resource.struct_rusage]:
         if done:
             return status, usage
         if time.perf_counter() > deadline:
-            raise BenchmarkError("a peer did not finish in time: raise --timeout, or ask for fewer steps")
+            raise BenchmarkError(
+                "a peer did not finish in time: raise --timeout, or ask for fewer steps"
+            )
         time.sleep(0.1)
 
 
 def clean_environ(**added: str) -> dict[str, str]:
-    """This process's environment for a peer: nothing that steers its threads or imports, no network."""
+    """This process's environment for a peer: nothing that steers its threads or imports, no
+    network.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in _STRIPPED}
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **added}
 
@@ -139,7 +161,8 @@ def python_path() -> str:
 
 
 def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path:
-    """Python of a virtual environment in ``directory``, made once with the first pip arguments that work.
+    """Python of a virtual environment in ``directory``, made once with the first pip arguments that
+    work.
 
     Args:
         attempts: arguments of ``pip install``, best first.
@@ -148,7 +171,9 @@ def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path
         BenchmarkError: none of them could be installed.
     """
     python = directory / "bin" / "python"
-    wanted = hashlib.sha256(json.dumps([platform.python_version(), *map(list, attempts)]).encode()).hexdigest()
+    wanted = hashlib.sha256(
+        json.dumps([platform.python_version(), *map(list, attempts)]).encode()
+    ).hexdigest()
     stamp = directory / "complete"
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python
@@ -158,8 +183,18 @@ def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path
     errors: list[str] = []
     for arguments in attempts:
         print(f"pip install {' '.join(arguments)}", file=sys.stderr)
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-        done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command, env=clean_environ(), capture_output=True, text=True, check=False
+        )
         if done.returncode == 0:
             stamp.write_text(wanted)
             return python
@@ -168,7 +203,9 @@ def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path
 
 
 def versions(python: Path, packages: Sequence[str], **environ: str) -> dict[str, str]:
-    """Versions of ``packages``, those that are there, in the environment of ``python``; ``environ`` is added to it."""
+    """Versions of ``packages``, those that are there, in the environment of ``python``; ``environ``
+    is added to it.
+    """
     code = (
         "import importlib.metadata as m, json, platform, sys\n"
         # What is imported is the first on the path.
@@ -176,7 +213,9 @@ def versions(python: Path, packages: Sequence[str], **environ: str) -> dict[str,
         "print(json.dumps({'python': platform.python_version(), **{n: found[n] for n in sys.argv[1:] if n in found}}))"
     )
     command = [str(python), "-c", code, *packages]
-    done = subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=clean_environ(**environ), capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -202,7 +241,9 @@ def quiet_machine() -> dict[str, Any]:
     """Facts about the machine, with a warning if it has other work."""
     facts = machine()
     if facts["load_at_start"] > 0.3 * facts["cores"]:
-        say(f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable")
+        say(
+            f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable"
+        )
     return facts
 
 
@@ -213,7 +254,8 @@ def run_benchmark(
     report: Callable[[dict[str, Any]], str],
     rows: Callable[[dict[str, Any]], Iterable[Row]] = work_rows,
 ) -> int:
-    """Measure in a temporary directory below ``options.scratch``, print the report; with ``options.write`` record it.
+    """Measure in a temporary directory below ``options.scratch``, print the report; with
+    ``options.write`` record it.
 
     Args:
         rows: the figures to keep, in the shape of all benchmarks, of what ``measure`` has found.
@@ -225,7 +267,9 @@ def run_benchmark(
     try:
         if options.scratch is not None:
             options.scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"allhands-{name}-", dir=options.scratch) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix=f"allhands-{name}-", dir=options.scratch
+        ) as directory:
             found = measure(options, Path(directory), facts)
     except BenchmarkError as error:
         say(f"error: {error}")
@@ -241,7 +285,8 @@ def run_benchmark(
 def conditions(
     options: argparse.Namespace, kept: Iterable[str], facts: dict[str, Any], packages: Sequence[str]
 ) -> dict[str, Any]:
-    """What a benchmark of this project's source in this Python says of its run: when, of what, where and how.
+    """What a benchmark of this project's source in this Python says of its run: when, of what,
+    where and how.
 
     Args:
         kept: names of the options that tell how.
@@ -281,7 +326,9 @@ def _gpus() -> list[str]:
     """Name and power limit of each NVIDIA GPU."""
     command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
+            "\n"
+        )[:-1]
     except (OSError, subprocess.CalledProcessError):
         return []
 

@@ -1,9 +1,11 @@
-"""How many instructions pieces of allhands' own work take: figures that do not depend on what else the machine does.
+"""How many instructions pieces of allhands' own work take: figures that do not depend on what else
+the machine does.
 
     python benchmarks/instructions.py
 
-Counted by ``perf stat`` where the processor's counters can be read, else by callgrind. Beside the wall times of the
-other benchmarks these show a piece that has become slower by a few per cent. See README.md in this directory.
+Counted by ``perf stat`` where the processor's counters can be read, else by callgrind. Beside the
+wall times of the other benchmarks these show a piece that has become slower by a few per cent. See
+README.md in this directory.
 """
 
 from __future__ import annotations
@@ -36,7 +38,17 @@ from instructions_worker import PIECES
 from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("allhands", "click", "mlx", "mlx-cpu", "mlx-lm", "numpy", "tokenizers", "transformers", "typer")
+PACKAGES = (
+    "allhands",
+    "click",
+    "mlx",
+    "mlx-cpu",
+    "mlx-lm",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "typer",
+)
 HELP = "allhands --help"
 EVENT = "instructions:u"
 _MLX_LM_FILES = 4096
@@ -47,13 +59,21 @@ NO_TOOL = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Instructions that pieces of allhands' own work take.")
-    parser.add_argument("--repeat", type=positive, default=3, help="counts of each piece (%(default)s)")
-    parser.add_argument("--tool", choices=("perf", "callgrind"), help="default: the first that works here")
+    parser = argparse.ArgumentParser(
+        description="Instructions that pieces of allhands' own work take."
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=3, help="counts of each piece (%(default)s)"
+    )
+    parser.add_argument(
+        "--tool", choices=("perf", "callgrind"), help="default: the first that works here"
+    )
     parser.add_argument("--pieces", help="only those whose name has this in it")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one process")
     parser.add_argument("--scratch", type=Path, help="a directory for what is written")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
@@ -83,7 +103,8 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
 
 
 def room_for_files() -> None:
-    """Children inherit it. Valgrind takes the limit in force for the highest, and lets nobody change that one.
+    """Children inherit it. Valgrind takes the limit in force for the highest, and lets nobody
+    change that one.
 
     mlx_lm sets the highest to 4,096 when it is imported.
     """
@@ -94,7 +115,12 @@ def room_for_files() -> None:
 
 def environ(*, online: bool = False) -> dict[str, str]:
     """What makes the work the same each time, and of this tree."""
-    fixed = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "COLUMNS": "120"}
+    fixed = {
+        "PYTHONHASHSEED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "COLUMNS": "120",
+    }
     if platform.machine() in ("x86_64", "AMD64"):
         # valgrind knows AVX2 and nothing wider.
         fixed["ALLHANDS_NATIVE"] = "x86-64-v3"
@@ -118,10 +144,13 @@ def tool_version(tool: str) -> dict[str, str]:
     """As its ``--version`` says."""
     program = "valgrind" if tool == "callgrind" else tool
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    return {program: done.stdout.strip().removeprefix(f"{program}-").removeprefix("perf version ") or "unknown"}
+    return {
+        program: done.stdout.strip().removeprefix(f"{program}-").removeprefix("perf version ")
+        or "unknown"
+    }
 
 
-# --- counting -------------------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------------------
 
 
 def count_in_perf(text: str) -> int | None:
@@ -145,7 +174,14 @@ def program(tool: str, name: str, repeat: int, work: Path) -> list[str]:
     """What is counted: all of a command, or a worker that says itself what."""
     if name == HELP:
         return [sys.executable, "-m", "allhands", "--help"]
-    return [sys.executable, str(HERE / "instructions_worker.py"), tool, name, str(repeat), str(work)]
+    return [
+        sys.executable,
+        str(HERE / "instructions_worker.py"),
+        tool,
+        name,
+        str(repeat),
+        str(work),
+    ]
 
 
 def by_callgrind(name: str, repeat: int, timeout_s: float, work: Path) -> list[int]:
@@ -155,11 +191,21 @@ def by_callgrind(name: str, repeat: int, timeout_s: float, work: Path) -> list[i
         for old in work.glob("callgrind.out*"):
             old.unlink()
         # Fair: else one thread that waits takes the turns of the one that works.
-        command = ["valgrind", "--fair-sched=yes", "--tool=callgrind", f"--instr-atstart={'yes' if whole else 'no'}"]
-        command += [f"--callgrind-out-file={work / 'callgrind.out'}", *program("callgrind", name, repeat, work)]
+        command = [
+            "valgrind",
+            "--fair-sched=yes",
+            "--tool=callgrind",
+            f"--instr-atstart={'yes' if whole else 'no'}",
+        ]
+        command += [
+            f"--callgrind-out-file={work / 'callgrind.out'}",
+            *program("callgrind", name, repeat, work),
+        ]
         run_measured(command, work / "log", environ(), timeout_s)
         # Each dump has a number; the file without is what was counted after the last one.
-        files = [work / "callgrind.out"] if whole else sorted(work.glob("callgrind.out.*"), key=_number)
+        files = (
+            [work / "callgrind.out"] if whole else sorted(work.glob("callgrind.out.*"), key=_number)
+        )
         found += [count_in_callgrind(file.read_text(errors="replace")) for file in files]
     if len(found) != repeat:
         raise BenchmarkError(f"callgrind has counted {len(found)} of {repeat} times: {name}")
@@ -190,10 +236,13 @@ def by_perf(name: str, repeat: int, timeout_s: float, work: Path, event: str = E
     return found
 
 
-COUNTERS: Mapping[str, Callable[[str, int, float, Path], list[int]]] = {"perf": by_perf, "callgrind": by_callgrind}
+COUNTERS: Mapping[str, Callable[[str, int, float, Path], list[int]]] = {
+    "perf": by_perf,
+    "callgrind": by_callgrind,
+}
 
 
-# --- the table ------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def rows(record: dict[str, Any]) -> list[Row]:

@@ -1,4 +1,5 @@
-"""One piece of allhands' own work, counted by the tool that started this process; see ``instructions.py``.
+"""One piece of allhands' own work, counted by the tool that started this process; see
+``instructions.py``.
 
     python benchmarks/instructions_worker.py callgrind PIECE REPEAT SCRATCH
     python benchmarks/instructions_worker.py perf:CONTROL:ACKNOWLEDGE PIECE 1 SCRATCH
@@ -42,8 +43,13 @@ def read_chats(scratch: Path) -> Work:
     from allhands.data.splits import load_split
 
     shipped = demo_records("train")
-    rows = [{"messages": list(shipped[number % len(shipped)].messages or ())} for number in range(NUM_CHATS)]
-    (scratch / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"messages": list(shipped[number % len(shipped)].messages or ())}
+        for number in range(NUM_CHATS)
+    ]
+    (scratch / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return lambda: load_split(scratch, "train", ColumnNames(), required=True)
 
 
@@ -61,7 +67,9 @@ def loaded_batches(_scratch: Path) -> Work:
     tokens = TokenSet.of_examples(examples)
 
     def work() -> None:
-        loader = Loader(tokens, GlobalOrder(tokens.work, 8, 0), Sizing(2048, overhead_tokens=24), 0, (1.0,))
+        loader = Loader(
+            tokens, GlobalOrder(tokens.work, 8, 0), Sizing(2048, overhead_tokens=24), 0, (1.0,)
+        )
         for step in range(200):
             loader.load(step)
 
@@ -76,7 +84,9 @@ def written_checkpoint(scratch: Path) -> Work:
     data = bytes(range(256)) * 1024
     tensors = [Tensor(f"layers.{number}.weight", "F32", (256, 256), data) for number in range(64)]
     target = scratch / "checkpoints" / "0000001"
-    return lambda: write_checkpoint(target, 1, "run", {"step": 1}, {"adapters.safetensors": tensors})
+    return lambda: write_checkpoint(
+        target, 1, "run", {"step": 1}, {"adapters.safetensors": tensors}
+    )
 
 
 def trained_steps(_scratch: Path) -> Work:
@@ -97,8 +107,18 @@ def trained_steps(_scratch: Path) -> Work:
 
     mx.set_default_device(mx.cpu)
     mx.random.seed(0)
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
+    shape |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
     model = Model(ModelArgs.from_dict({"model_type": "llama", "rope_theta": 10000.0, **shape}))
     make_trainable(model, build_config({"num_layers": 2}))
     model.train()
@@ -108,7 +128,9 @@ def trained_steps(_scratch: Path) -> Work:
     places = np.arange(rows * length, dtype=np.int32)
     targets = ids[:, 1:].reshape(-1)
     batch = MicroBatch(ids[:, :-1], places, targets, rows * length, np.arange(rows, dtype=np.int32))
-    step = make_step(model, KernelAdamW(learning_rate=1e-5), SingleProcess(), StepOptions(cpu_native=True))
+    step = make_step(
+        model, KernelAdamW(learning_rate=1e-5), SingleProcess(), StepOptions(cpu_native=True)
+    )
 
     def work() -> None:
         for _ in range(4):
@@ -126,7 +148,7 @@ PIECES: dict[str, Callable[[Path], Work]] = {
 }
 
 
-# --- telling the tool -----------------------------------------------------------------------------------------
+# --- telling the tool -----------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A rank of ``pipeline.py`` and ``pipeline_gpu.py``: allhands, which notes what its stages take.
 
-The first argument is a file for that. With :data:`LIMIT` in the environment the GPU seems to have so many bytes.
+The first argument is a file for that. With :data:`LIMIT` in the environment the GPU seems to have
+so many bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def main() -> None:
 
     if limit := int(os.environ.get(LIMIT, "0")):
         told: Any = mx.device_info
-        mx.device_info = lambda *device: {**told(*device), "memory_size": limit, "total_memory": limit}
+        mx.device_info = lambda *device: {
+            **told(*device),
+            "memory_size": limit,
+            "total_memory": limit,
+        }
         mx.set_memory_limit(limit)
     out, whole = Path(sys.argv.pop(1)), Engine.run
     steps: list[dict[str, float]] = []
@@ -39,8 +44,14 @@ def main() -> None:
         found = whole(engine, schedule, rank, micro_batches, note)
         seconds, waited = time.perf_counter() - began, engine.messages.waited_s - before
         steps.append({"seconds": seconds, "waited": waited, "micro_batches": len(micro_batches)})
-        facts: dict[str, Any] = {"peak_bytes": mx.get_peak_memory(), "alive": schedule.most_alive[rank], "steps": steps}
-        facts["blocks"] = [(each.stage.blocks.first, each.stage.blocks.stop) for each in engine.compute.values()]
+        facts: dict[str, Any] = {
+            "peak_bytes": mx.get_peak_memory(),
+            "alive": schedule.most_alive[rank],
+            "steps": steps,
+        }
+        facts["blocks"] = [
+            (each.stage.blocks.first, each.stage.blocks.stop) for each in engine.compute.values()
+        ]
         facts["tokens"] = max(batch.inputs.size for batch in micro_batches)
         out.write_text(json.dumps(facts))
         return found

@@ -1,10 +1,11 @@
-"""A small Llama from scratch on real text: allhands against the loop that everybody writes in PyTorch.
+"""A small Llama from scratch on real text: allhands against the loop that everybody writes in
+PyTorch.
 
     python benchmarks/pretrain.py --data STORIES
 
-STORIES is a folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line. Both get one tokenizer, one shape, as
-many tokens, one learning rate and schedule; the curve, the validation loss at the end and tokens a second are compared.
-See README.md in this directory.
+STORIES is a folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line. Both get one
+tokenizer, one shape, as many tokens, one learning rate and schedule; the curve, the validation loss
+at the end and tokens a second are compared. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-cuda-13", "mlx-lm", "torch", "tra
 PEERS = ("allhands", "torch", "torch-compiled")
 TITLES = {"allhands": "allhands", "torch": "PyTorch", "torch-compiled": "PyTorch, torch.compile"}
 ATTEMPTS = (
-    ("torch", "transformers", "peft", "numpy", "--extra-index-url", "https://download.pytorch.org/whl/cpu"),
+    (
+        "torch",
+        "transformers",
+        "peft",
+        "numpy",
+        "--extra-index-url",
+        "https://download.pytorch.org/whl/cpu",
+    ),
     ("torch", "transformers", "peft", "numpy"),
 )
 
@@ -50,24 +58,45 @@ ATTEMPTS = (
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Pre-training: allhands against a PyTorch loop.")
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl and valid.jsonl")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train.jsonl and valid.jsonl"
+    )
     parser.add_argument("--shape", default="llama", help="as for allhands pretrain (%(default)s)")
-    parser.add_argument("--numbers", type=json.loads, default={}, help="of the shape, as JSON; default: 2 M parameters")
+    parser.add_argument(
+        "--numbers",
+        type=json.loads,
+        default={},
+        help="of the shape, as JSON; default: 2 M parameters",
+    )
     parser.add_argument("--vocabulary", type=positive, default=2048)
     parser.add_argument("--block-size", type=positive, default=256)
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--iters", type=positive, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--ranks", type=positive, default=1, help="processes, or GPUs (%(default)s)")
-    parser.add_argument("--validations", type=positive, default=10, help="of the whole split, on the way (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, default=1, help="processes, or GPUs (%(default)s)"
+    )
+    parser.add_argument(
+        "--validations",
+        type=positive,
+        default=10,
+        help="of the whole split, on the way (%(default)s)",
+    )
     parser.add_argument("--peers", type=partial(peer_list, PEERS), default=("allhands", "torch"))
     parser.add_argument(
-        "--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one, and one made"
+        "--python",
+        type=pythons,
+        default={},
+        help="mlx=PATH,torch=PATH; default: this one, and one made",
     )
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks")
+    parser.add_argument(
+        "--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one peer")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     if options.shape == "llama" and not options.numbers:
         options.numbers = {"layers": 4, "dims": 192, "mlp_dims": 512, "heads": 6}
@@ -78,8 +107,12 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     """The tokenizer, then every peer."""
     ours = Path(options.python.get("mlx", sys.executable))
     tokenizer = work / "tokenizer"
-    words = f"tokenizer train --data {options.data} --vocabulary {options.vocabulary} --out {tokenizer}"
-    run_measured([str(ours), "-m", "allhands", *words.split()], work / "log", environ(), options.timeout)
+    words = (
+        f"tokenizer train --data {options.data} --vocabulary {options.vocabulary} --out {tokenizer}"
+    )
+    run_measured(
+        [str(ours), "-m", "allhands", *words.split()], work / "log", environ(), options.timeout
+    )
     found: dict[str, dict[str, Any]] = {}
     used = {"mlx": ours}
     run = work / "allhands"
@@ -106,12 +139,24 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             peer["bits_per_byte"] = peer["valid_loss"] / math.log(2) * ratio
             best = min(loss for _, loss in peer["valid_curve"])
             peer["least_bits_per_byte"] = best / math.log(2) * ratio
-    kept = ("shape", "numbers", "vocabulary", "block_size", "batch_size", "iters", "learning_rate", "ranks")
+    kept = (
+        "shape",
+        "numbers",
+        "vocabulary",
+        "block_size",
+        "batch_size",
+        "iters",
+        "learning_rate",
+        "ranks",
+    )
     return {
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
-        "versions": {name: versions(python, PACKAGES, PYTHONPATH=python_path()) for name, python in used.items()},
+        "versions": {
+            name: versions(python, PACKAGES, PYTHONPATH=python_path())
+            for name, python in used.items()
+        },
         "settings": {**{name: getattr(options, name) for name in kept}, "data": options.data.name},
         "found": found,
     }
@@ -153,14 +198,17 @@ def by_allhands(options: argparse.Namespace, python: Path, work: Path, run: Path
     valid = [event for event in events if event["event"] == "valid" and event["step"]]
     last = valid[-1]
     return {
-        "tokens_per_s": [event["tokens_per_s"] for event in reports[1:]] or [reports[0]["tokens_per_s"]],
+        "tokens_per_s": [event["tokens_per_s"] for event in reports[1:]]
+        or [reports[0]["tokens_per_s"]],
         "trained_s": next(event["total_time_s"] for event in events if event["event"] == "ended"),
         "curve": [[event["step"], event["loss"]] for event in reports],
         "valid_curve": [[event["step"], event["loss"]] for event in valid],
         "valid_loss": last["loss"],
         "bits_per_byte": last["bits_per_byte"],
         "peak_bytes": max(reports[-1]["peak_memory_bytes"]),
-        "parameters": next(event["total_params"] for event in events if event["event"] == "started"),
+        "parameters": next(
+            event["total_params"] for event in events if event["event"] == "started"
+        ),
     }
 
 
@@ -169,7 +217,9 @@ def intervals(options: argparse.Namespace) -> tuple[int, int]:
     return max(1, options.iters // 30), max(1, options.iters // options.validations)
 
 
-def by_torch(options: argparse.Namespace, peer: str, python: Path, work: Path, run: Path) -> dict[str, Any]:
+def by_torch(
+    options: argparse.Namespace, peer: str, python: Path, work: Path, run: Path
+) -> dict[str, Any]:
     """A run of ``pretrain_torch.py``."""
     out = work / f"{peer}.json"
     report, validate = intervals(options)
@@ -180,7 +230,12 @@ def by_torch(options: argparse.Namespace, peer: str, python: Path, work: Path, r
         f"--learning-rate {options.learning_rate}"
     ).split()
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    command = [str(python), *(several if options.ranks > 1 else []), str(HERE / "pretrain_torch.py"), *words]
+    command = [
+        str(python),
+        *(several if options.ranks > 1 else []),
+        str(HERE / "pretrain_torch.py"),
+        *words,
+    ]
     if peer == "torch-compiled":
         command.append("--compile")
     run_measured(command, work / f"{peer}.log", environ(), options.timeout)
@@ -196,10 +251,30 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
     made: list[Row] = []
     for peer, one in found["found"].items():
         if "error" not in one:
-            made.append(row_of("pre-training", TITLES[peer], "tokens/s", one["tokens_per_s"], "higher"))
-            made.append(row_of("all of the training", TITLES[peer], "s", [one["trained_s"]], "lower"))
-            made.append(row_of("loss at the end", TITLES[peer], "bits per byte", [one["bits_per_byte"]], "lower"))
-            made.append(row_of("lowest loss", TITLES[peer], "bits per byte", [one["least_bits_per_byte"]], "lower"))
+            made.append(
+                row_of("pre-training", TITLES[peer], "tokens/s", one["tokens_per_s"], "higher")
+            )
+            made.append(
+                row_of("all of the training", TITLES[peer], "s", [one["trained_s"]], "lower")
+            )
+            made.append(
+                row_of(
+                    "loss at the end",
+                    TITLES[peer],
+                    "bits per byte",
+                    [one["bits_per_byte"]],
+                    "lower",
+                )
+            )
+            made.append(
+                row_of(
+                    "lowest loss",
+                    TITLES[peer],
+                    "bits per byte",
+                    [one["least_bits_per_byte"]],
+                    "lower",
+                )
+            )
             made.append(row_of("memory", TITLES[peer], "bytes", [one["peak_bytes"]], "lower"))
     return with_ratios(made)
 
@@ -233,7 +308,9 @@ def report(found: dict[str, Any]) -> str:
             points = one.get(key, [])
             shown = points[:: max(1, len(points) // 10)]
             if shown:
-                lines.append(f"  {TITLES[peer]}: " + ", ".join(f"{step}: {loss:.2f}" for step, loss in shown))
+                lines.append(
+                    f"  {TITLES[peer]}: " + ", ".join(f"{step}: {loss:.2f}" for step, loss in shown)
+                )
     return "\n".join(lines)
 
 

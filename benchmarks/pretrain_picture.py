@@ -1,6 +1,7 @@
 """The curves of a record of ``pretrain.py``.
 
-python benchmarks/pretrain_picture.py benchmarks/results/pretrain-DATE.json docs/images/pretraining-gpu.png
+python benchmarks/pretrain_picture.py benchmarks/results/pretrain-DATE.json
+docs/images/pretraining-gpu.png
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 
 from pretrain import TITLES
 
-COLOURS = {"allhands": "#0072B2", "torch": "#E69F00", "torch-compiled": "#009E73"}  # Okabe & Ito (2008)
+COLOURS = {
+    "allhands": "#0072B2",
+    "torch": "#E69F00",
+    "torch-compiled": "#009E73",
+}  # Okabe & Ito (2008)
 
 
 def draw(record: Mapping[str, Any], out: Path) -> Path:
@@ -33,9 +38,21 @@ def draw(record: Mapping[str, Any], out: Path) -> Path:
             if "error" in one:
                 continue
             colour = COLOURS[peer]
-            axes.plot(*zip(*one["curve"], strict=True), color=colour, linewidth=1, alpha=0.6, linestyle="--")
+            axes.plot(
+                *zip(*one["curve"], strict=True),
+                color=colour,
+                linewidth=1,
+                alpha=0.6,
+                linestyle="--",
+            )
             label = f"{TITLES[peer]}: {one['valid_loss']:.2f} at the end"
-            axes.plot(*zip(*one["valid_curve"], strict=True), color=colour, linewidth=2, marker="o", label=label)
+            axes.plot(
+                *zip(*one["valid_curve"], strict=True),
+                color=colour,
+                linewidth=2,
+                marker="o",
+                label=label,
+            )
         axes.set_xlabel("batch")
         axes.set_ylabel("loss (validation; dashed: training)")
         gpus = record["environment"]["machine"]["gpus"]

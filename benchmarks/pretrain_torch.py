@@ -1,8 +1,9 @@
-"""The PyTorch peer of ``pretrain.py``: the loop that everybody writes, after nanoGPT, for a model of transformers.
+"""The PyTorch peer of ``pretrain.py``: the loop that everybody writes, after nanoGPT, for a model
+of transformers.
 
-Tokens lie in one memory-mapped file; a batch is rows from random places of it. AdamW with decay of matrices alone,
-warm-up and cosine, clipping; on a GPU float32 weights with bfloat16 autocast; data parallel under torchrun. One JSON
-object on ``--out``.
+Tokens lie in one memory-mapped file; a batch is rows from random places of it. AdamW with decay of
+matrices alone, warm-up and cosine, clipping; on a GPU float32 weights with bfloat16 autocast; data
+parallel under torchrun. One JSON object on ``--out``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def tokens_of(options: argparse.Namespace, split: str) -> np.ndarray:
     if not file.exists():
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         lines = (options.data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        ids = [[*tokenizer.encode(json.loads(line)["text"]), tokenizer.eos_token_id] for line in lines]
+        ids = [
+            [*tokenizer.encode(json.loads(line)["text"]), tokenizer.eos_token_id] for line in lines
+        ]
         draft = file.with_suffix(f".{os.getpid()}")
         np.array([token for text in ids for token in text], dtype=np.uint16).tofile(draft)
         draft.replace(file)
@@ -62,10 +65,16 @@ def rate(options: argparse.Namespace, iteration: int) -> float:
     warmup = min(options.iters // 20, 1000)
     if iteration < warmup:
         return options.learning_rate * (iteration + 1) / (warmup + 1)
-    return options.learning_rate * 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / (options.iters - warmup)))
+    return (
+        options.learning_rate
+        * 0.5
+        * (1 + math.cos(math.pi * (iteration - warmup) / (options.iters - warmup)))
+    )
 
 
-def validate(model: Any, tokens: np.ndarray, options: argparse.Namespace, cast: Any, device: str) -> float:
+def validate(
+    model: Any, tokens: np.ndarray, options: argparse.Namespace, cast: Any, device: str
+) -> float:
     """Mean loss over the whole split, in rows that follow each other."""
     model.eval()
     total, count = 0.0, 0
@@ -83,11 +92,16 @@ def validate(model: Any, tokens: np.ndarray, options: argparse.Namespace, cast: 
 def model_of(options: argparse.Namespace, device: str) -> Any:
     """The model with new weights."""
     torch.manual_seed(options.seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), attn_implementation="sdpa")
-    # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper the model is.
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(options.model), attn_implementation="sdpa"
+    )
+    # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper
+    # the model is.
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.normal_(weight, std=model.config.initializer_range / math.sqrt(2 * len(model.model.layers)))
+            torch.nn.init.normal_(
+                weight, std=model.config.initializer_range / math.sqrt(2 * len(model.model.layers))
+            )
     return model.float().to(device).train()
 
 
@@ -155,7 +169,9 @@ def main() -> None:
 
 
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 if __name__ == "__main__":

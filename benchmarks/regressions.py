@@ -1,9 +1,10 @@
-"""What has become worse: the newest record of each benchmark's works against the one before, on the same machine.
+"""What has become worse: the newest record of each benchmark's works against the one before, on the
+same machine.
 
     python benchmarks/regressions.py
 
-Compares ratios (allhands against a peer in the same run) and instruction counts, which do not depend on what else a
-machine does, as wall times do. Ends with 1 if one is worse by more than 5 %.
+Compares ratios (allhands against a peer in the same run) and instruction counts, which do not
+depend on what else a machine does, as wall times do. Ends with 1 if one is worse by more than 5 %.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records import EFFORT, OURS, machine_of, not_measured_since, read_records, results_directory, rows_in
+from records import (
+    EFFORT,
+    OURS,
+    machine_of,
+    not_measured_since,
+    read_records,
+    results_directory,
+    rows_in,
+)
 
 LIMIT_PERCENT = 5.0
 Record = Mapping[str, Any]
@@ -60,7 +69,8 @@ def subject(record: Record) -> str:
 
 
 def compare(records: Sequence[Record]) -> list[Comparison]:
-    """The newest record of each subject's works; each of its figures with the last earlier record that has it.
+    """The newest record of each subject's works; each of its figures with the last earlier record
+    that has it.
 
     Args:
         records: the oldest first.
@@ -120,7 +130,9 @@ def _notes(newest: Record, used: Sequence[Record]) -> list[str]:
             then = record["environment"]["versions"].get(name, {})
             for package in now.keys() & then.keys():
                 if now[package] != then[package]:
-                    notes[f"{name}: {package} {now[package]}, was {then[package]} on {record['date']}"] = None
+                    notes[
+                        f"{name}: {package} {now[package]}, was {then[package]} on {record['date']}"
+                    ] = None
     return sorted(notes)
 
 
@@ -135,13 +147,17 @@ def report(comparisons: Sequence[Comparison], limit_percent: float) -> str:
     lines: list[str] = []
     for one in comparisons:
         record = one.record
-        lines.append(f"{record['name']} of {record['date']} ({record['commit']}), {machine_of(record)}:")
+        lines.append(
+            f"{record['name']} of {record['date']} ({record['commit']}), {machine_of(record)}:"
+        )
         bad = worse(one, limit_percent)
         for change in bad:
             figures = f"{change.after:,.4g}, was {change.before:,.4g} ({change.then})"
             lines.append(f"  WORSE by {change.percent:.1f} %: {change.what}: {figures}")
         if one.changes and not bad:
-            lines.append(f"  {len(one.changes)} figures, none worse by more than {limit_percent:g} %")
+            lines.append(
+                f"  {len(one.changes)} figures, none worse by more than {limit_percent:g} %"
+            )
         if one.missing and not one.changes:
             lines.append("  nothing earlier to compare with")
         elif one.missing:
@@ -154,8 +170,15 @@ def report(comparisons: Sequence[Comparison], limit_percent: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What is worse than in the record before.")
-    parser.add_argument("--results", type=Path, help="directory of the records (benchmarks/results)")
-    parser.add_argument("--limit", type=float, default=LIMIT_PERCENT, help="per cent that are let pass (%(default)s)")
+    parser.add_argument(
+        "--results", type=Path, help="directory of the records (benchmarks/results)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_PERCENT,
+        help="per cent that are let pass (%(default)s)",
+    )
     options = parser.parse_args(arguments)
     comparisons = compare(read_records(options.results or results_directory()))
     print(report(comparisons, options.limit))

@@ -1,7 +1,7 @@
 """Times of training steps, by rounds of a few.
 
-A step may hand out work of the next one before it ends, which makes the times of single steps mean little. What is
-timed is a round, at whose beginning and end nothing is under way.
+A step may hand out work of the next one before it ends, which makes the times of single steps mean
+little. What is timed is a round, at whose beginning and end nothing is under way.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def sizes_of(steps: int) -> list[int]:
 def in_rounds(
     step: Callable[[bool], T], steps: int, *, before: Callable[[int], object] = lambda number: None
 ) -> tuple[list[float], list[T]]:
-    """Call ``step`` again and again: once, twice, then in :func:`rounds_of` ``steps`` rounds of :data:`ROUND`.
+    """Call ``step`` again and again: once, twice, then in :func:`rounds_of` ``steps`` rounds of
+    :data:`ROUND`.
 
     Args:
         step: is told whether another follows in the same round.
         before: called with the number of a round, before it is timed.
 
     Returns:
-        Seconds of a step, on the average of each round, those of :data:`WARM_UP` first; and what the steps gave.
+        Seconds of a step, on the average of each round, those of :data:`WARM_UP` first; and what
+        the steps gave.
     """
     times: list[float] = []
     results: list[T] = []

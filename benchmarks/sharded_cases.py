@@ -1,10 +1,12 @@
-"""What ``gpu_sharded.py`` and ``activations_gpu.py`` train: shapes, and models with random weights in files.
+"""What ``gpu_sharded.py`` and ``activations_gpu.py`` train: shapes, and models with random weights
+in files.
 
     python benchmarks/sharded_cases.py '{"case": "7b", "shape": "full", "out": "DIRECTORY"}'
 
-makes a model, a block at a time, in a process of its own, so that its memory on a GPU is given back. Ranks read what
-they need of the files. Every word of the model's tokenizer is a token, so that rows of random words are random tokens.
-Nothing beyond Python's own library is imported before a model is made: see ``harness.py`` for why.
+makes a model, a block at a time, in a process of its own, so that its memory on a GPU is given
+back. Ranks read what they need of the files. Every word of the model's tokenizer is a token, so
+that rows of random words are random tokens. Nothing beyond Python's own library is imported before
+a model is made: see ``harness.py`` for why.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Case:
     judged: str = "fsdp"
 
 
-def _shape(width: int, blocks: int, mlp: int, heads: int, values: int, vocabulary: int = 32000) -> dict[str, Any]:
+def _shape(
+    width: int, blocks: int, mlp: int, heads: int, values: int, vocabulary: int = 32000
+) -> dict[str, Any]:
     return {
         "hidden_size": width,
         "num_hidden_layers": blocks,
@@ -63,7 +67,16 @@ CASES = {
         "full training of a 7B shape",
         _shape(4096, 32, 14336, 32, 8),
         4,
-        ("torch-compiled", "fsdp", "torch-compiled-checkpoint", "zero1", "data", "tp", "torch", "torch-checkpoint"),
+        (
+            "torch-compiled",
+            "fsdp",
+            "torch-compiled-checkpoint",
+            "zero1",
+            "data",
+            "tp",
+            "torch",
+            "torch-checkpoint",
+        ),
         reference="torch-compiled",
     ),
     "13b": Case(
@@ -134,7 +147,9 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     for file, arrays in arrays_of(config):
         mx.save_safetensors(str(directory / file), arrays, metadata={"format": "mlx"})
         placed |= dict.fromkeys(arrays, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory, config["vocab_size"])
     (directory / WHOLE).write_text("")
@@ -149,18 +164,22 @@ def write_tokenizer(directory: Path, size: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([END])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=END).save_pretrained(
-        str(directory)
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=END
+    ).save_pretrained(str(directory))
 
 
 def write_rows(directory: Path, rows: int, row: int, size: int) -> None:
-    """So many random rows for training, and one for validation: ``row`` words and the end of a text in each."""
+    """So many random rows for training, and one for validation: ``row`` words and the end of a text
+    in each.
+    """
     draw = random.Random(1)
     directory.mkdir(parents=True, exist_ok=True)
     for split, count in {"train": rows, "valid": 1}.items():
         texts = (" ".join(f"w{draw.randrange(1, size)}" for _ in range(row)) for _ in range(count))
-        (directory / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (directory / f"{split}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
 
 
 if __name__ == "__main__":

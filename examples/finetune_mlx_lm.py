@@ -30,7 +30,9 @@ parser.add_argument("--max-seq-length", type=int, default=2048)
 parser.add_argument("--adapter-path", default="adapters")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--grad-checkpoint", action="store_true")
-parser.add_argument("--lora-parameters", type=json.loads, default={"rank": 8, "dropout": 0.0, "scale": 10.0})
+parser.add_argument(
+    "--lora-parameters", type=json.loads, default={"rank": 8, "dropout": 0.0, "scale": 10.0}
+)
 
 
 class Losses(TrainingCallback):

@@ -20,7 +20,12 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 STORY = "{} saw a {} {}. It was very {}! {} took it home and they were happy.\n"
 CONTEXT, BATCH_SIZE = 64, 16  # letters a piece, pieces a step of all processes together
-WORDS = (["Tom", "Lily", "Ben"], ["big", "little", "red"], ["dog", "cat", "ball"], ["kind", "soft", "loud"])
+WORDS = (
+    ["Tom", "Lily", "Ben"],
+    ["big", "little", "red"],
+    ["dog", "cat", "ball"],
+    ["kind", "soft", "loud"],
+)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
@@ -51,9 +56,16 @@ def collate(numbers):
     return mx.array(text[starts]), mx.array(text[starts + 1])
 
 
-shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
+shape = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+}
 mx.random.seed(0)  # the same first weights on every process
-model = Model(ModelArgs(model_type="llama", vocab_size=256, rms_norm_eps=1e-5, num_key_value_heads=4, **shape))
+model = Model(
+    ModelArgs(model_type="llama", vocab_size=256, rms_norm_eps=1e-5, num_key_value_heads=4, **shape)
+)
 optimizer = optim.AdamW(learning_rate=1e-3)
 
 
@@ -70,7 +82,9 @@ keeper = allhands.Checkpointer(options.out, model=model, optimizer=optimizer, lo
 first = keeper.restore()  # started again, it goes on where it was
 
 with allhands.Metrics(options.out, first_step=first, show=print) as metrics:
-    for step, (inputs, targets) in zip(range(first + 1, options.steps + 1), loader.endless(), strict=False):
+    for step, (inputs, targets) in zip(
+        range(first + 1, options.steps + 1), loader.endless(), strict=False
+    ):
         loss, grads = loss_and_grad_fn(model, inputs, targets)
         grads = allhands.average_gradients(grads, num_tokens=targets.size)  # the one line more
         optimizer.update(model, grads)

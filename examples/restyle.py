@@ -16,14 +16,52 @@ import re
 
 RULES = {
     "words": {
-        **{"you": "ye", "your": "yer", "yourself": "yerself", "you're": "ye be", "my": "me", "I'm": "I be"},
-        **{"is": "be", "are": "be", "am": "be", "isn't": "ain't", "aren't": "ain't", "and": "an'", "of": "o'"},
-        **{"for": "fer", "them": "'em", "before": "afore", "over": "o'er", "never": "ne'er", "because": "'cause"},
+        **{
+            "you": "ye",
+            "your": "yer",
+            "yourself": "yerself",
+            "you're": "ye be",
+            "my": "me",
+            "I'm": "I be",
+        },
+        **{
+            "is": "be",
+            "are": "be",
+            "am": "be",
+            "isn't": "ain't",
+            "aren't": "ain't",
+            "and": "an'",
+            "of": "o'",
+        },
+        **{
+            "for": "fer",
+            "them": "'em",
+            "before": "afore",
+            "over": "o'er",
+            "never": "ne'er",
+            "because": "'cause",
+        },
         **{"hello": "ahoy", "hi": "ahoy", "yes": "aye", "very": "mighty", "great": "grand"},
-        **{"friend": ["matey", "shipmate"], "friends": ["mateys", "shipmates"], "people": "folk", "team": "crew"},
-        **{"money": "doubloons", "food": "grub", "boss": "cap'n", "trip": "voyage", "song": "shanty"},
+        **{
+            "friend": ["matey", "shipmate"],
+            "friends": ["mateys", "shipmates"],
+            "people": "folk",
+            "team": "crew",
+        },
+        **{
+            "money": "doubloons",
+            "food": "grub",
+            "boss": "cap'n",
+            "trip": "voyage",
+            "song": "shanty",
+        },
     },
-    "phrases": {"it is": "'tis", "thank you": "thank ye", "good morning": "ahoy there", "right now": "this instant"},
+    "phrases": {
+        "it is": "'tis",
+        "thank you": "thank ye",
+        "good morning": "ahoy there",
+        "right now": "this instant",
+    },
     "suffixes": {"ing": "in'"},
     "openings": {"probability": 0.2, "texts": ["Avast!", "Arr,", "Blimey!"]},
 }
@@ -39,7 +77,10 @@ STEM = r"(?<!\w)([A-Za-z]*[aeiouyAEIOUY][A-Za-z]*)"
 
 def number(*parts):
     """A number from 0 to 1 that depends on the words alone: the same in every run."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).digest(), "big") / 2**48
+    return (
+        int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).digest(), "big")
+        / 2**48
+    )
 
 
 class Style:
@@ -50,16 +91,22 @@ class Style:
             self.choices[old.lower()] = [new] if isinstance(new, str) else new
         # The longest comes first: "thank you" before "you".
         longest_first = sorted(self.choices, key=len, reverse=True)
-        named = "|".join(re.escape(old).replace(r"\ ", r"[ \t]+") for old in longest_first) or r"(?!)"
+        named = (
+            "|".join(re.escape(old).replace(r"\ ", r"[ \t]+") for old in longest_first) or r"(?!)"
+        )
         endings = "|".join(map(re.escape, rules.get("suffixes", {}))) or r"(?!)"
-        self.pattern = re.compile(rf"(?<![\w'])({named})(?![\w'])|{STEM}({endings})(?!\w)", re.IGNORECASE)
+        self.pattern = re.compile(
+            rf"(?<![\w'])({named})(?![\w'])|{STEM}({endings})(?!\w)", re.IGNORECASE
+        )
 
     def answer(self, question, answer):
         """The answer with every rule applied once: no rule sees what another one wrote."""
         pieces, done = [], 0
         for protected in [*PROTECTED.finditer(answer), None]:
             end = protected.start() if protected else len(answer)
-            pieces.append(self.pattern.sub(lambda match: self.replaced(match, answer), answer[done:end]))
+            pieces.append(
+                self.pattern.sub(lambda match: self.replaced(match, answer), answer[done:end])
+            )
             if protected:
                 pieces.append(protected[0])
                 done = protected.end()
@@ -73,11 +120,17 @@ class Style:
         new = choices[int(number(self.seed, answer, match.start()) * len(choices))]
         if old.isupper() and len(old) > 1:
             return new.upper()
-        return re.sub("[a-z]", lambda letter: letter[0].upper(), new, count=1) if old[0].isupper() else new
+        return (
+            re.sub("[a-z]", lambda letter: letter[0].upper(), new, count=1)
+            if old[0].isupper()
+            else new
+        )
 
     def opening(self, question, answer):
         texts = self.rules.get("openings", {}).get("texts", [])
-        rare = number(self.seed, question, answer) >= self.rules.get("openings", {}).get("probability", 0)
+        rare = number(self.seed, question, answer) >= self.rules.get("openings", {}).get(
+            "probability", 0
+        )
         if not texts or rare or not answer[:1].isalpha():
             return ""
         return texts[int(number(self.seed, answer) * len(texts))] + " "
@@ -85,7 +138,9 @@ class Style:
     def row(self, row):
         """A row of chat or of prompt and completion; another one comes back as it is."""
         question = row.get("prompt", "")
-        for message in row.get("messages", []) + (row["completion"] if isinstance(row.get("completion"), list) else []):
+        for message in row.get("messages", []) + (
+            row["completion"] if isinstance(row.get("completion"), list) else []
+        ):
             if message["role"] == "user":
                 question = message["content"]
             elif message["role"] == "assistant" and message.get("content"):
@@ -96,18 +151,26 @@ class Style:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=pathlib.Path, help="a directory that `allhands data prepare` wrote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source", type=pathlib.Path, help="a directory that `allhands data prepare` wrote"
+    )
     parser.add_argument("out", type=pathlib.Path, help="a new directory")
     parser.add_argument("--rules", type=pathlib.Path, help="a YAML file of your own rules")
-    parser.add_argument("--mix", type=float, default=0.0, help="share of the rows that stay as they are")
+    parser.add_argument(
+        "--mix", type=float, default=0.0, help="share of the rows that stay as they are"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rules = RULES
     if options.rules:
         import yaml
 
-        rules = yaml.load(options.rules.read_text(encoding="utf-8"), yaml.BaseLoader)  # every value is text: no, yes
+        rules = yaml.load(
+            options.rules.read_text(encoding="utf-8"), yaml.BaseLoader
+        )  # every value is text: no, yes
         if "openings" in rules:
             rules["openings"]["probability"] = float(rules["openings"].get("probability", 1))
     style = Style(rules, options.seed)
@@ -116,7 +179,10 @@ def main():
         if path.stem not in ("train", "valid", "test"):
             continue
         changed = total = 0
-        with path.open(encoding="utf-8") as source, (options.out / path.name).open("w", encoding="utf-8") as out:
+        with (
+            path.open(encoding="utf-8") as source,
+            (options.out / path.name).open("w", encoding="utf-8") as out,
+        ):
             for line in source:
                 row = json.loads(line)
                 if number(options.seed, "mix", line.strip()) >= options.mix:

@@ -58,6 +58,8 @@ for step in range(first + 1, options.steps + 1):
 
     stop = allhands.progress(step)
     if stop or step % options.save_every == 0 or step == options.steps:
-        allhands.save_checkpoint(step, {"model": model, "optimizer": optimizer.state}, directory=options.out)
+        allhands.save_checkpoint(
+            step, {"model": model, "optimizer": optimizer.state}, directory=options.out
+        )
     if stop:
         break

@@ -2,10 +2,11 @@
 
     python scripts/soak.py [--faults 100] [--seed 0] [--ranks 3] [--model demo]
 
-Ranks are killed, stopped, hung and starved at random steps; the disk is full; the launcher is killed or asked to stop,
-a checkpoint is damaged, and it is told to go on. The seed chooses all of it. With ``--work DIR`` a soak that was broken
-off goes on from where it was. The exit code is 0 if every fault has happened, weights, optimizer state and losses are
-those of the undisturbed run, and no process or temporary file is left.
+Ranks are killed, stopped, hung and starved at random steps; the disk is full; the launcher is
+killed or asked to stop, a checkpoint is damaged, and it is told to go on. The seed chooses all of
+it. With ``--work DIR`` a soak that was broken off goes on from where it was. The exit code is 0 if
+every fault has happened, weights, optimizer state and losses are those of the undisturbed run, and
+no process or temporary file is left.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ RANK_FAULTS: dict[str, tuple[int, dict[str, Any]]] = {
     "killed while it saves": (6, {"kind": "kill", "at": "save"}),
     "disk full": (4, {"kind": "disk-full", "at": "save"}),
 }
-LAUNCHER_FAULTS = {"launcher killed": 5, "launcher told to stop": 4, "killed, newest checkpoint damaged": 3}
+LAUNCHER_FAULTS = {
+    "launcher killed": 5,
+    "launcher told to stop": 4,
+    "killed, newest checkpoint damaged": 3,
+}
 POINTS = ("step", "load", "reduce", "update")
 
 
@@ -101,9 +106,16 @@ def make_plan(seed: int, count: int, num_ranks: int) -> Plan:
         if name in LAUNCHER_FAULTS:
             launcher.append(LauncherFault(name, step))
             continue
-        entry = {"rank": chance.randrange(num_ranks), "step": step, "at": chance.choice(POINTS), **RANK_FAULTS[name][1]}
+        entry = {
+            "rank": chance.randrange(num_ranks),
+            "step": step,
+            "at": chance.choice(POINTS),
+            **RANK_FAULTS[name][1],
+        }
         if entry["at"] == "save":
-            if step - last_save <= SAVE_EVERY:  # at the same save: two failures alike are not tried again
+            if (
+                step - last_save <= SAVE_EVERY
+            ):  # at the same save: two failures alike are not tried again
                 name, entry = "killed", {**entry, "kind": "kill", "at": "step"}
             else:
                 last_save = step
@@ -115,7 +127,7 @@ def make_plan(seed: int, count: int, num_ranks: int) -> Plan:
     return Plan(entries, names, launcher, step + LAST_STEPS)
 
 
-# --- the run --------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 class Soak:
@@ -127,7 +139,9 @@ class Soak:
         self.schedule = work / "faults.json"
         self.mark = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
-        (self.temporary / "mlx").symlink_to(tempfile.gettempdir() + "/mlx")  # what MLX has compiled, kept for all
+        (self.temporary / "mlx").symlink_to(
+            tempfile.gettempdir() + "/mlx"
+        )  # what MLX has compiled, kept for all
         self._note = work / "launcher.json"
         told = json.loads(self._note.read_text()) if self._note.exists() else []
         self.happened = [LauncherFault(**fault) for fault in told]
@@ -138,11 +152,49 @@ class Soak:
         """The run as a person would start it, with a line about every step."""
         options = self._options
         return [
-            *(sys.executable, "-m", "allhands", "train", "--train", "-n", str(options.ranks), "--backend", "ring"),
-            *("--model", str(options.model_path), "--data", str(options.data_path), "--adapter-path", str(out)),
-            *("--iters", str(self._plan.iters), "--save-every", str(SAVE_EVERY), "--steps-per-report", "1"),
-            *("--val-batches", "0", "--batch-size", "3", "--max-seq-length", "64", "--num-layers", "4"),
-            *("--learning-rate", "1e-4", "--lora-parameters", '{"rank": 4, "scale": 10.0, "dropout": 0.1}'),
+            *(
+                sys.executable,
+                "-m",
+                "allhands",
+                "train",
+                "--train",
+                "-n",
+                str(options.ranks),
+                "--backend",
+                "ring",
+            ),
+            *(
+                "--model",
+                str(options.model_path),
+                "--data",
+                str(options.data_path),
+                "--adapter-path",
+                str(out),
+            ),
+            *(
+                "--iters",
+                str(self._plan.iters),
+                "--save-every",
+                str(SAVE_EVERY),
+                "--steps-per-report",
+                "1",
+            ),
+            *(
+                "--val-batches",
+                "0",
+                "--batch-size",
+                "3",
+                "--max-seq-length",
+                "64",
+                "--num-layers",
+                "4",
+            ),
+            *(
+                "--learning-rate",
+                "1e-4",
+                "--lora-parameters",
+                '{"rank": 4, "scale": 10.0, "dropout": 0.1}',
+            ),
             *("--max-restarts", "100000"),
         ]
 
@@ -166,7 +218,9 @@ class Soak:
         if not _complete(out, self._plan.iters):
             shutil.rmtree(out, ignore_errors=True)
             if code := self.start(out, faults=False).wait():
-                raise SystemExit(f"the undisturbed run ended with code {code}; see {self._work}/undisturbed.log")
+                raise SystemExit(
+                    f"the undisturbed run ended with code {code}; see {self._work}/undisturbed.log"
+                )
         return out
 
     def disturbed(self) -> None:
@@ -184,7 +238,9 @@ class Soak:
                     self._note.write_text(json.dumps([vars(one) for one in self.happened]))
                 again = ["--resume"]
 
-    def _watch(self, job: subprocess.Popen[bytes], left: list[LauncherFault]) -> LauncherFault | None:
+    def _watch(
+        self, job: subprocess.Popen[bytes], left: list[LauncherFault]
+    ) -> LauncherFault | None:
         """Wait for the end, or for the step at which something is to happen to the launcher."""
         told = 0
         while (code := job.poll()) is None:
@@ -198,7 +254,9 @@ class Soak:
             time.sleep(0.02)
         if code and code not in STOPPED_CODES:
             tail = (self._work / "disturbed.log").read_text(errors="replace")[-3000:]
-            raise SystemExit(f"the run ended with code {code}:\n{tail}\nseed {self._options.seed}, {self._work}")
+            raise SystemExit(
+                f"the run ended with code {code}:\n{tail}\nseed {self._options.seed}, {self._work}"
+            )
         return None
 
     def _trained(self) -> list[Any]:
@@ -212,7 +270,9 @@ class Soak:
         code = job.wait(timeout=120)
         # Python's own end if it has just begun; and the disk may be full just now.
         if stop and code not in (143, 0, -signal.SIGTERM, StorageError.exit_code):
-            raise SystemExit(f"told to stop at step {fault.step}, it ended with code {code}; see {self._work}")
+            raise SystemExit(
+                f"told to stop at step {fault.step}, it ended with code {code}; see {self._work}"
+            )
         self.wait_until_gone()
         if "damaged" in fault.name:
             self._damage(fault.step)
@@ -230,7 +290,10 @@ class Soak:
         found: list[int] = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.pid)
         return found
 
@@ -272,7 +335,7 @@ def _complete(out: Path, iters: int) -> bool:
     return ended is not None and ended.reason == "finished" and ended.step == iters
 
 
-# --- the judgement --------------------------------------------------------------------------------------------
+# --- the judgement --------------------------------------------------------------------------------
 
 
 def differences(out: Path, other: Path) -> list[str]:
@@ -280,12 +343,24 @@ def differences(out: Path, other: Path) -> list[str]:
     from faulty import digest
 
     wrong: list[str] = []
-    mine, theirs = ([(r.step, r.loss, r.trained_tokens) for r in read_metrics(path).train] for path in (out, other))
+    mine, theirs = (
+        [(r.step, r.loss, r.trained_tokens) for r in read_metrics(path).train]
+        for path in (out, other)
+    )
     if mine != theirs:
-        step = next((a[0] for a, b in zip(mine, theirs, strict=False) if a != b), min(len(mine), len(theirs)) + 1)
+        step = next(
+            (a[0] for a, b in zip(mine, theirs, strict=False) if a != b),
+            min(len(mine), len(theirs)) + 1,
+        )
         wrong.append(f"the losses differ from step {step}")
-    ends = (WEIGHTS, *(f"checkpoints/step-{mine[-1][0]:07d}/{name}" for name in (WEIGHTS, OPTIMIZER)))
-    return [*wrong, *(f"{name} differs" for name in ends if digest(out / name) != digest(other / name))]
+    ends = (
+        WEIGHTS,
+        *(f"checkpoints/step-{mine[-1][0]:07d}/{name}" for name in (WEIGHTS, OPTIMIZER)),
+    )
+    return [
+        *wrong,
+        *(f"{name} differs" for name in ends if digest(out / name) != digest(other / name)),
+    ]
 
 
 def recoveries(soak: Soak, plan: Plan) -> list[Recovery]:
@@ -294,18 +369,30 @@ def recoveries(soak: Soak, plan: Plan) -> list[Recovery]:
     events = read_events(soak.out)
     named = [(plan.names[fault.index], fault) for fault in fired(soak.schedule)]
     named += [(fault.name, fault) for fault in soak.happened]
-    found = [recovery(name, fault, soak.lines.lines, events) for name, fault in named if fault.time > soak.began]
+    found = [
+        recovery(name, fault, soak.lines.lines, events)
+        for name, fault in named
+        if fault.time > soak.began
+    ]
     return sorted((one for one in found if one is not None), key=lambda one: one.name)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Random faults in a row, and the same weights at the end.")
+    parser = argparse.ArgumentParser(
+        description="Random faults in a row, and the same weights at the end."
+    )
     parser.add_argument("--faults", type=int, default=100, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="chooses them (%(default)s)")
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--model", default="demo", help="'demo', 'tiny' (made up, for a quick look) or a directory")
-    parser.add_argument("--data", type=Path, help="a directory with a chat train.jsonl (the demo's)")
-    parser.add_argument("--work", type=Path, help="keep everything here, and go on with what is here already")
+    parser.add_argument(
+        "--model", default="demo", help="'demo', 'tiny' (made up, for a quick look) or a directory"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="a directory with a chat train.jsonl (the demo's)"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="keep everything here, and go on with what is here already"
+    )
     return parser.parse_args(arguments)
 
 
@@ -318,7 +405,15 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
         options.model_path = write_model(work / "model", layers=4)
         options.data_path = options.data or write_chat_data(work / "data")
     elif options.data is None:
-        command = [sys.executable, "-m", "allhands", "data", "demo", "--out", str(options.data_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "allhands",
+            "data",
+            "demo",
+            "--out",
+            str(options.data_path),
+        ]
         if not options.data_path.is_dir():
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
@@ -326,7 +421,9 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     with contextlib.ExitStack() as stack:
-        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="allhands-soak-")))
+        work = options.work or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="allhands-soak-"))
+        )
         work = work.resolve()
         work.mkdir(parents=True, exist_ok=True)
         prepare(options, work)
@@ -348,16 +445,24 @@ def soak(options: argparse.Namespace, work: Path, plan: Plan) -> int:
         begun = time.monotonic()
         run.disturbed()
         took_s = time.monotonic() - begun
-        happened = [plan.names[fault.index] for fault in fired(run.schedule)] + [fault.name for fault in run.happened]
-        missing = Counter([*plan.names, *(fault.name for fault in plan.launcher)]) - Counter(happened)
+        happened = [plan.names[fault.index] for fault in fired(run.schedule)] + [
+            fault.name for fault in run.happened
+        ]
+        missing = Counter([*plan.names, *(fault.name for fault in plan.launcher)]) - Counter(
+            happened
+        )
         wrong += [f"{count} times not happened: {name}" for name, count in missing.items()]
         wrong += differences(run.out, other)
     finally:
         wrong += run.end()
     facts = machine()
-    print(f"{options.model} on {options.ranks} ranks, {facts['cpu']}, {facts['cores']} cores, {git_commit()}\n")
+    print(
+        f"{options.model} on {options.ranks} ranks, {facts['cpu']}, {facts['cores']} cores, {git_commit()}\n"
+    )
     print("\n".join(recovery_table(recoveries(run, plan))))
-    print(f"\n{len(happened)} faults in {plan.iters} steps, {took_s / 60:.1f} minutes, seed {options.seed}")
+    print(
+        f"\n{len(happened)} faults in {plan.iters} steps, {took_s / 60:.1f} minutes, seed {options.seed}"
+    )
     print("\n".join(wrong) or "bit by bit what was never disturbed; nothing is left")
     return 1 if wrong else 0
 

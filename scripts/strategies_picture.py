@@ -1,9 +1,11 @@
-"""What each of four ranks holds and computes under every way of dividing a training, as one picture.
+"""What each of four ranks holds and computes under every way of dividing a training, as one
+picture.
 
     python scripts/strategies_picture.py docs/images/who-holds-what.png
 
-Blocks A to D are squares: a part of a matrix's rows is a band, a part of its columns a strip. Weights, gradients and
-the optimizer's state are three columns; below are the rows of a batch, from left to right their tokens.
+Blocks A to D are squares: a part of a matrix's rows is a band, a part of its columns a strip.
+Weights, gradients and the optimizer's state are three columns; below are the rows of a batch, from
+left to right their tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Way:
 
     Attributes:
         flags: what asks for it; ``name``: what it is called.
-        weights: function of rank and block that returns the parts that the rank has, also of the gradients.
+        weights: function of rank and block that returns the parts that the rank has, also of the
+            gradients.
         states: the same for the optimizer's state; ``None``: as the weights.
         batch: function of rank and row that returns the part of the row that the rank computes.
     """
@@ -91,7 +94,9 @@ WAYS = (
     Way(
         "fully sharded, tensor parallel",
         "--strategy fsdp --tp 2",
-        lambda rank, block: [(rank % 2 / 2, rank % 2 / 2 + 0.5, rank // 2 / 2, rank // 2 / 2 + 0.5)],
+        lambda rank, block: [
+            (rank % 2 / 2, rank % 2 / 2 + 0.5, rank // 2 / 2, rank // 2 / 2 + 0.5)
+        ],
         lambda rank, row: only(row // 2 == rank // 2),
     ),
     Way(
@@ -127,7 +132,15 @@ def _panel(axes: Any, way: Way) -> None:
     axes.set_title(f"{way.name}: {way.flags}", fontsize=11.5, loc="left", fontweight="bold")
     for rank in range(NUM_RANKS):
         left = rank * _RANK
-        axes.text(left + 1.66, -0.55, f"rank {rank}", ha="center", fontsize=9.5, color=RANKS[rank], fontweight="bold")
+        axes.text(
+            left + 1.66,
+            -0.55,
+            f"rank {rank}",
+            ha="center",
+            fontsize=9.5,
+            color=RANKS[rank],
+            fontweight="bold",
+        )
         for column, (letter, parts) in enumerate(
             (("W", way.weights), ("G", way.weights), ("O", way.states or way.weights))
         ):
@@ -135,20 +148,49 @@ def _panel(axes: Any, way: Way) -> None:
             for block, name in enumerate(BLOCKS):
                 _square(axes, at, block * (_SIDE + _GAP), 1.0, parts(rank, block), RANKS[rank])
                 if rank == 0 and column == 0:
-                    axes.text(-0.2, block * (_SIDE + _GAP) + 0.5, name, ha="right", va="center", fontsize=9, color=GREY)
+                    axes.text(
+                        -0.2,
+                        block * (_SIDE + _GAP) + 0.5,
+                        name,
+                        ha="right",
+                        va="center",
+                        fontsize=9,
+                        color=GREY,
+                    )
             axes.text(at + 0.5, 4.95, letter, ha="center", va="center", fontsize=8.5, color=GREY)
         for row in range(NUM_RANKS):
-            _square(axes, left, 5.45 + row * 0.5, 0.36, way.batch(rank, row), RANKS[rank], wide=3 * _SIDE + 2 * _GAP)
+            _square(
+                axes,
+                left,
+                5.45 + row * 0.5,
+                0.36,
+                way.batch(rank, row),
+                RANKS[rank],
+                wide=3 * _SIDE + 2 * _GAP,
+            )
     axes.text(-0.2, 6.4, "batch", ha="right", va="center", fontsize=8, color=GREY, rotation=90)
 
 
 def _square(
-    axes: Any, left: float, top: float, high: float, parts: list[Part], colour: str, *, wide: float = _SIDE
+    axes: Any,
+    left: float,
+    top: float,
+    high: float,
+    parts: list[Part],
+    colour: str,
+    *,
+    wide: float = _SIDE,
 ) -> None:
-    axes.add_patch(Rectangle((left, top), wide, high, facecolor="#F4F4F4", edgecolor="#BDBDBD", linewidth=0.7))
+    axes.add_patch(
+        Rectangle((left, top), wide, high, facecolor="#F4F4F4", edgecolor="#BDBDBD", linewidth=0.7)
+    )
     for start, stop, above, below in parts:
         size = (stop - start) * wide, (below - above) * high
-        axes.add_patch(Rectangle((left + start * wide, top + above * high), *size, facecolor=colour, linewidth=0))
+        axes.add_patch(
+            Rectangle(
+                (left + start * wide, top + above * high), *size, facecolor=colour, linewidth=0
+            )
+        )
 
 
 if __name__ == "__main__":

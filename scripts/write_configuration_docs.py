@@ -1,4 +1,6 @@
-"""Write docs/configuration.md from the configuration model; ``--check`` only tells whether it is up to date."""
+"""Write docs/configuration.md from the configuration model; ``--check`` only tells whether it is up
+to date.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,18 @@ OTHER_NAMES = """In other trainers `max_steps`, `save_steps`, `eval_steps` and `
 count iterations. With `grad_accumulation_steps` 4 give four times the number."""
 
 
+def summary(kind: type) -> str:
+    """The first paragraph of a class's docstring, as one line."""
+    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+
+
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
-    """All classes below ``base`` that have a code of their own; others in the package only carry more facts."""
-    children = [child for child in base.__subclasses__() if child.__module__ == AllhandsError.__module__]
+    """All classes below ``base`` that have a code of their own; others in the package only carry
+    more facts.
+    """
+    children = [
+        child for child in base.__subclasses__() if child.__module__ == AllhandsError.__module__
+    ]
     return [kind for child in children for kind in (child, *kinds(child))]
 
 
@@ -79,11 +90,17 @@ def page() -> str:
     rows = [row(name, field) for name, field in TrainConfig.model_fields.items()]
     # What pre-training adds, and what has another default there.
     known = set(rows)
-    others = [line for name, field in PretrainConfig.model_fields.items() if (line := row(name, field)) not in known]
+    others = [
+        line
+        for name, field in PretrainConfig.model_fields.items()
+        if (line := row(name, field)) not in known
+    ]
     aliases = "".join(f"| `{alias}` | `{target}` |\n" for alias, target in sorted(ALIASES.items()))
-    elsewhere = "".join(f"| `{name}` | {for_key(hint)} |\n" for name, hint in sorted(ELSEWHERE.items()))
+    elsewhere = "".join(
+        f"| `{name}` | {for_key(hint)} |\n" for name, hint in sorted(ELSEWHERE.items())
+    )
     codes = "".join(
-        f"| {kind.exit_code} | {(kind.__doc__ or '').splitlines()[0]} |\n"
+        f"| {kind.exit_code} | {summary(kind)} |\n"
         for kind in sorted(kinds(AllhandsError), key=lambda kind: kind.exit_code)
     )
     return (
@@ -97,5 +114,9 @@ def page() -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.exists() and PAGE.read_text() == page() else f"{PAGE} is out of date: run {sys.argv[0]}")
+        sys.exit(
+            0
+            if PAGE.exists() and PAGE.read_text() == page()
+            else f"{PAGE} is out of date: run {sys.argv[0]}"
+        )
     PAGE.write_text(page())

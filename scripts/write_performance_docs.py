@@ -1,4 +1,6 @@
-"""Write docs/performance.md and README.md's table from benchmarks/results; ``--check`` only compares."""
+"""Write docs/performance.md and README.md's table from benchmarks/results; ``--check`` only
+compares.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ parts of a step's time.
 def page(directory: Path = ROOT / "benchmarks" / "results") -> str:
     """The whole page."""
     # What is compared for its rightness has no place here.
-    records = [one for one in newest(read_records(directory)) if one["name"] in {*TABLES, "ceilings"}]
+    records = [
+        one for one in newest(read_records(directory)) if one["name"] in {*TABLES, "ceilings"}
+    ]
     parts = [INTRODUCTION]
     for name, (heading, text) in TABLES.items():
         of_name = [record for record in records if record["name"] == name]
@@ -166,7 +170,9 @@ def newest(records: Sequence[Record]) -> list[Record]:
     histories: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         histories.setdefault((record["name"], machine_of(record)), []).append(record)
-    return oldest_first(record for history in histories.values() for _, record in not_measured_since(history))
+    return oldest_first(
+        record for history in histories.values() for _, record in not_measured_since(history)
+    )
 
 
 def section(record: Record) -> str:
@@ -183,7 +189,9 @@ def section(record: Record) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each figure, a column for each who was measured, ours first; then the ratios."""
-    who = sorted(dict.fromkeys(row.who for row in rows), key=lambda name: (name != OURS, not is_ours(name)))
+    who = sorted(
+        dict.fromkeys(row.who for row in rows), key=lambda name: (name != OURS, not is_ours(name))
+    )
     compared = any(row.ratios for row in rows)
     head = ["", *who, *(["allhands is"] if compared else [])]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * len(who)}{'---|' if compared else ''}"]
@@ -214,13 +222,16 @@ def ratios(row: Row) -> str:
     """Against each peer; those that are ahead in bold."""
     told = [f"{factor(ratio)} {who}" for who, ratio in row.ratios.items()]
     return ", ".join(
-        text if ratio >= 1 else f"**{text}**" for text, ratio in zip(told, row.ratios.values(), strict=True)
+        text if ratio >= 1 else f"**{text}**"
+        for text, ratio in zip(told, row.ratios.values(), strict=True)
     )
 
 
 def factor(ratio: float) -> str:
     """Times, with digits enough to tell 0.98 from 1."""
-    return f"{ratio:,.0f} x" if ratio >= 100 else f"{ratio:.1f} x" if ratio >= 10 else f"{ratio:.2f} x"
+    return (
+        f"{ratio:,.0f} x" if ratio >= 100 else f"{ratio:.1f} x" if ratio >= 10 else f"{ratio:.2f} x"
+    )
 
 
 def readme(text: str, directory: Path = ROOT / "benchmarks" / "results") -> str:
@@ -231,7 +242,9 @@ def readme(text: str, directory: Path = ROOT / "benchmarks" / "results") -> str:
             continue
         record, begin = records[name], FROM.format(name)
         file = f"benchmarks/results/{name}-{record['date'][:10]}.json"
-        told = f"({device_of(record)}; medians, [recorded]({file}) with everything else about them.)"
+        told = (
+            f"({device_of(record)}; medians, [recorded]({file}) with everything else about them.)"
+        )
         block = "\n".join([*write(rows_in(record)), "", told])
         found = re.compile(f"{re.escape(begin)}.*?{re.escape(TO)}", re.DOTALL)
         text = found.sub(lambda _, block=begin + block + "\n" + TO: block, text)
@@ -245,7 +258,9 @@ def lora_lines(rows: Sequence[Row]) -> list[str]:
     lines = ["| | tokens/s | times mlx_lm | peak memory |", "|---|---:|---:|---:|"]
     for who, row in sorted(speeds.items(), key=lambda one: one[1].median):
         times = factor(row.median / speeds["mlx_lm"].median).removesuffix(" x")
-        lines.append(f"| {who} | {number(row.median)} | {times} | {number(memory[who].median)} {memory[who].unit} |")
+        lines.append(
+            f"| {who} | {number(row.median)} | {times} | {number(memory[who].median)} {memory[who].unit} |"
+        )
     return lines
 
 
@@ -255,11 +270,15 @@ def gpu_lines(rows: Sequence[Row]) -> list[str]:
     lines = [f"| | {' | '.join(who)} | allhands is |", f"|---|{'---:|' * len(who)}---|"]
     for name in (row.name for row in rows if row.who == OURS and row.name.endswith(": speed")):
         work = name.removesuffix(": speed")
-        found = {(row.name, row.who): row for row in rows if row.name in (name, f"{work}: peak memory")}
+        found = {
+            (row.name, row.who): row for row in rows if row.name in (name, f"{work}: peak memory")
+        }
         cells = []
         for peer in who:
             speed, memory = found.get((name, peer)), found.get((f"{work}: peak memory", peer))
-            told = [f"{number(row.median)} {row.unit}" for row in (speed, memory) if row is not None]
+            told = [
+                f"{number(row.median)} {row.unit}" for row in (speed, memory) if row is not None
+            ]
             cells.append(", ".join(told))
         lines.append(f"| {work} | {' | '.join(cells)} | {ratios(found[name, OURS])} |")
     return lines
@@ -275,21 +294,30 @@ def limit(records: Sequence[Record]) -> list[str]:
     """Ceilings, and what part of them training reaches."""
     ceilings = [record for record in records if record["name"] == "ceilings"]
     if not ceilings:
-        return ["## The limit\n\nThe ceilings of a machine are measured by `benchmarks/ceilings.py`; no record yet.\n"]
+        return [
+            "## The limit\n\nThe ceilings of a machine are measured by `benchmarks/ceilings.py`; no record yet.\n"
+        ]
     parts = [LIMIT, *(section(record) for record in ceilings)]
-    lines = ["| on | work | who | model FLOP/s | of the fastest product |", "|---|---|---|---:|---:|"]
+    lines = [
+        "| on | work | who | model FLOP/s | of the fastest product |",
+        "|---|---|---|---:|---:|",
+    ]
     for record in records:
         for row, rate, part in utilisation(record, records):
             work = f"{record['name']}, {row.name.removesuffix('speed').rstrip(': ')}".rstrip(", ")
             flops = f"{rate / 1e12:,.0f} T" if rate >= 1e13 else f"{rate / 1e9:,.0f} G"
-            lines.append(f"| {devices_of(record)} | {work} | {row.who} | {flops} | {100 * part:.0f} % |")
+            lines.append(
+                f"| {devices_of(record)} | {work} | {row.who} | {flops} | {100 * part:.0f} % |"
+            )
     if len(lines) > 2:
         parts += [UTILISATION, "\n".join(lines) + "\n", LEFT]
     return parts
 
 
 def behind(records: Sequence[Record]) -> str:
-    """Every figure in which a peer is ahead, the furthest first; those that are close in a line each benchmark."""
+    """Every figure in which a peer is ahead, the furthest first; those that are close in a line
+    each benchmark.
+    """
     far: list[tuple[float, str]] = []
     close: dict[str, list[str]] = {}
     for record in records:
@@ -298,11 +326,16 @@ def behind(records: Sequence[Record]) -> str:
         for row in rows_in(record):
             for who, ratio in row.ratios.items():
                 if ratio < 1 - CLOSE:
-                    far.append((ratio, f"- {place}, {row.name}: {who} is better (ratio {factor(ratio)})."))
+                    far.append(
+                        (ratio, f"- {place}, {row.name}: {who} is better (ratio {factor(ratio)}).")
+                    )
                 elif ratio < 1:
                     close.setdefault(place, []).append(f"{row.name} ({who})")
     lines = [line for _, line in sorted(far)]
-    lines += [f"- By less than {100 * CLOSE:.0f} %: {place}: {', '.join(names)}." for place, names in close.items()]
+    lines += [
+        f"- By less than {100 * CLOSE:.0f} %: {place}: {', '.join(names)}."
+        for place, names in close.items()
+    ]
     return f"## Where a peer is ahead, and what is left\n\n{chr(10).join(lines) or 'In none of the figures above.'}\n"
 
 

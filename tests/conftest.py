@@ -33,7 +33,9 @@ _ON_THE_CLOCK = (
 
 
 def pytest_collection() -> None:
-    """Thousands of tests are millions of objects, through which the garbage collector would look again and again."""
+    """Thousands of tests are millions of objects, through which the garbage collector would look
+    again and again.
+    """
     gc.disable()
 
 
@@ -43,7 +45,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give those one more try; the summary names each that needed it (``RERUN``), and two failures are a failure."""
+    """Give those one more try; the summary names each that needed it (``RERUN``), and two failures
+    are a failure.
+    """
     for item in items:
         if item.nodeid.startswith(_ON_THE_CLOCK):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
@@ -51,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def heeded_signals() -> None:
-    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and what they start inherits that."""
+    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and what they start
+    inherits that.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -59,11 +65,13 @@ def heeded_signals() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def caches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def caches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Caches of the tests, and of the processes that they start, in place of the person's.
 
-    MLX takes a second to compile a kernel. Processes may share its directory, so all workers use the one in
-    ``.pytest_cache``, which the next run of pytest finds again.
+    MLX takes a second to compile a kernel. Processes may share its directory, so all workers use
+    the one in ``.pytest_cache``, which the next run of pytest finds again.
     """
     kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
     kernels: Path = tmp_path_factory.mktemp("kernels") if kept is None else kept.mkdir("kernels")
@@ -76,7 +84,9 @@ def caches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def own_cores() -> Iterator[None]:
-    """A command that runs in this process may limit its cores; what runs after it has all of them again."""
+    """A command that runs in this process may limit its cores; what runs after it has all of them
+    again.
+    """
     variable = "OPENBLAS_NUM_THREADS"
     before, cores = os.environ.get(variable), available_cores()
     yield

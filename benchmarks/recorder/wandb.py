@@ -1,7 +1,9 @@
-"""Stands in for the ``wandb`` package, so that ``mlx_lm lora --report-to wandb`` reports its full figures.
+"""Stands in for the ``wandb`` package, so that ``mlx_lm lora --report-to wandb`` reports its full
+figures.
 
-The command's own terminal lines round the speed to whole tokens a second and the loss to three places.
-Put this directory on ``PYTHONPATH`` and name a file in ``BENCHMARK_RECORD``: each report becomes a line of it.
+The command's own terminal lines round the speed to whole tokens a second and the loss to three
+places. Put this directory on ``PYTHONPATH`` and name a file in ``BENCHMARK_RECORD``: each report
+becomes a line of it.
 """
 
 from __future__ import annotations

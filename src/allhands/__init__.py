@@ -1,7 +1,8 @@
 """Fine-tune and pre-train language models on MLX, on one computer or on every computer you own.
 
-The public names are imported when they are first used, so that ``import allhands`` is quick. On Linux it also loads a
-fast BLAS, which MLX finds if it is imported afterwards; a command loads that only if it computes.
+The public names are imported when they are first used, so that ``import allhands`` is quick. On
+Linux it also loads a fast BLAS, which MLX finds if it is imported afterwards; a command loads that
+only if it computes.
 """
 
 from __future__ import annotations

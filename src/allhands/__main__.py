@@ -18,17 +18,33 @@ from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 _WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")
 # Their result is no output: it lies in files, or is another process's.
 _WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
-# Verbs that load MLX or transformers in this very process. Training and evaluation do that in their ranks.
+# Verbs that load MLX or transformers in this very process. Training and evaluation do that in their
+# ranks.
 _LOADS = frozenset(
     (
-        *("chat", "compare", "data", "demo", "env", "export", "fuse", "generate", "import", "model", "plan", "serve"),
+        *(
+            "chat",
+            "compare",
+            "data",
+            "demo",
+            "env",
+            "export",
+            "fuse",
+            "generate",
+            "import",
+            "model",
+            "plan",
+            "serve",
+        ),
         *("tokenizer", "upload"),
     )
 )
 
 
 def run() -> None:
-    """Run the command line, which answers Ctrl-C from then on; and SIGTERM where files are half written."""
+    """Run the command line, which answers Ctrl-C from then on; and SIGTERM where files are half
+    written.
+    """
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _WRITING:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -51,7 +67,9 @@ def run() -> None:
 
 
 def loads_mlx(arguments: Sequence[str]) -> bool:
-    """Return whether this command makes the process load MLX or transformers, so that it must be prepared first."""
+    """Return whether this command makes the process load MLX or transformers, so that it must be
+    prepared first.
+    """
     return bool(_LOADS.intersection(arguments[:1])) and "--help" not in arguments
 
 

@@ -93,7 +93,12 @@ def pretrain(
     """
     from allhands.config.pretrain_schema import PretrainConfig
 
-    return _run(build_config({"train": True, **options}, config, PretrainConfig), callbacks, progress, objective)
+    return _run(
+        build_config({"train": True, **options}, config, PretrainConfig),
+        callbacks,
+        progress,
+        objective,
+    )
 
 
 def _run(
@@ -145,7 +150,8 @@ def _run(
 
 
 class _Stops:
-    """Ctrl-C and SIGTERM in a person's own process while it trains: the first saves, the second is Python's own.
+    """Ctrl-C and SIGTERM in a person's own process while it trains: the first saves, the second is
+    Python's own.
 
     A signal for which the person has a handler, or that is ignored, stays theirs.
     """
@@ -185,7 +191,9 @@ class _Stops:
         finally:
             self._put_back()
         if self._signal:
-            signal.raise_signal(self._signal)  # came when the last step was done: what follows in the script must hear
+            signal.raise_signal(
+                self._signal
+            )  # came when the last step was done: what follows in the script must hear
 
     def _put_back(self) -> None:
         while self._before:
@@ -206,7 +214,8 @@ class _Stops:
 
 
 def _end_quietly(number: int) -> None:
-    """Let an uncaught :class:`Interrupted` end the script with its message and the signal's code, without a traceback.
+    """Let an uncaught :class:`Interrupted` end the script with its message and the signal's code,
+    without a traceback.
 
     Other handlers of uncaught exceptions, such as a notebook's, stay.
     """

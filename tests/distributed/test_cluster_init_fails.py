@@ -67,7 +67,11 @@ def test_all_well_then_one_away_then_none(cluster: Cluster, tmp_path: Path) -> N
 def test_nobody_to_ask(cluster: Cluster, tmp_path: Path) -> None:
     known = cluster.directory / "known_hosts"
     before = known.read_text()
-    known.write_text("".join(line for line in before.splitlines(True) if cluster.nodes["node1"].address not in line))
+    known.write_text(
+        "".join(
+            line for line in before.splitlines(True) if cluster.nodes["node1"].address not in line
+        )
+    )
     try:
         done = init(tmp_path, "node0,node1")
     finally:

@@ -1,4 +1,6 @@
-"""The dashboard's stop button and a training that goes on: it saves, and ends as when a scheduler asks it to."""
+"""The dashboard's stop button and a training that goes on: it saves, and ends as when a scheduler
+asks it to.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,39 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
     ranks: int, tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALLHANDS_MONITOR_EVERY_S", "0.2")
-    where = ["--model", str(tiny_model), "--data", str(tiny_data), "--adapter-path", str(tmp_path / "run")]
-    options = ["--iters", "100000", "--val-batches", "0", "--steps-per-report", "5", "--num-layers", "2"]
-    command = [sys.executable, "-m", "allhands", "train", "--train", *where, *options, "-n", str(ranks)]
+    where = [
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(tiny_data),
+        "--adapter-path",
+        str(tmp_path / "run"),
+    ]
+    options = [
+        "--iters",
+        "100000",
+        "--val-batches",
+        "0",
+        "--steps-per-report",
+        "5",
+        "--num-layers",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "allhands",
+        "train",
+        "--train",
+        *where,
+        *options,
+        "-n",
+        str(ranks),
+    ]
     with (
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as run,
         dashboard(tmp_path) as running,
     ):
         until = time.monotonic() + 60
@@ -30,7 +60,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
             assert time.monotonic() < until
             assert run.poll() is None
             time.sleep(0.2)
-        told = running.json("/api/stop?run=run", method="POST", headers={"X-Allhands": "stop"})["told"]
+        told = running.json("/api/stop?run=run", method="POST", headers={"X-Allhands": "stop"})[
+            "told"
+        ]
         assert told.startswith(f"asked process {run.pid} to save and stop")
         assert run.wait(60) == 143
         assert run.stderr is not None

@@ -1,4 +1,6 @@
-"""``allhands eval --hosts`` on computers that share nothing but a network: the number of one process."""
+"""``allhands eval --hosts`` on computers that share nothing but a network: the number of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,17 @@ def evaluated(work: Path, temporary: Path, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_two_computers_give_the_number_of_one_process(work: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_two_computers_give_the_number_of_one_process(
+    work: Path, cluster: Cluster, tmp_path: Path
+) -> None:
     temporary = work / "temporary"  # a path at which every computer has a directory of its own
     temporary.mkdir(exist_ok=True)
     alone = evaluated(work, temporary)
     assert alone["num_ranks"] == 1
-    for words in (["--hosts", "node0,node1"], ["--hostfile", str(cluster.hostfile(tmp_path / "hosts.json"))]):
+    for words in (
+        ["--hosts", "node0,node1"],
+        ["--hostfile", str(cluster.hostfile(tmp_path / "hosts.json"))],
+    ):
         both = evaluated(work, temporary, *words)
         assert both["num_ranks"] == 2
         assert both["num_tokens"] == alone["num_tokens"]
@@ -68,7 +75,13 @@ def test_two_computers_give_the_number_of_one_process(work: Path, cluster: Clust
     assert abs(adapted["loss"] - alone["loss"]) > 1e-3
 
     done = run_allhands(
-        *WORDS, "--hosts", "node0,node1", "--adapter-path", "nowhere", cwd=work, env={"TMPDIR": str(tmp_path)}
+        *WORDS,
+        "--hosts",
+        "node0,node1",
+        "--adapter-path",
+        "nowhere",
+        cwd=work,
+        env={"TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 4, done.stderr
     assert done.stderr.count("there is no adapter") == 1
@@ -79,5 +92,7 @@ def test_two_computers_give_the_number_of_one_process(work: Path, cluster: Clust
     for name, node in cluster.nodes.items():
         cluster.wait_for_none(name, 5.0)
         until(lambda place=node.temporary: files_left(place) == [], 5.0, "something is left there")
-        there = {path.name for path in (cluster.directory / f"files-{name}-0").rglob("allhands-eval-*")}
+        there = {
+            path.name for path in (cluster.directory / f"files-{name}-0").rglob("allhands-eval-*")
+        }
         assert there == set()

@@ -1,4 +1,6 @@
-"""The programs in examples/, run as they stand on one process and on two: the losses are the same, and they fall."""
+"""The programs in examples/, run as they stand on one process and on two: the losses are the same,
+and they fall.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,21 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         llama = ("llama.py", "--steps", str(LLAMA_STEPS))
         return [
             ("mnist_mlp.py", "--epochs", "1", "--out", f"{place}/mnist-{ranks}"),
-            ("finetune_custom_loss.py", "--model", str(model), "--steps", "16", "--out", f"{place}/finetune-{ranks}"),
+            (
+                "finetune_custom_loss.py",
+                "--model",
+                str(model),
+                "--steps",
+                "16",
+                "--out",
+                f"{place}/finetune-{ranks}",
+            ),
             (*llama, "--out", f"{place}/llama-{ranks}"),
         ]
 
-    alone = subprocess.run(command(*runs(1)), capture_output=True, text=True, timeout=100, check=False)
+    alone = subprocess.run(
+        command(*runs(1)), capture_output=True, text=True, timeout=100, check=False
+    )
     assert (alone.returncode, alone.stderr) == (0, "")
     naive = ("llama.py", "--steps", "4", "--naive", "--out", f"{place}/naive")
     begun = ("llama.py", "--steps", "5", "--save-every", "5", "--out", f"{place}/resumed")
@@ -71,7 +83,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(place, both[0].stdout, [one.stdout for one in both[1:]])
 
 
-@pytest.mark.parametrize(("run", "steps"), [("mnist", 20), ("finetune", 16), ("llama", LLAMA_STEPS)])
+@pytest.mark.parametrize(
+    ("run", "steps"), [("mnist", 20), ("finetune", 16), ("llama", LLAMA_STEPS)]
+)
 def test_two_processes_have_the_losses_of_one(ran: Ran, run: str, steps: int) -> None:
     one, two = ran.losses(f"{run}-1"), ran.losses(f"{run}-2")
     assert len(one) == steps
@@ -99,27 +113,53 @@ def test_rank_0_speaks_for_all(ran: Ran) -> None:
 
 def test_the_page_of_the_library_runs_and_goes_on(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "python.md").read_text(encoding="utf-8")
-    (text,) = [part.partition("```")[0] for part in page.split("```python\n") if "allhands.Checkpointer(" in part]
+    (text,) = [
+        part.partition("```")[0]
+        for part in page.split("```python\n")
+        if "allhands.Checkpointer(" in part
+    ]
     assert text.count("101") == 1
     for steps, first in ((51, "step 1: loss "), (61, "step 51: loss ")):
         program = text.replace("101", str(steps))
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(first)
     assert len(read_metrics(tmp_path / "run").train) == 60
 
 
-def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(tmp_path: Path, tiny_data: Path) -> None:
-    """With the options of the blog series' own script, its callback and the alpha among its parameters."""
+def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(
+    tmp_path: Path, tiny_data: Path
+) -> None:
+    """With the options of the blog series' own script, its callback and the alpha among its
+    parameters.
+    """
     model = write_model(tmp_path / "model")
     numbers = "--batch-size 2 --num-layers 2 --iters 6 --steps-per-report 1 --steps-per-eval 3 --val-batches 2 --seed 3"
     alpha = ("--lora-parameters", '{"rank": 8, "alpha": 16, "dropout": 0.0, "scale": 10.0}')
 
     def words(out: str) -> list[str]:
-        places = ("--model", str(model), "--data", str(tiny_data), "--adapter-path", str(tmp_path / out))
-        return [sys.executable, str(EXAMPLES / "finetune_mlx_lm.py"), *numbers.split(), *alpha, *places]
+        places = (
+            "--model",
+            str(model),
+            "--data",
+            str(tiny_data),
+            "--adapter-path",
+            str(tmp_path / out),
+        )
+        return [
+            sys.executable,
+            str(EXAMPLES / "finetune_mlx_lm.py"),
+            *numbers.split(),
+            *alpha,
+            *places,
+        ]
 
     one = subprocess.run(words("one"), capture_output=True, text=True, timeout=100, check=False)
     assert one.returncode == 0, one.stderr
@@ -127,7 +167,10 @@ def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(tmp_path: P
     assert (main.returncode, other.returncode) == (0, 0), main.stderr + other.stderr
 
     def printed(text: str, kind: str) -> dict[str, float]:
-        return {step: float(loss) for step, loss in re.findall(rf"^\[{kind}\] (\d+): ([\d.]+)$", text, re.MULTILINE)}
+        return {
+            step: float(loss)
+            for step, loss in re.findall(rf"^\[{kind}\] (\d+): ([\d.]+)$", text, re.MULTILINE)
+        }
 
     for kind, steps in (("train", 6), ("valid", 3)):
         losses = printed(one.stdout, kind)

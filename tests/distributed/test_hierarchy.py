@@ -1,4 +1,6 @@
-"""Sums that go within each computer first: the same bits on all ranks, what travels, and when they are chosen."""
+"""Sums that go within each computer first: the same bits on all ranks, what travels, and when they
+are chosen.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ PROGRAM = Path(__file__).parents[1] / "support" / "summing_ranks.py"
 
 def places(firsts: Sequence[int], size: int) -> list[tuple[int, int]]:
     """Each rank's number on its computer, and how many there are."""
-    return [(place, end - first) for first, end in pairwise([*firsts, size]) for place in range(end - first)]
+    return [
+        (place, end - first)
+        for first, end in pairwise([*firsts, size])
+        for place in range(end - first)
+    ]
 
 
 @pytest.mark.slow
@@ -39,19 +45,27 @@ def test_sums_have_the_same_bits_everywhere(firsts: tuple[int, ...], size: int) 
     for number, first in enumerate(ranks[0]["sums"]):
         everyone = [rank["sums"][number] for rank in ranks]
         assert {each["bits"] for each in everyone} == {first["bits"]}
-        assert max(each["off"] for each in everyone) < (1e-5 if first["dtype"].endswith("float32") else 0.2)
+        assert max(each["off"] for each in everyone) < (
+            1e-5 if first["dtype"].endswith("float32") else 0.2
+        )
         assert first["dtype"] == everyone[-1]["dtype"]
         # To the next computer; and, where there is somebody, a part back.
         computers = len(firsts)
         for last in lasts:
             part = everyone[last]["bytes"] / computers
             alone = last in firsts
-            assert everyone[last]["sent"] == pytest.approx((2 * (computers - 1) + (not alone)) * part, rel=0.01)
+            assert everyone[last]["sent"] == pytest.approx(
+                (2 * (computers - 1) + (not alone)) * part, rel=0.01
+            )
 
 
 @pytest.mark.slow
 def test_ranks_that_share_no_computer_or_only_one_are_a_ring() -> None:
-    for at in ([(0, 1)] * 3, [(0, 3), (1, 3), (2, 3)], [(0, 2), (0, 1), (1, 2)]):  # none, one, and in turn
+    for at in (
+        [(0, 1)] * 3,
+        [(0, 3), (1, 3), (2, 3)],
+        [(0, 2), (0, 1), (1, 2)],
+    ):  # none, one, and in turn
         done = run_ring([[sys.executable, PROGRAM, str(place), str(size)] for place, size in at])
         assert [each.returncode for each in done] == [0] * 3, [each.stderr for each in done]
         assert [json.loads(each.stdout)["by_computer"] for each in done] == [False] * 3
@@ -67,11 +81,18 @@ def summed(cluster: Cluster, tmp_path: Path) -> list[dict[str, Any]]:
     """What four ranks tell, two on each computer."""
     nodes = [node for node in cluster.nodes.values() for _ in range(2)]
     hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(json.dumps([[f"{node.address}:{32300 + rank}"] for rank, node in enumerate(nodes)]))
+    hostfile.write_text(
+        json.dumps([[f"{node.address}:{32300 + rank}"] for rank, node in enumerate(nodes)])
+    )
     started = [
         subprocess.Popen(
             cluster.command(node.name, [sys.executable, str(PROGRAM), str(rank % 2), "2"]),
-            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile), "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(hostfile),
+                "OPENBLAS_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

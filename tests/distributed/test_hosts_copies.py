@@ -41,7 +41,8 @@ def trial(bench: Bench, hosts: Hosts, request: pytest.FixtureRequest) -> Iterato
         yield trial
     for name, node in hosts.cluster.nodes.items():
         hosts.on(
-            name, f"while mountpoint -q {hosts.shown / trial.token}; do umount -l {hosts.shown / trial.token}; done"
+            name,
+            f"while mountpoint -q {hosts.shown / trial.token}; do umount -l {hosts.shown / trial.token}; done",
         )
         hosts.cluster.wait_for_none(name, 5.0)
         assert files_left(node.temporary) == []
@@ -70,7 +71,9 @@ def warnings(history: RunHistory) -> list[str]:
     return [one.message for one in history.warned]
 
 
-def test_a_full_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, alone: Run, tmp_path: Path) -> None:
+def test_a_full_disk_that_holds_only_the_copy(
+    hosts: Hosts, trial: Trial, alone: Run, tmp_path: Path
+) -> None:
     place = disk(hosts, trial, "node1")
     trial.plan({"rank": 1, "step": 7, "kind": "slow", "seconds": 3})
     job = start(hosts, trial, tmp_path)
@@ -81,7 +84,11 @@ def test_a_full_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, alone:
     assert "failed" not in job.err
     assert checkpoints_in(hosts.out("node0", trial))[0].name == f"step-{ITERS:07d}"
     # On the terminal, when it happens and at the end, and in what a report is made of.
-    told = [line for line in job.out.splitlines() if "copy" in line and "node1" in line and "step 5" in line]
+    told = [
+        line
+        for line in job.out.splitlines()
+        if "copy" in line and "node1" in line and "step 5" in line
+    ]
     assert len(told) == 2, job.out
     assert all("No space left on device" in line for line in told)
     assert "training goes on" in told[0]
@@ -93,7 +100,9 @@ def test_a_full_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, alone:
     # The computer with the copy alone goes on from it.
     hosts.on("node1", f"rm {place}/filler")
     trial.schedule.unlink()
-    again = hosts.start(trial, hosts.cluster.hostfile(tmp_path / "one.json", names=["node1"]), "--resume")
+    again = hosts.start(
+        trial, hosts.cluster.hostfile(tmp_path / "one.json", names=["node1"]), "--resume"
+    )
     assert again.finish() == 0, (again.out, again.err)
     assert "from step 5" in again.out
 
@@ -115,7 +124,9 @@ def test_room_that_comes_back_is_told_and_nothing_is_left_of_the_warning(
 
 
 @pytest.mark.parametrize("what", ["read-only", "in the way"])
-def test_a_directory_that_cannot_be_written(hosts: Hosts, trial: Trial, tmp_path: Path, what: str) -> None:
+def test_a_directory_that_cannot_be_written(
+    hosts: Hosts, trial: Trial, tmp_path: Path, what: str
+) -> None:
     if what == "read-only":
         disk(hosts, trial, "node1", "ro")
     else:

@@ -1,6 +1,8 @@
-"""``mpirun --hostfile`` and ``allhands train --hostfile`` over three computers that share no files, on the demo model.
+"""``mpirun --hostfile`` and ``allhands train --hostfile`` over three computers that share no files,
+on the demo model.
 
-The computers are network namespaces with an address, a host name, an sshd, and a copy of model and data each.
+The computers are network namespaces with an address, a host name, an sshd, and a copy of model and
+data each.
 """
 
 from __future__ import annotations
@@ -58,15 +60,22 @@ class Hosts:
         hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
         mpi = find_mpi()
         assert mpi is not None
-        # The network to the bit: addresses of a wider one that come and go meanwhile, as those of other tests may,
-        # crash mpirun (PRRTE 3: SIGSEGV in 6 of 160 starts with a /16, in none of 160 with the /24).
+        # The network to the bit: addresses of a wider one that come and go meanwhile, as those of
+        # other tests may, crash mpirun (PRRTE 3: SIGSEGV in 6 of 160 starts with a /16, in none of
+        # 160 with the /24).
         usual = ["--prtemca", "prte_if_include", self.cluster.network]
         usual += ["--mca", "btl_tcp_if_include", self.cluster.network]
         network = usual if network is None else network
         ssh = ["--prtemca", "plm_ssh_agent", self.cluster.ssh_command, "-x", "OPENBLAS_NUM_THREADS"]
         ranks = ["--hostfile", str(self.shown / "hostfile"), "-np", str(len(names))]
-        command = self.cluster.command("node0", [str(mpi.mpirun), *ssh, *network, *ranks, *arguments])
-        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = self.cluster.command(
+            "node0", [str(mpi.mpirun), *ssh, *network, *ranks, *arguments]
+        )
+        root = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         temporary = {"TMPDIR": str(self.cluster.nodes["node0"].temporary)}
         return subprocess.run(
             command,
@@ -136,13 +145,17 @@ def test_the_demo_on_three_computers_computes_what_one_process_does(
     else:
         hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json")
         # Each computer believes that all cores are its own.
-        done = run_allhands(*demo(hosts.shown), "--hostfile", hostfile, "--cores-per-rank", "1", timeout=240)
+        done = run_allhands(
+            *demo(hosts.shown), "--hostfile", hostfile, "--cores-per-rank", "1", timeout=240
+        )
     assert done.returncode == 0, done.stdout + done.stderr
-    # mpirun shows what the ranks write, and only rank 0 reports; our own supervisor shows every rank's report with
-    # its rank and computer before it.
+    # mpirun shows what the ranks write, and only rank 0 reports; our own supervisor shows every
+    # rank's report with its rank and computer before it.
     shown = re.findall(rf"^(.*)step {ITERS}/{ITERS} ", done.stdout, re.MULTILINE)
     names = hosts.cluster.names
-    expected_prefixes = [""] if how == "mpirun" else [f"[rank {rank} {name}] " for rank, name in enumerate(names)]
+    expected_prefixes = (
+        [""] if how == "mpirun" else [f"[rank {rank} {name}] " for rank, name in enumerate(names)]
+    )
     assert sorted(shown) == expected_prefixes
     found, expected = read_run(hosts.files("node0") / "out"), read_run(alone / "out")
     assert len(expected.losses) == ITERS
@@ -158,13 +171,27 @@ PAGE = Path(__file__).parents[2] / "docs" / "several-processes.md"
 @pytest.mark.long
 def test_the_pages_lines_find_the_command_on_the_other_computer(hosts: Hosts) -> None:
     """Its ssh sessions do not have the environment's directory in their PATH."""
-    lines = re.findall(r"^mpirun --hostfile hosts -np 2 (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(
+        r"^mpirun --hostfile hosts -np 2 (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(lines) == 2
     own = Path(sys.executable).parent
-    assert str(own) not in hosts.cluster.run("node0", [*shlex.split(hosts.cluster.ssh_command), "node1", "env"]).stdout
+    assert (
+        str(own)
+        not in hosts.cluster.run(
+            "node0", [*shlex.split(hosts.cluster.ssh_command), "node1", "env"]
+        ).stdout
+    )
     for line in [*lines, lines[0].replace("-x PATH ", "")]:
-        words = shlex.split(line.replace('"$(command -v allhands)"', str(own / "allhands")).replace("--iters 20", ""))
-        values = [str(hosts.shown / {"--model": "tiny", "--data": "chats"}[flag]) for flag in ("--model", "--data")]
+        words = shlex.split(
+            line.replace('"$(command -v allhands)"', str(own / "allhands")).replace(
+                "--iters 20", ""
+            )
+        )
+        values = [
+            str(hosts.shown / {"--model": "tiny", "--data": "chats"}[flag])
+            for flag in ("--model", "--data")
+        ]
         for flag, value in zip(("--model", "--data"), values, strict=True):
             words[words.index(flag) + 1] = value
         out = ["--adapter-path", str(hosts.shown / "lines"), "--iters", "2"]
@@ -180,11 +207,19 @@ SERIES = PAGE.with_name("coming-from-mlx-lm.md")
 @_needs_mpi
 @pytest.mark.long
 def test_the_series_line_trains_on_both_computers(hosts: Hosts) -> None:
-    """With the names of its own options for the network; of which there is no other here, so that a wrong one fails."""
-    (line,) = re.findall(r"^mpirun --hostfile hosts -np 2 (.*)$", SERIES.read_text(encoding="utf-8"), re.MULTILINE)
+    """With the names of its own options for the network; of which there is no other here, so that a
+    wrong one fails.
+    """
+    (line,) = re.findall(
+        r"^mpirun --hostfile hosts -np 2 (.*)$", SERIES.read_text(encoding="utf-8"), re.MULTILINE
+    )
     own = Path(sys.executable).parent
     for network in (hosts.cluster.network, "bridge0"):
-        words = shlex.split(line.replace('"$(command -v allhands)"', str(own / "allhands")).replace("bridge0", network))
+        words = shlex.split(
+            line.replace('"$(command -v allhands)"', str(own / "allhands")).replace(
+                "bridge0", network
+            )
+        )
         for flag, value in {"--model": "tiny", "--data": "chats"}.items():
             words[words.index(flag) + 1] = str(hosts.shown / value)
         words[words.index("--iters") + 1] = "2"
@@ -195,13 +230,15 @@ def test_the_series_line_trains_on_both_computers(hosts: Hosts) -> None:
         assert ("2 (mpi)" in done.stdout) == (network != "bridge0"), done.stdout + done.stderr
 
 
-# --- equal host names ---------------------------------------------------------------------------------------
+# --- equal host names -----------------------------------------------------------------------------
 
 
 @_needs_mpi
 @pytest.mark.long
 def test_two_computers_of_the_same_name_do_not_train(hosts: Hosts) -> None:
-    """Open MPI takes them for one, and adds whatever it finds in the memory that it believes to be shared."""
+    """Open MPI takes them for one, and adds whatever it finds in the memory that it believes to be
+    shared.
+    """
     paths = f"--model {hosts.shown / 'tiny'} --data {hosts.shown / 'chats'} --adapter-path {hosts.shown / 'twins'}"
     options = f"train --train {paths} --iters 3 --batch-size 4 --start-timeout-s 20".split()
     for name in ("node1", "node2"):
@@ -231,12 +268,16 @@ def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path:
     """It is rank 0's, which has other data and another file of options than the two others."""
     settings = "batch_size: 4\niters: 3\nval_batches: 0\n"
     for name in hosts.cluster.names:
-        (hosts.files(name) / "run.yaml").write_text(settings.replace("4", "5") if name == "node0" else settings)
+        (hosts.files(name) / "run.yaml").write_text(
+            settings.replace("4", "5") if name == "node0" else settings
+        )
     data = hosts.files("node0") / "chats" / "train.jsonl"
     before = data.read_text()
     data.write_text(before.replace('"content": "', '"content": "b', 1))
     paths = f"--model {hosts.shown / 'tiny'} --data {hosts.shown / 'chats'} --adapter-path {hosts.shown / 'odd'}"
-    options = f"train --train --config {hosts.shown / 'run.yaml'} {paths} --start-timeout-s 20".split()
+    options = (
+        f"train --train --config {hosts.shown / 'run.yaml'} {paths} --start-timeout-s 20".split()
+    )
     try:
         done = hosts.mpirun(hosts.cluster.names, allhands_command(*options), timeout=100)
     finally:
@@ -252,7 +293,9 @@ def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path:
 
 
 class _Twice:
-    """A group in which each of two ranks gets its own part twice, as Open MPI does with two of the same host name."""
+    """A group in which each of two ranks gets its own part twice, as Open MPI does with two of the
+    same host name.
+    """
 
     def rank(self) -> int:
         return 1
@@ -262,7 +305,9 @@ class _Twice:
 
 
 @pytest.mark.parametrize("name", ["mpi", "ring"])
-def test_a_sum_without_the_others_is_found_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_sum_without_the_others_is_found_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(backend, "_initialise", lambda *_: _Twice())
     monkeypatch.setattr(backend.MlxGroup, "all_sum", lambda _, array: 2 * array)
     with pytest.raises(DistributedError) as found:
@@ -281,5 +326,7 @@ def test_a_gathering_with_a_wrong_half_is_found_at_once(monkeypatch: pytest.Monk
         if right:
             assert backend.connect("ring", 2, 1).size == 2
         else:
-            with pytest.raises(DistributedError, match="the first gathering over 2 processes is wrong"):
+            with pytest.raises(
+                DistributedError, match="the first gathering over 2 processes is wrong"
+            ):
                 backend.connect("ring", 2, 1)

@@ -1,4 +1,6 @@
-"""``allhands train --hostfile`` where a firewall is between the computers: told at once, and only where it is so."""
+"""``allhands train --hostfile`` where a firewall is between the computers: told at once, and only
+where it is so.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,19 @@ def address(hosts: Hosts, name: str) -> str:
 
 # Each time the way from node0 to node1, or back, is the one that is blocked.
 RULES: dict[str, Callable[[Hosts], tuple[str, str]]] = {
-    "dropped on arrival": lambda hosts: ("node1", f"INPUT {NEW} -s {address(hosts, 'node0')} -j DROP"),
+    "dropped on arrival": lambda hosts: (
+        "node1",
+        f"INPUT {NEW} -s {address(hosts, 'node0')} -j DROP",
+    ),
     "reset": lambda hosts: ("node1", f"INPUT {NEW} -j REJECT --reject-with tcp-reset"),
     "the way back": lambda hosts: ("node0", f"INPUT {NEW} -s {address(hosts, 'node1')} -j DROP"),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_blocked_port_is_told_at_once_and_once(hosts: Hosts, trial: Trial, tmp_path: Path, rule: str) -> None:
+def test_a_blocked_port_is_told_at_once_and_once(
+    hosts: Hosts, trial: Trial, tmp_path: Path, rule: str
+) -> None:
     name, words = RULES[rule](hosts)
     hosts.on(name, f"iptables -A {words}")
     hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
@@ -75,7 +82,9 @@ def test_a_blocked_port_is_told_at_once_and_once(hosts: Hosts, trial: Trial, tmp
     assert "port was taken" not in job.err
 
 
-def test_the_last_computer_cannot_reach_the_first(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
+def test_the_last_computer_cannot_reach_the_first(
+    hosts: Hosts, trial: Trial, tmp_path: Path
+) -> None:
     hosts.on("node0", f"iptables -A INPUT {NEW} -s {address(hosts, 'node2')} -j DROP")
     job = hosts.start(trial, hosts.cluster.hostfile(tmp_path / "hosts.json"))
     assert job.finish() == 7, (job.out, job.err)
@@ -83,7 +92,9 @@ def test_the_last_computer_cannot_reach_the_first(hosts: Hosts, trial: Trial, tm
     assert len(trial.events("launched")) == 1
 
 
-def test_without_the_computer_that_is_cut_off_if_that_is_allowed(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
+def test_without_the_computer_that_is_cut_off_if_that_is_allowed(
+    hosts: Hosts, trial: Trial, tmp_path: Path
+) -> None:
     hosts.on("node2", f"iptables -A INPUT {NEW} -j DROP")
     job = hosts.start(trial, hosts.cluster.hostfile(tmp_path / "hosts.json"), "--min-ranks", "2")
     assert job.finish() == 0, (job.out, job.err)

@@ -1,4 +1,6 @@
-"""Disks on which nothing may be written any more, in the middle of a run: quotas, errors of the disk, rights."""
+"""Disks on which nothing may be written any more, in the middle of a run: quotas, errors of the
+disk, rights.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ pytestmark = [
 # What befalls the disk: the error, the calls that it meets, and what is said of it.
 ILLS: dict[str, tuple[int, str, str, str]] = {
     "quota": (errno.EDQUOT, "write", "Disk quota exceeded", "quota is used up"),
-    "quota of a server": (errno.EDQUOT, "sync", "Disk quota exceeded", "quota is used up"),  # which takes all at first
+    "quota of a server": (
+        errno.EDQUOT,
+        "sync",
+        "Disk quota exceeded",
+        "quota is used up",
+    ),  # which takes all at first
     "error of the disk": (errno.EROFS, "write names", "Read-only file system", "is read-only"),
     "lost rights": (errno.EACCES, "names", "Permission denied", "no permission"),
 }
@@ -76,7 +83,11 @@ class Disk:
         """Of both computers."""
         path = self._hosts.cluster.hostfile(self._directory / "hosts.json")
         entries = json.loads(path.read_text())
-        variables = {"LD_PRELOAD": library, "REFUSED_DIRECTORY": self.place, "REFUSED_WHEN": self._when}
+        variables = {
+            "LD_PRELOAD": library,
+            "REFUSED_DIRECTORY": self.place,
+            "REFUSED_WHEN": self._when,
+        }
         (entry,) = [entry for entry in entries if entry["ssh"] == self._name]
         entry["envs"] = [f"{name}={value}" for name, value in variables.items()]
         path.write_text(json.dumps(entries))
@@ -91,7 +102,9 @@ class Disk:
         return self._hosts.on(self._name, f"ls {self.place}/checkpoints").split()
 
 
-def started_until_it_refuses(hosts: Hosts, trial: Trial, disk: Disk, library: Path, number: int, calls: str) -> Job:
+def started_until_it_refuses(
+    hosts: Hosts, trial: Trial, disk: Disk, library: Path, number: int, calls: str
+) -> Job:
     """A run whose disk takes nothing more after the checkpoint of step 5."""
     trial.plan({"rank": 1, "step": 7, "kind": "slow", "seconds": 3})
     job = hosts.start(trial, disk.hostfile(library))
@@ -102,7 +115,9 @@ def started_until_it_refuses(hosts: Hosts, trial: Trial, disk: Disk, library: Pa
 
 
 @pytest.mark.parametrize("ill", ILLS)
-def test_a_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, library: Path, tmp_path: Path, ill: str) -> None:
+def test_a_disk_that_holds_only_the_copy(
+    hosts: Hosts, trial: Trial, library: Path, tmp_path: Path, ill: str
+) -> None:
     number, calls, words, _ = ILLS[ill]
     disk = Disk(hosts, trial, "node1", tmp_path)
     job = started_until_it_refuses(hosts, trial, disk, library, number, calls)
@@ -117,8 +132,12 @@ def test_a_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, library: Pa
 
 
 @pytest.mark.parametrize("ill", ["quota", "lost rights"])
-def test_the_disk_of_the_run(hosts: Hosts, trial: Trial, library: Path, tmp_path: Path, ill: str) -> None:
-    """As one that is full: a warning while training goes on, and an error where nothing can be kept at the end."""
+def test_the_disk_of_the_run(
+    hosts: Hosts, trial: Trial, library: Path, tmp_path: Path, ill: str
+) -> None:
+    """As one that is full: a warning while training goes on, and an error where nothing can be kept
+    at the end.
+    """
     number, calls, words, hint = ILLS[ill]
     disk = Disk(hosts, trial, "node0", tmp_path)
     job = started_until_it_refuses(hosts, trial, disk, library, number, calls)
@@ -126,7 +145,9 @@ def test_the_disk_of_the_run(hosts: Hosts, trial: Trial, library: Path, tmp_path
     assert "Traceback" not in job.out + job.err
     assert words in job.err
     assert hint in job.err
-    if "write" not in calls:  # otherwise rank 0's log, from which its lines are shown, is refused, too
+    if (
+        "write" not in calls
+    ):  # otherwise rank 0's log, from which its lines are shown, is refused, too
         assert "no checkpoint was written" in job.out, job.out + job.err
     assert not trial.events("restarting")
     assert f"step-{ITERS:07d}" in hosts.on("node1", f"ls {hosts.shown / trial.token}/checkpoints")

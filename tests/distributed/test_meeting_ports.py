@@ -1,4 +1,6 @@
-"""Ranks of other launchers on several computers with a firewall between: told within seconds, only where it is so."""
+"""Ranks of other launchers on several computers with a firewall between: told within seconds, only
+where it is so.
+"""
 
 from __future__ import annotations
 
@@ -105,19 +107,39 @@ class Job:
 
     def start(self, name: str, command: Sequence[str], variables: dict[str, str]) -> Rank:
         usual = {key: value for key, value in os.environ.items() if not key.startswith(_STRANGE)}
-        usual |= {"OPENBLAS_NUM_THREADS": "1", "ALLHANDS_PEERS_TIMEOUT_S": str(PATIENCE_S), **variables}
+        usual |= {
+            "OPENBLAS_NUM_THREADS": "1",
+            "ALLHANDS_PEERS_TIMEOUT_S": str(PATIENCE_S),
+            **variables,
+        }
         words = self._cluster.command(name, command)
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=usual)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=usual
+        )
         self._ranks.append(Rank(process))
         return self._ranks[-1]
 
     def torch(self, out: str, rank: int, size: int = 2) -> Rank:
         """``allhands train`` as torchrun's kin start it on computer number ``rank``."""
-        paths = ["--model", self._place / "model", "--data", self._place / "data", "--adapter-path", self._place / out]
-        text = "--train --iters 2 --batch-size 4 --steps-per-report 1 --val-batches 1 --num-layers 2"
+        paths = [
+            "--model",
+            self._place / "model",
+            "--data",
+            self._place / "data",
+            "--adapter-path",
+            self._place / out,
+        ]
+        text = (
+            "--train --iters 2 --batch-size 4 --steps-per-report 1 --val-batches 1 --num-layers 2"
+        )
         command = [sys.executable, "-m", "allhands", "train", *map(str, paths), *text.split()]
         address = self._cluster.nodes["node0"].address
-        variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": "29500",
+        }
         return self.start(f"node{rank}", command, variables)
 
 
@@ -157,7 +179,10 @@ def test_the_port_where_ranks_meet_is_blocked(cluster: Cluster, job: Job) -> Non
     ("kinds", "blocked"),
     [
         (["admin-prohibited", "host-unreachable", "net-unreachable"], True),
-        (["port-unreachable"], False),  # as where nobody listens yet; alone, because a kernel rations it
+        (
+            ["port-unreachable"],
+            False,
+        ),  # as where nobody listens yet; alone, because a kernel rations it
     ],
 )
 def test_a_port_that_is_rejected_is_told_by_what_the_network_says(
@@ -189,8 +214,12 @@ def test_the_way_after_the_meeting_is_blocked(cluster: Cluster, job: Job) -> Non
 
 
 @pytest.mark.parametrize("backend", ["ring", "nccl"])
-def test_the_ways_that_are_tried_are_those_of_the_back_end(cluster: Cluster, job: Job, backend: str) -> None:
-    """From rank 1 to rank 0 goes no ring of three, and where they meet another port is open; NCCL calls the first."""
+def test_the_ways_that_are_tried_are_those_of_the_back_end(
+    cluster: Cluster, job: Job, backend: str
+) -> None:
+    """From rank 1 to rank 0 goes no ring of three, and where they meet another port is open; NCCL
+    calls the first.
+    """
     wall(cluster, "node0", f"-p tcp --dport 5000 -s {cluster.nodes['node1'].address} -j DROP")
     address = cluster.nodes["node0"].address
     command = [sys.executable, "-c", _MEET, address, "29500", backend]
@@ -224,7 +253,9 @@ def test_the_first_rank_of_nccl_and_jaccl_under_our_supervisor(
     if blocked:
         wall(cluster, "node0", f"{NEW} -s {cluster.nodes['node2'].address} -j DROP")
     command = [sys.executable, "-c", _FIRST, cluster.nodes["node0"].address]
-    ranks = [job.start(f"node{rank}", [*command, str(rank), "3", str(tmp_path)], {}) for rank in range(3)]
+    ranks = [
+        job.start(f"node{rank}", [*command, str(rank), "3", str(tmp_path)], {}) for rank in range(3)
+    ]
     if not blocked:
         for rank in ranks:
             assert rank.end() < 15.0

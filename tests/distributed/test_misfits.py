@@ -1,4 +1,5 @@
-"""Computers that do not fit to the others: named, and left out where the others are enough; nobody else is blamed.
+"""Computers that do not fit to the others: named, and left out where the others are enough; nobody
+else is blamed.
 
 Each computer is a network namespace with an sshd and with model, data and results of its own.
 """
@@ -34,7 +35,9 @@ ITERS = 8
 
 
 class Hosts:
-    """Four computers, each with the model and the data; a test spoils copies, and all are put back after it."""
+    """Four computers, each with the model and the data; a test spoils copies, and all are put back
+    after it.
+    """
 
     def __init__(self, cluster: Cluster, bench: Bench) -> None:
         self.cluster = cluster
@@ -52,11 +55,22 @@ class Hosts:
         """Where this process sees what that computer has at ``shown``."""
         return self.cluster.directory / f"files-{name}-0"
 
-    def start(self, trial: Trial, names: Sequence[str], *more: str | Path, hostfile: Path | None = None) -> Job:
+    def start(
+        self, trial: Trial, names: Sequence[str], *more: str | Path, hostfile: Path | None = None
+    ) -> Job:
         """Start the run on these computers."""
         trial.out = self.shown / trial.token
-        paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
-        hostfile = hostfile or self.cluster.hostfile(self.cluster.directory / "hosts.json", names=names)
+        paths = [
+            "--model",
+            self.shown / "model",
+            "--data",
+            self.shown / "data",
+            "--adapter-path",
+            trial.out,
+        ]
+        hostfile = hostfile or self.cluster.hostfile(
+            self.cluster.directory / "hosts.json", names=names
+        )
         return trial.start(*changed([*paths, "--hostfile", hostfile], more), ranks=1, iters=ITERS)
 
 
@@ -84,7 +98,9 @@ def flip(path: Path) -> None:
 def letter(path: Path) -> None:
     """Change one letter of the data."""
     text = path.read_text()
-    at = next(i for i in range(len(text) // 2, len(text)) if text[i].islower() and text[i + 1].islower())
+    at = next(
+        i for i in range(len(text) // 2, len(text)) if text[i].islower() and text[i + 1].islower()
+    )
     path.write_text(text[:at] + ("b" if text[at] == "a" else "a") + text[at + 1 :])
 
 
@@ -108,7 +124,9 @@ def spoil(hosts: Hosts, host: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_the_one_that_differs_is_named_and_nothing_is_tried_again(hosts: Hosts, trial: Trial, name: str) -> None:
+def test_the_one_that_differs_is_named_and_nothing_is_tried_again(
+    hosts: Hosts, trial: Trial, name: str
+) -> None:
     spoil(hosts, "node1", name)
     job = hosts.start(trial, ["node0", "node1", "node2"])
     job.fails(7, "node1", name, "allhands cluster sync --hostfile")
@@ -134,22 +152,37 @@ def test_the_others_go_on_without_one_that_lacks_the_data(hosts: Hosts, trial: T
     # What all lack is nobody's own.
     for name in ("node1", "node2"):
         shutil.rmtree(hosts.files(name) / "data")
-    hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "1").fails(3, "the data folder does not exist")
+    hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "1").fails(
+        3, "the data folder does not exist"
+    )
 
 
 def test_options_that_differ_by_a_file_of_them(hosts: Hosts, trial: Trial) -> None:
     """Each computer reads its own; the last one has a letter more, which changes nothing."""
     for name, size in (("node0", 4), ("node1", 5), ("node2", 4)):
-        (hosts.files(name) / "run.yaml").write_text(f"grad_accumulation_steps: {size}\n" + "#" * (name == "node2"))
+        (hosts.files(name) / "run.yaml").write_text(
+            f"grad_accumulation_steps: {size}\n" + "#" * (name == "node2")
+        )
     (hosts.shown / "run.yaml").write_text("grad_accumulation_steps: 4\n")
     job = hosts.start(trial, ["node0", "node1", "node2"], "--config", hosts.shown / "run.yaml")
-    job.fails(7, "grad_accumulation_steps is 4 on node0 and 5 on node1", "cluster sync", "--config", "run.yaml")
+    job.fails(
+        7,
+        "grad_accumulation_steps is 4 on node0 and 5 on node1",
+        "cluster sync",
+        "--config",
+        "run.yaml",
+    )
 
 
 def slowly(trial: Trial, seconds: float) -> None:
     """Steps of the tiny model take milliseconds: time for a computer to come."""
     steps = range(2, ITERS - 1)
-    trial.plan(*({"rank": 0, "step": step, "kind": "slow", "seconds": seconds, "attempt": 1} for step in steps))
+    trial.plan(
+        *(
+            {"rank": 0, "step": step, "kind": "slow", "seconds": seconds, "attempt": 1}
+            for step in steps
+        )
+    )
 
 
 def steps(hosts: Hosts, trial: Trial, host: str = "node0") -> list[int]:
@@ -200,7 +233,7 @@ def test_a_newcomer_that_fits_joins(hosts: Hosts, trial: Trial, tmp_path: Path) 
     assert steps(hosts, trial) == list(range(1, ITERS + 1))
 
 
-# --- who is to blame ------------------------------------------------------------------------------------
+# --- who is to blame ------------------------------------------------------------------------------
 
 
 def test_of_two_that_differ_nobody_is_blamed(hosts: Hosts, trial: Trial) -> None:
@@ -208,7 +241,9 @@ def test_of_two_that_differ_nobody_is_blamed(hosts: Hosts, trial: Trial) -> None
     message = hosts.start(trial, ["node0", "node1"], "--min-ranks", "1").fails(
         7, "node0", "node1", "do not fit together"
     )
-    first, second = (digest(hosts.files(name) / "model" / "model.safetensors") for name in ("node0", "node1"))
+    first, second = (
+        digest(hosts.files(name) / "model" / "model.safetensors") for name in ("node0", "node1")
+    )
     assert f"model.safetensors is {first} on node0 and {second} on node1" in message
     assert not trial.events("left out") + trial.events("restarting")
 
@@ -217,11 +252,15 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
-def test_the_computer_at_which_the_person_sits_may_be_the_odd_one(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
+def test_the_computer_at_which_the_person_sits_may_be_the_odd_one(
+    hosts: Hosts, trial: Trial, tmp_path: Path
+) -> None:
     for part in ("model", "data"):
         shutil.copytree(hosts.files("node0") / part, hosts.shown / part, dirs_exist_ok=True)
     letter(hosts.shown / "data" / "train.jsonl")
-    entries = json.loads(hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"]).read_text())
+    entries = json.loads(
+        hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"]).read_text()
+    )
     here = {"ssh": "localhost", "ips": [hosts.cluster.address], "slots": 1}
     (tmp_path / "hosts.json").write_text(json.dumps([here, *entries]))
     message = hosts.start(trial, [], hostfile=tmp_path / "hosts.json").fails(
@@ -245,16 +284,20 @@ def test_what_it_says_to_do_helps(hosts: Hosts, trial: Trial) -> None:
     spoil(hosts, "node1", "model.safetensors")
     spoil(hosts, "node1", "valid.jsonl")
     spoil(hosts, "node3", "train.jsonl")
-    message = hosts.start(trial, hosts.cluster.names).fails(7, "node1 and node3 do not fit to node0 and node2")
+    message = hosts.start(trial, hosts.cluster.names).fails(
+        7, "node1 and node3 do not fit to node0 and node2"
+    )
     for words in ("node1's model.safetensors", "node1's valid.jsonl", "node3's train.jsonl"):
         assert words in message
     command = shlex.split(message.partition("what to do: ")[2].splitlines()[0])
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, env=os.environ)
+    subprocess.run(
+        [sys.executable, "-m", *command], check=True, capture_output=True, env=os.environ
+    )
     job = hosts.start(trial, hosts.cluster.names)
     assert job.finish() == 0, job.err
 
 
-# --- without a supervisor of ours -----------------------------------------------------------------------
+# --- without a supervisor of ours -----------------------------------------------------------------
 
 _STRANGE = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "MLX_", "ALLHANDS_MEETING", "TORCHELASTIC_")
 # What is installed here, in a Python that says of itself that it is of the next minor version.
@@ -270,17 +313,31 @@ main()
 
 
 def options(hosts: Hosts, out: Path) -> list[str]:
-    paths = ["--model", hosts.shown / "model", "--data", hosts.shown / "data", "--adapter-path", out]
-    return [*map(str, paths), *f"--iters {ITERS} --batch-size 8 --num-layers 2 --val-batches 0".split()]
+    paths = [
+        "--model",
+        hosts.shown / "model",
+        "--data",
+        hosts.shown / "data",
+        "--adapter-path",
+        out,
+    ]
+    return [
+        *map(str, paths),
+        *f"--iters {ITERS} --batch-size 8 --num-layers 2 --val-batches 0".split(),
+    ]
 
 
 def are_told(texts: Sequence[str], codes: Sequence[int | None], *words: str) -> None:
-    """Every rank has ended alike, and says who differs and in what, once, and nothing of trying again."""
+    """Every rank has ended alike, and says who differs and in what, once, and nothing of trying
+    again.
+    """
     assert set(codes) == {7}, (codes, texts)
     for text in texts:
         assert text.count("allhands: error: ") == 1, text
         assert all(word in text for word in words), text
-        assert not [word for word in ("Traceback", "restart", "--resume", "timeout") if word in text], text
+        assert not [
+            word for word in ("Traceback", "restart", "--resume", "timeout") if word in text
+        ], text
 
 
 @pytest.mark.parametrize("odd", ["node0", "node1"])
@@ -293,16 +350,32 @@ def test_ranks_of_torchrun_end_alike_and_name_the_one_that_differs(
         spoil(hosts, odd, name)
     usual = {key: value for key, value in os.environ.items() if not key.startswith(_STRANGE)}
     usual |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29519", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
-    usual |= {"LOCAL_WORLD_SIZE": "1", "ALLHANDS_PEERS_TIMEOUT_S": "600", "OPENBLAS_NUM_THREADS": "1"}
+    usual |= {
+        "LOCAL_WORLD_SIZE": "1",
+        "ALLHANDS_PEERS_TIMEOUT_S": "600",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     ranks: list[subprocess.Popen[str]] = []
     began = time.monotonic()
     try:
         for rank in range(3):
             other = name == "Python" and odd == f"node{rank}"
-            program = [sys.executable, "-c", _NEXT_PYTHON] if other else [sys.executable, "-m", "allhands"]
-            argv = hosts.cluster.command(f"node{rank}", [*program, "train", "--train", *options(hosts, trial.out)])
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            ranks.append(subprocess.Popen(argv, text=True, env=usual | {"RANK": str(rank)}, **pipes))  # type: ignore[call-overload]
+            program = (
+                [sys.executable, "-c", _NEXT_PYTHON]
+                if other
+                else [sys.executable, "-m", "allhands"]
+            )
+            argv = hosts.cluster.command(
+                f"node{rank}", [*program, "train", "--train", *options(hosts, trial.out)]
+            )
+            pipes = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+            }
+            ranks.append(
+                subprocess.Popen(argv, text=True, env=usual | {"RANK": str(rank)}, **pipes)
+            )  # type: ignore[call-overload]
         texts = [one.communicate(timeout=120)[0] for one in ranks]
     finally:
         for one in ranks:
@@ -316,10 +389,22 @@ def test_ranks_of_torchrun_end_alike_and_name_the_one_that_differs(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl"])
-def test_tasks_of_slurm_end_alike_and_name_the_one_that_differs(hosts: Hosts, trial: Trial, name: str) -> None:
+def test_tasks_of_slurm_end_alike_and_name_the_one_that_differs(
+    hosts: Hosts, trial: Trial, name: str
+) -> None:
     spoil(hosts, "node1", name)
     with slurm(hosts.cluster) as made:
-        words = ["srun", "-n", "3", "--nodes=3", "--nodelist=node[0-2]", "--label", sys.executable, "-m", "allhands"]
+        words = [
+            "srun",
+            "-n",
+            "3",
+            "--nodes=3",
+            "--nodelist=node[0-2]",
+            "--label",
+            sys.executable,
+            "-m",
+            "allhands",
+        ]
         began = time.monotonic()
         done = made.run(*words, "train", "--train", *options(hosts, trial.out))
         assert time.monotonic() - began < 100.0
@@ -329,19 +414,23 @@ def test_tasks_of_slurm_end_alike_and_name_the_one_that_differs(hosts: Hosts, tr
     are_told(texts, [done.returncode], "node1 does not fit to", name)
 
 
-# --- versions -------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def python(place: Path, interpreter: str, *first: Path) -> Path:
     """A Python that has what is installed here, after what is in ``first``."""
     paths = [*first, Path(allhands.__file__).parent.parent, sysconfig.get_path("purelib")]
-    place.write_text(f'#!/bin/sh\nexport PYTHONPATH={":".join(map(str, paths))}\nexec {interpreter} "$@"\n')
+    place.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH={":".join(map(str, paths))}\nexec {interpreter} "$@"\n'
+    )
     place.chmod(0o755)
     return place
 
 
 def with_python(hosts: Hosts, path: Path, host: str, python: Path) -> Path:
-    entries = json.loads(hosts.cluster.hostfile(path, names=["node0", "node1", "node2"]).read_text())
+    entries = json.loads(
+        hosts.cluster.hostfile(path, names=["node0", "node1", "node2"]).read_text()
+    )
     next(entry for entry in entries if entry["ssh"] == host)["python"] = str(python)
     path.write_text(json.dumps(entries))
     return path
@@ -350,19 +439,25 @@ def with_python(hosts: Hosts, path: Path, host: str, python: Path) -> Path:
 def checked(hostfile: Path) -> tuple[int, list[tuple[str, tuple[str, ...]]]]:
     """Exit code of the doctor, and what it finds about versions."""
     words = ["cluster", "check", "--hostfile", str(hostfile), "--no-bench", "--json"]
-    done = subprocess.run([sys.executable, "-m", "allhands", *words], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "allhands", *words], capture_output=True, text=True, env=os.environ
+    )
     found = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "versions"]
     return done.returncode, [(f["severity"], tuple(f["hosts"])) for f in found]
 
 
 def another(minor: int, patch: bool) -> str:
-    """A Python of that minor version and, if it is this one's, of another patch; skips where there is none."""
+    """A Python of that minor version and, if it is this one's, of another patch; skips where there
+    is none.
+    """
     usual = [
         f"/usr/bin/python3.{minor}",
         *map(str, sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))),
     ]
     for path in filter(os.path.exists, usual):
-        told = subprocess.run([path, "-c", "import sys; print(sys.version_info[2])"], capture_output=True, text=True)
+        told = subprocess.run(
+            [path, "-c", "import sys; print(sys.version_info[2])"], capture_output=True, text=True
+        )
         if not patch or int(told.stdout) != sys.version_info[2]:
             return path
     pytest.skip(f"there is no other Python 3.{minor}")
@@ -376,13 +471,20 @@ def test_another_patch_of_python_trains(hosts: Hosts, trial: Trial, tmp_path: Pa
     assert job.finish() == 0, job.err
 
 
-def test_another_minor_version_of_python_does_not(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
+def test_another_minor_version_of_python_does_not(
+    hosts: Hosts, trial: Trial, tmp_path: Path
+) -> None:
     other = python(tmp_path / "python", another(sys.version_info[1] + 1, patch=False))
     hostfile = with_python(hosts, tmp_path / "hosts.json", "node1", other)
     code, found = checked(hostfile)
     assert (code, found) == (7, [("stop", ("node1",))])
     job = hosts.start(trial, [], hostfile=hostfile)
-    job.fails(7, "node1 does not fit", f"Python 3.{sys.version_info[1] + 1}", "allhands cluster init --hosts node1")
+    job.fails(
+        7,
+        "node1 does not fit",
+        f"Python 3.{sys.version_info[1] + 1}",
+        "allhands cluster init --hosts node1",
+    )
     assert not trial.events("launched")
     job = hosts.start(trial, [], "--min-ranks", "2", hostfile=hostfile)
     assert job.finish() == 0, job.err
@@ -404,7 +506,9 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
         (first / "allhands-0.0.9.dist-info" / "METADATA").write_text(
             "Metadata-Version: 2.1\nName: allhands\nVersion: 0.0.9\n"
         )
-    hostfile = with_python(hosts, tmp_path / "hosts.json", "node2", python(tmp_path / "python", sys.executable, first))
+    hostfile = with_python(
+        hosts, tmp_path / "hosts.json", "node2", python(tmp_path / "python", sys.executable, first)
+    )
     code, found = checked(hostfile)
     job = hosts.start(trial, [], hostfile=hostfile)
     if other == "metadata":
@@ -412,4 +516,6 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
         assert job.finish() == 0, job.err
     else:
         assert (code, found) == (7, [("stop", ("node2",))])
-        job.fails(7, "node2 does not fit to node0 and node1", "allhands", "cluster init --hosts node2")
+        job.fails(
+            7, "node2 does not fit to node0 and node1", "allhands", "cluster init --hosts node2"
+        )

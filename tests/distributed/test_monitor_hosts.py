@@ -46,9 +46,22 @@ def out(work: Path, cluster: Cluster) -> Path:
         *json.loads(cluster.hostfile(work / "one.json", names=["node1"]).read_text()),
     ]
     (work / "hosts.json").write_text(json.dumps(hosts))
-    words = ["--model", "model", "--data", "data", "--batch-size", "4", "--iters", str(ITERS), "--adapter-path", "out"]
+    words = [
+        "--model",
+        "model",
+        "--data",
+        "data",
+        "--batch-size",
+        "4",
+        "--iters",
+        str(ITERS),
+        "--adapter-path",
+        "out",
+    ]
     env = {"ALLHANDS_MONITOR_EVERY_S": "0.1"}
-    done = run_allhands("train", "--train", *words, "--hostfile", "hosts.json", cwd=work, env=env, timeout=280)
+    done = run_allhands(
+        "train", "--train", *words, "--hostfile", "hosts.json", cwd=work, env=env, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return work / "out"
 
@@ -82,7 +95,10 @@ def test_another_computer_is_asked_over_ssh(out: Path, work: Path, cluster: Clus
     # Followed until the end, which has been; what both computers have told is there once.
     both = run_allhands("monitor", "out", *asked, "--json", cwd=work)
     assert both.returncode == 0, both.stderr
-    found = [(line["host"], line["pid"], line["time"]) for line in map(json.loads, both.stdout.splitlines())]
+    found = [
+        (line["host"], line["pid"], line["time"])
+        for line in map(json.loads, both.stdout.splitlines())
+    ]
     assert len(found) == len(set(found)) == len(read_samples(out))
     table = run_allhands("monitor", "out", "--hosts", "node1", cwd=work)
     assert table.returncode == 0, table.stderr

@@ -1,4 +1,6 @@
-"""What whole runs leave of their processes' memory, and what ``allhands monitor`` and ``plot`` make of it."""
+"""What whole runs leave of their processes' memory, and what ``allhands monitor`` and ``plot`` make
+of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,18 @@ MIB = 1 << 20
 def material(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     place = tmp_path_factory.mktemp("material")
     model, data = write_model(place / "model"), write_chat_data(place / "data")
-    return ["--model", str(model), "--data", str(data), "--batch-size", "4", "--iters", "20", "--steps-per-report", "5"]
+    return [
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--batch-size",
+        "4",
+        "--iters",
+        "20",
+        "--steps-per-report",
+        "5",
+    ]
 
 
 @pytest.mark.slow
@@ -54,7 +67,10 @@ def test_a_run_tells_of_its_ranks_and_of_who_started_them(
     assert director.last.mlx_active_bytes is None
     assert director.peak_pss_bytes < min(rank.peak_pss_bytes for rank in ranks)
     spent = {
-        phase for sample in read_samples(out) for phase, seconds in sample.phases.items() if seconds and sample.step
+        phase
+        for sample in read_samples(out)
+        for phase, seconds in sample.phases.items()
+        if seconds and sample.step
     }
     assert {"compute", "reduce", "update", "validate", "save"} <= spent
     report = read_metrics(out).train[-1]
@@ -63,7 +79,11 @@ def test_a_run_tells_of_its_ranks_and_of_who_started_them(
     assert report.peak_mlx_bytes[1] == pytest.approx(ranks[1].peak_mlx_bytes, rel=0.1)
     assert (out / "memory.png").stat().st_size > 10_000
 
-    assert [word for word in ("orchestrator", "rank 0", "rank 1", "step 20 of 20") if word not in told("--once")] == []
+    assert [
+        word
+        for word in ("orchestrator", "rank 0", "rank 1", "step 20 of 20")
+        if word not in told("--once")
+    ] == []
     lines = told("--json").splitlines()
     assert len(lines) == len(read_samples(out))
     assert {json.loads(line)["role"] for line in lines} == {"orchestrator", "rank"}
@@ -72,7 +92,9 @@ def test_a_run_tells_of_its_ranks_and_of_who_started_them(
 
 
 @pytest.mark.slow
-def test_a_run_whose_memory_cannot_be_recorded_is_trained_all_the_same(material: list[str], tmp_path: Path) -> None:
+def test_a_run_whose_memory_cannot_be_recorded_is_trained_all_the_same(
+    material: list[str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     file = monitor_file(out / "logs", "rank", 0)
     file.mkdir(parents=True)  # in the place of the file
@@ -100,7 +122,9 @@ def test_programs_of_ones_own_are_seen_too(tmp_path: Path) -> None:
     script, logs = tmp_path / "program.py", tmp_path / "logs"
     script.write_text(PROGRAM)
     env = {"ALLHANDS_MONITOR_EVERY_S": "0.1"}
-    done = run_allhands("launch", "-n", "2", "--log-dir", logs, "--", sys.executable, script, env=env)
+    done = run_allhands(
+        "launch", "-n", "2", "--log-dir", logs, "--", sys.executable, script, env=env
+    )
     assert done.returncode == 0, done.stderr
     rows = Board(read_samples(logs)).rows()
     assert [row.last.name for row in rows] == ["orchestrator", "rank 0", "rank 1"]

@@ -42,7 +42,9 @@ def own_processes() -> list[list[str]]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             said = process.cmdline()
-            if process.name() == "ssh" or any(".bench_" in word or word.endswith("reaper.py") for word in said):
+            if process.name() == "ssh" or any(
+                ".bench_" in word or word.endswith("reaper.py") for word in said
+            ):
                 found.append(said)
     return found
 
@@ -58,13 +60,15 @@ def assert_sound(figures: Figures, hosts: tuple[str, ...], num_ranks: int, backe
     assert 1e5 < figures.bus_bytes_per_s() < 1e12
 
 
-# --- on this computer ---------------------------------------------------------------------------------
+# --- on this computer -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["ring", pytest.param("mpi", marks=_needs_mpi)])
 def test_two_ranks_here(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
-    found = measure([HERE], backend, BenchOptions(sizes=SIZES, timeout_s=60, seconds=0.05, progress=told.append))
+    found = measure(
+        [HERE], backend, BenchOptions(sizes=SIZES, timeout_s=60, seconds=0.05, progress=told.append)
+    )
     assert found.failures == ()
     assert found.whole is not None
     assert_sound(found.whole, ("here",), 2, backend)
@@ -94,11 +98,15 @@ def test_ctrl_c_ends_all_ranks(place: Path) -> None:
         "from allhands.cluster.netbench import *; from allhands.cluster.hosts import Host;"
         "measure([Host('here', slots=2)], 'ring', BenchOptions(seconds=30, progress=lambda s: print(s, flush=True)))"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == b"measuring here\n"
         deadline = time.monotonic() + 20
-        while not (ranks := [p for p in psutil.Process(program.pid).children(recursive=True) if is_rank(p)]):
+        while not (
+            ranks := [p for p in psutil.Process(program.pid).children(recursive=True) if is_rank(p)]
+        ):
             assert time.monotonic() < deadline, "no rank was started"
             time.sleep(0.05)
         program.send_signal(2)
@@ -141,7 +149,7 @@ def test_one_process_alone_is_its_own_sum() -> None:
     assert entry["num_bytes"] == 4096
 
 
-# --- on several computers -----------------------------------------------------------------------------
+# --- on several computers -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +186,8 @@ def test_three_computers_one_of_them_slow(cluster: Cluster, hosts: tuple[Host, .
     assert found.slowest_link is not None
     assert "node2" in found.slowest_link.hosts
     assert found.slow_host == "node2"
-    # 50 Mbit/s less the packets' headers, with a little more from the 64 kB that the shaper lets through at once.
+    # 50 Mbit/s less the packets' headers, with a little more from the 64 kB that the shaper lets
+    # through at once.
     for others in ("node0", "node1"):
         assert 35 < rate_of(found, others, "node2") < 60
     assert rate_of(found, "node0", "node1") > 100
@@ -217,8 +226,13 @@ def test_a_blocked_link_is_named(cluster: Cluster, hosts: tuple[Host, ...]) -> N
     finally:
         cluster.run("node2", ["iptables", "-w", "-D", "INPUT", *rule])
     assert found.whole is None
-    assert {failure.group for failure in found.failures} == {("node0", "node1", "node2"), ("node1", "node2")}
-    assert all("did not form a ring group within 8 s" in failure.message for failure in found.failures)
+    assert {failure.group for failure in found.failures} == {
+        ("node0", "node1", "node2"),
+        ("node1", "node2"),
+    }
+    assert all(
+        "did not form a ring group within 8 s" in failure.message for failure in found.failures
+    )
     assert {link.hosts for link in found.links} == {("node0", "node1"), ("node0", "node2")}
 
 

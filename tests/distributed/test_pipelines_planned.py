@@ -1,7 +1,8 @@
 """A training over stages that was planned, then run: memory of each rank, and the time of a step.
 
-All ranks are on this computer, with a core each; the plan is for computers of their own, of which some have little
-memory, so that their stages are small. Where ranks share cores, their memory alone is compared.
+All ranks are on this computer, with a core each; the plan is for computers of their own, of which
+some have little memory, so that their stages are small. Where ranks share cores, their memory alone
+is compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ ROOMY = 100 * 10**9
 
 @dataclass(frozen=True)
 class Case:
-    """A training; ``rooms`` are megabytes of each computer that has little, ``tokens`` 0: rows of all lengths."""
+    """A training; ``rooms`` are megabytes of each computer that has little, ``tokens`` 0: rows of
+    all lengths.
+    """
 
     tokens: int
     rows: int = 8
@@ -53,8 +56,18 @@ class Case:
     def config(self, place: Path) -> dict[str, Any]:
         """Options of the training."""
         return {
-            **{"model": str(place / "model"), "data": str(place / "data"), "fine_tune_type": self.method, "seed": 1},
-            **{"num_layers": -1, "batch_size": self.rows, "max_seq_length": self.tokens or 512, "iters": 8},
+            **{
+                "model": str(place / "model"),
+                "data": str(place / "data"),
+                "fine_tune_type": self.method,
+                "seed": 1,
+            },
+            **{
+                "num_layers": -1,
+                "batch_size": self.rows,
+                "max_seq_length": self.tokens or 512,
+                "iters": 8,
+            },
             **{"learning_rate": 1e-4, "gradient_check": "off", "val_batches": 0},
         }
 
@@ -65,7 +78,9 @@ CASES = {
     "full": Case(128, rows=16, method="full"),
     "unequal stages": Case(256, rooms=(ROOMY, 210), even=False),
     "three stages": Case(128, rows=12, layers=7, ranks=3),
-    "three unequal stages": Case(73, rows=12, layers=9, method="full", ranks=3, rooms=(ROOMY, 220, ROOMY), even=False),
+    "three unequal stages": Case(
+        73, rows=12, layers=9, method="full", ranks=3, rooms=(ROOMY, 220, ROOMY), even=False
+    ),
     "unequal rows": Case(0, rows=16, hidden=256),
     "4 bits": Case(128, rows=16, bits=4),
 }
@@ -80,7 +95,9 @@ def written(place: Path, case: Case) -> None:
     data.mkdir()
     for name, count in (("train", 20 * case.rows), ("valid", case.rows)):
         texts = ("".join(draw.choices("abcdefgh ", k=case.tokens - 1)) for _ in range(count))
-        (data / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (data / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
 
 
 def planned(place: Path, case: Case) -> tuple[Job, Pipelined]:
@@ -93,7 +110,9 @@ def planned(place: Path, case: Case) -> tuple[Job, Pipelined]:
         pytest.skip(measured.doubt)
     job = replace(job, small=small_passes(config, measured, case.ranks, 300.0, on_gpu=False))
     rooms = [room * 10**6 if room != ROOMY else room for room in case.rooms] or [ROOMY] * case.ranks
-    found = pipelined(job, [Computer(f"c{place}", 1.0, room, room) for place, room in enumerate(rooms)])
+    found = pipelined(
+        job, [Computer(f"c{place}", 1.0, room, room) for place, room in enumerate(rooms)]
+    )
     assert found is not None
     return job, found
 
@@ -109,8 +128,20 @@ def test_stages_take_the_memory_and_the_time_that_were_planned(
     job, found = planned(tmp_path, case)
     assert found.fits
     assert (max(found.sizes) - min(found.sizes) <= 2) == case.even, found.sizes
-    words = [word for key, value in case.config(tmp_path).items() for word in (f"--{key.replace('_', '-')}", value)]
-    words += ["--adapter-path", tmp_path / "run", "--steps-per-report", 1, "--keep-last", 0, "--no-keep-best"]
+    words = [
+        word
+        for key, value in case.config(tmp_path).items()
+        for word in (f"--{key.replace('_', '-')}", value)
+    ]
+    words += [
+        "--adapter-path",
+        tmp_path / "run",
+        "--steps-per-report",
+        1,
+        "--keep-last",
+        0,
+        "--no-keep-best",
+    ]
     words += ["-n", case.ranks, "--backend", "ring", "--strategy", "pipeline"]
     words += ["--pp-split", ",".join(map(str, found.sizes))]
     done = run_allhands("train", "--train", *map(str, words), timeout=300)
@@ -122,7 +153,10 @@ def test_stages_take_the_memory_and_the_time_that_were_planned(
     seconds = each * job.step.tokens
     record_property("memory", (found.num_bytes, peaks))
     record_property("seconds", (found.step_s, seconds))
-    megabytes = [f"{peak / 1e6:.0f} ({is_to / 1e6:.0f})" for peak, is_to in zip(peaks, found.num_bytes, strict=True)]
+    megabytes = [
+        f"{peak / 1e6:.0f} ({is_to / 1e6:.0f})"
+        for peak, is_to in zip(peaks, found.num_bytes, strict=True)
+    ]
     print(f"{name}: {found.sizes}, {', '.join(megabytes)} MB; {seconds:.3f} ({found.step_s:.3f}) s")
     assert found.num_bytes == pytest.approx(peaks, rel=0.1)
     if TIMES and case.ranks <= (os.cpu_count() or 1):

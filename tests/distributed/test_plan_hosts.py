@@ -1,4 +1,6 @@
-"""A plan for computers that answer over ssh: each with its own memory, and shares as ``--rank-weights`` says."""
+"""A plan for computers that answer over ssh: each with its own memory, and shares as
+``--rank-weights`` says.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_each_computer_is_listed_with_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
     write_texts(tmp_path, 100)
     hosts = ("--hostfile", str(cluster.hostfile(tmp_path / "hosts.json")), "--cores-per-rank", "1")
-    words = (*words_of(tmp_path), *hosts, "--adapter-path", str(tmp_path / "run"), "--iters", "1000")
+    words = (
+        *words_of(tmp_path),
+        *hosts,
+        "--adapter-path",
+        str(tmp_path / "run"),
+        "--iters",
+        "1000",
+    )
     done = run_allhands("plan", *words, "--rank-weights", "[2, 1]", "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -43,4 +52,8 @@ def test_each_computer_is_listed_with_what_it_has(cluster: Cluster, tmp_path: Pa
     assert 0.2 < second < 5.0
     assert any("measured" in note and "all ranks at once" in note for note in found["notes"])
     few = run_allhands("plan", *words, "--rank-weights", "[1]", "--json", timeout=300)
-    assert (few.returncode, "--rank-weights" in few.stderr, "training" in few.stderr) == (2, True, False)
+    assert (few.returncode, "--rank-weights" in few.stderr, "training" in few.stderr) == (
+        2,
+        True,
+        False,
+    )

@@ -18,7 +18,9 @@ from tiny import run_allhands
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer"),
+    pytest.mark.skipif(
+        not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer"
+    ),
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two computers"),
 ]
 
@@ -52,7 +54,11 @@ def round_trip_s(cluster: Cluster) -> float:
 
 @pytest.mark.parametrize("link", ["10gbit", "1gbit", "100mbit", "1gbit+5ms", "100mbit+5ms"])
 def test_a_step_takes_as_long_as_planned(
-    cluster: Cluster, words: list[str], tmp_path: Path, link: str, record_property: pytest.RecordProperty
+    cluster: Cluster,
+    words: list[str],
+    tmp_path: Path,
+    link: str,
+    record_property: pytest.RecordProperty,
 ) -> None:
     rate, _, delay = link.partition("+")
     second = cluster.names[1]
@@ -70,5 +76,7 @@ def test_a_step_takes_as_long_as_planned(
     assert done.returncode == 0, done.stderr
     really = seconds_of_a_step(tmp_path / "run")
     record_property("seconds", (planned, really))
-    print(f"{link}: {really:.3f} s, {planned['step_s']:.3f} planned, of which {planned['exposed_s']:.3f} waiting")
+    print(
+        f"{link}: {really:.3f} s, {planned['step_s']:.3f} planned, of which {planned['exposed_s']:.3f} waiting"
+    )
     assert planned["step_s"] == pytest.approx(really, rel=0.15)

@@ -55,10 +55,17 @@ def found(place: Path) -> dict[str, Any]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_memory_is_as_planned(found: dict[str, Any]) -> None:
     """The peak of the short training itself, and what that expected of itself."""
-    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["peak_bytes"], rel=0.1)
-    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["expected_bytes"], rel=1e-6)
+    assert found["memory"][0]["rank_bytes"] == pytest.approx(
+        found["measured"]["peak_bytes"], rel=0.1
+    )
+    assert found["memory"][0]["rank_bytes"] == pytest.approx(
+        found["measured"]["expected_bytes"], rel=1e-6
+    )
     assert "each of 2 processes" in found["notes"][0]
-    assert found["machines"][1]["prediction"]["compute_s"] < found["machines"][0]["prediction"]["compute_s"]
+    assert (
+        found["machines"][1]["prediction"]["compute_s"]
+        < found["machines"][0]["prediction"]["compute_s"]
+    )
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
@@ -93,15 +100,22 @@ def test_memory_of_other_trainings_is_as_planned(place: Path, more: tuple[str, .
     assert json.loads(done.stdout)["memory"][0]["rank_bytes"] == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer only")
+@pytest.mark.skipif(
+    not os.environ.get("ALLHANDS_TEST_TIMES"),
+    reason="ALLHANDS_TEST_TIMES: on a quiet computer only",
+)
 def test_steps_of_processes_take_as_long_as_planned(place: Path, found: dict[str, Any]) -> None:
     if found["doubt"]:
         pytest.skip(found["doubt"])
     whole = place / "run-whole"
     alone = ("--adapter-path", str(whole))
-    done = run_allhands("pretrain", *words_of(place), *TWENTY_STEPS, *alone, env=ALL_CORES, timeout=200)
+    done = run_allhands(
+        "pretrain", *words_of(place), *TWENTY_STEPS, *alone, env=ALL_CORES, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    assert found["one_process_s"] == pytest.approx(seconds_of_a_step(whole), rel=0.15), "with all cores"
+    assert found["one_process_s"] == pytest.approx(seconds_of_a_step(whole), rel=0.15), (
+        "with all cores"
+    )
     for line, ranks in zip(found["machines"], ("1", "2"), strict=True):
         run = ("-n", ranks, "--cores-per-rank", "1", "--adapter-path", str(place / f"run-{ranks}"))
         done = run_allhands("pretrain", *words_of(place), *TWENTY_STEPS, *run, timeout=200)

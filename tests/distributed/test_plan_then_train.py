@@ -43,7 +43,9 @@ def test_planned_trained_and_told(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.md").read_text()
     plan, history = read_plan(tmp_path / "run" / "plan.json"), read_metrics(tmp_path / "run")
     rows = {
-        cells[1]: cells[2:6] for row in page.splitlines() if len(cells := [one.strip() for one in row.split("|")]) > 5
+        cells[1]: cells[2:6]
+        for row in page.splitlines()
+        if len(cells := [one.strip() for one in row.split("|")]) > 5
     }
     memory = next(way for way in plan.memory if way.flags == "-n 2")
     peak = max(max(report.peak_memory_bytes) for report in history.train)
@@ -57,10 +59,14 @@ def test_planned_trained_and_told(tmp_path: Path) -> None:
     assert all(float(rows[name][2]) > 0 for name in times & rows.keys())
     assert "Not trained with the options that were planned" not in page
     # A second run, with other options, is compared with the same plan, and says so.
-    second = run_allhands("pretrain", *changed(words, ["--batch-size", "4"]), *report_each, cwd=tmp_path, timeout=200)
+    second = run_allhands(
+        "pretrain", *changed(words, ["--batch-size", "4"]), *report_each, cwd=tmp_path, timeout=200
+    )
     assert second.returncode == 0, second.stderr
     told = run_allhands("plan", "--after", "run", cwd=tmp_path)
-    assert ["--batch-size", "8", "--batch-size", "4"] in [line.split() for line in told.stdout.splitlines()]
+    assert ["--batch-size", "8", "--batch-size", "4"] in [
+        line.split() for line in told.stdout.splitlines()
+    ]
     assert told.stdout.count("other than planned") == 1
 
 
@@ -75,5 +81,7 @@ def test_a_rank_takes_the_memory_of_its_back_end(tmp_path: Path, backend: str) -
     history = read_metrics(tmp_path / "run")
     assert history.started is not None
     assert history.started.backend == backend
-    memory = next(way for way in read_plan(tmp_path / "run" / "plan.json").memory if way.flags == "-n 2")
+    memory = next(
+        way for way in read_plan(tmp_path / "run" / "plan.json").memory if way.flags == "-n 2"
+    )
     assert memory.rank_bytes == pytest.approx(max(history.train[-1].peak_memory_bytes), rel=0.08)

@@ -1,4 +1,6 @@
-"""Processes that have left their rank's group and session are ended with the job, and nobody else's are."""
+"""Processes that have left their rank's group and session are ended with the job, and nobody else's
+are.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not insta
 BACKENDS = ["ring", pytest.param("mpi", marks=needs_mpi)]
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# A rank that leaves a daemon (two forks, a session of its own) behind; what it does next is in its second word.
+# A rank that leaves a daemon (two forks, a session of its own) behind; what it does next is in its
+# second word.
 _RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -87,7 +90,9 @@ def gone(*processes: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("then", "code"), [("end,end", 0), ("wait,fail", 3)])
-def test_daemons_end_with_the_job(start: Callable[..., Job], then: str, code: int, backend: str) -> None:
+def test_daemons_end_with_the_job(
+    start: Callable[..., Job], then: str, code: int, backend: str
+) -> None:
     job = start(*then.split(","), files={"worker.py": _RANK}, backend=backend)
     assert job.finish() == code  # and nothing is left
     assert gone(*daemons(job, 2))
@@ -95,9 +100,15 @@ def test_daemons_end_with_the_job(start: Callable[..., Job], then: str, code: in
 
 @pytest.mark.parametrize(
     ("number", "backend"),
-    [(signal.SIGKILL, "ring"), (signal.SIGHUP, "ring"), pytest.param(signal.SIGKILL, "mpi", marks=needs_mpi)],
+    [
+        (signal.SIGKILL, "ring"),
+        (signal.SIGHUP, "ring"),
+        pytest.param(signal.SIGKILL, "mpi", marks=needs_mpi),
+    ],
 )
-def test_daemons_end_when_the_supervisor_is_killed(start: Callable[..., Job], number: int, backend: str) -> None:
+def test_daemons_end_when_the_supervisor_is_killed(
+    start: Callable[..., Job], number: int, backend: str
+) -> None:
     """By ``kill -9``, or with its terminal."""
     job = start("wait", "wait", files={"worker.py": _RANK}, backend=backend, stop_grace_s=1.0)
     found = daemons(job, 2)
@@ -110,7 +121,7 @@ def test_daemons_end_when_the_supervisor_is_killed(start: Callable[..., Job], nu
     until(lambda: job.left() == [] and list((job.directory / "tmp").iterdir()) == [], 10.0)
 
 
-# --- on another computer ------------------------------------------------------------------------------
+# --- on another computer --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -119,7 +130,9 @@ def remote(tmp_path: Path) -> Iterator[tuple[RankProcesses, psutil.Process]]:
     (tmp_path / "worker.py").write_text(_RANK)
     command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path), "wait"]
     places = (Place("here", 1),)
-    spec = LaunchSpec(command, 1, "ring", tmp_path / "logs", places=places, env={"PYTHONPATH": SOURCE})
+    spec = LaunchSpec(
+        command, 1, "ring", tmp_path / "logs", places=places, env={"PYTHONPATH": SOURCE}
+    )
     ranks = start_remote(spec, tmp_path / "run")
     try:
         until((tmp_path / "daemon-0-1").exists, 20.0)
@@ -138,14 +151,16 @@ def test_an_agent_ends_daemons(remote: tuple[RankProcesses, psutil.Process]) -> 
     assert gone(daemon)
 
 
-def test_daemons_end_when_their_agent_is_killed(remote: tuple[RankProcesses, psutil.Process]) -> None:
+def test_daemons_end_when_their_agent_is_killed(
+    remote: tuple[RankProcesses, psutil.Process],
+) -> None:
     _, daemon = remote
     (agent,) = [p for p in psutil.Process().children() if "allhands.cluster.agent" in p.cmdline()]
     agent.kill()
     until(lambda: gone(daemon), 10.0)
 
 
-# --- who bears a mark ---------------------------------------------------------------------------------
+# --- who bears a mark -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,7 +171,9 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     def begin(mark: str | None, *command: str, **more: Any) -> subprocess.Popen[bytes]:
         env = {name: value for name, value in os.environ.items() if name != MARK}
         env |= {} if mark is None else {MARK: mark}
-        started.append(subprocess.Popen(command or ("sleep", "60"), env=env, start_new_session=True, **more))
+        started.append(
+            subprocess.Popen(command or ("sleep", "60"), env=env, start_new_session=True, **more)
+        )
         return started[-1]
 
     yield begin
@@ -172,7 +189,10 @@ def test_only_the_attempt_itself_and_what_is_below_it(
     mark = str(tmp_path / "a b" / "1")
     ended = [sleeper(mark), sleeper(f"{mark}/nested/2")]
     os.kill(ended[0].pid, signal.SIGSTOP)
-    spared = [sleeper(other) for other in (None, "", f"{mark}0", str(tmp_path / "a b"), str(tmp_path / "a b" / "2"))]
+    spared = [
+        sleeper(other)
+        for other in (None, "", f"{mark}0", str(tmp_path / "a b"), str(tmp_path / "a b" / "2"))
+    ]
     in_words = sleeper(None, sys.executable, "-c", "import time; time.sleep(60)", f"{MARK}={mark}")
     assert end_processes([], [mark])
     assert [one.wait(timeout=5) for one in ended] == [-signal.SIGKILL] * 2
@@ -206,7 +226,11 @@ def test_a_process_that_starts_another_and_ends_again_and_again(
 def alive(word: str) -> list[int]:
     """Processes with ``word`` in their command lines."""
     found = psutil.process_iter(["cmdline", "status"])
-    return [p.pid for p in found if word in (p.info["cmdline"] or ()) and p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [
+        p.pid
+        for p in found
+        if word in (p.info["cmdline"] or ()) and p.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 @needs_proc
@@ -228,10 +252,14 @@ time.sleep(60)
 """
     outer = str(tmp_path / "outer")
     env = os.environ | {MARK: outer, "PYTHONPATH": SOURCE}
-    nested = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=env, start_new_session=True)
+    nested = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], env=env, start_new_session=True
+    )
     try:
         until((tmp_path / "pids").exists, 20.0)
-        helper, child = (psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+        helper, child = (
+            psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()
+        )
         assert nested.poll() is None
         assert not gone(helper)
         assert not gone(child)

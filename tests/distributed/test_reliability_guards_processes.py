@@ -1,4 +1,6 @@
-"""Guards of a run on real processes: who may write into its directory, how ranks regroup, what is found frozen."""
+"""Guards of a run on real processes: who may write into its directory, how ranks regroup, what is
+found frozen.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,14 @@ def checkpoints(directory: Path) -> dict[int, str]:
     return {checkpoint.step: checkpoint.run_id for checkpoint in opened}
 
 
-# --- claims ---------------------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_a_second_run_into_a_directory_is_refused(trial: Trial) -> None:
-    """Supervised or not, and also by a rank that was told of the claim of another supervisor, on another directory."""
+    """Supervised or not, and also by a rank that was told of the claim of another supervisor, on
+    another directory.
+    """
     trial.plan({"rank": 0, "step": 2, "kind": "slow", "seconds": 30})
     first = trial.start(ranks=2)
     trial.wait_for_fired()
@@ -65,7 +69,9 @@ def test_a_second_run_into_a_directory_is_refused(trial: Trial) -> None:
 
 @pytest.mark.long
 def test_a_copy_is_kept_on_the_supervisors_own_computer(tmp_path: Path) -> None:
-    """Rank 0 is elsewhere; rank 1 keeps its copy in the directory that the supervisor beside it has claimed."""
+    """Rank 0 is elsewhere; rank 1 keeps its copy in the directory that the supervisor beside it has
+    claimed.
+    """
     own = tmp_path / "own"
     with namespaces(1, tmp_path, [own]) as cluster, Bench(own).trial("copy") as trial:
         there = tmp_path / "files-node0-0"
@@ -75,20 +81,31 @@ def test_a_copy_is_kept_on_the_supervisors_own_computer(tmp_path: Path) -> None:
         hostfile = cluster.hostfile(tmp_path / "hosts.json")
         here = {"ssh": "localhost", "ips": [cluster.address], "slots": 1}
         hostfile.write_text(json.dumps([*json.loads(hostfile.read_text()), here]))
-        job = trial.run("--hostfile", hostfile, "--checkpoint-copies", "2", "--max-restarts", "0", ranks=1, iters=5)
+        job = trial.run(
+            "--hostfile",
+            hostfile,
+            "--checkpoint-copies",
+            "2",
+            "--max-restarts",
+            "0",
+            ranks=1,
+            iters=5,
+        )
         assert "2 processes" in trial.events("launched")[0]["message"]
         kept = checkpoints(trial.out)
         assert list(kept) == [5], job.err
         assert kept == checkpoints(there / trial.token)
 
 
-# --- one name for all -------------------------------------------------------------------------------------------
+# --- one name for all -----------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 def test_under_a_plain_mpirun_all_keepers_write_the_same_run(trial: Trial) -> None:
-    """Each rank is told that it is alone on its computer, so that rank 1 keeps a copy where rank 0 does not look."""
+    """Each rank is told that it is alone on its computer, so that rank 1 keeps a copy where rank 0
+    does not look.
+    """
     found = find_mpi()
     assert found is not None
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -97,24 +114,33 @@ def test_under_a_plain_mpirun_all_keepers_write_the_same_run(trial: Trial) -> No
         "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 "
         f'exec "$@" --adapter-path {trial.out}-$OMPI_COMM_WORLD_RANK'
     )
-    arguments = trial.arguments("-n", "2", "--backend", "auto", "--checkpoint-copies", "2", ranks=2, iters=5)
+    arguments = trial.arguments(
+        "-n", "2", "--backend", "auto", "--checkpoint-copies", "2", ranks=2, iters=5
+    )
     for option in ("--max-restarts", "--adapter-path"):
         place = arguments.index(option)
         del arguments[place : place + 2]
-    job = Job(*arguments, prefix=[*mpirun, "sh", "-c", script, "sh"], env={"TMPDIR": str(trial.temporary)})
+    job = Job(
+        *arguments, prefix=[*mpirun, "sh", "-c", script, "sh"], env={"TMPDIR": str(trial.temporary)}
+    )
     assert job.finish() == 0, job.err
     one, other = (checkpoints(Path(f"{trial.out}-{rank}")) for rank in range(2))
     assert list(one) == [5]
     assert one == other
 
 
-# --- a regroup needs a checkpoint -------------------------------------------------------------------------------
+# --- a regroup needs a checkpoint -----------------------------------------------------------------
 
 
 def test_ranks_end_with_the_code_of_a_regroup_after_a_save_that_succeeds(trial: Trial) -> None:
     """They are told at once; the disk is full at the first boundary, after five batches."""
     trial.plan({"rank": 0, "step": 5, "kind": "disk-full", "write": 1})
-    command = [sys.executable, "-m", "allhands", *map(str, trial.arguments("--val-batches", "0", ranks=2))]
+    command = [
+        sys.executable,
+        "-m",
+        "allhands",
+        *map(str, trial.arguments("--val-batches", "0", ranks=2)),
+    ]
     env = {"ALLHANDS_FAULTS": str(trial.schedule), "OPENBLAS_NUM_THREADS": "1"}
     spec = LaunchSpec(command, 2, "ring", trial.out / "logs", env=env)
     spec.log_dir.mkdir(parents=True)
@@ -137,7 +163,7 @@ def test_ranks_end_with_the_code_of_a_regroup_after_a_save_that_succeeds(trial: 
     assert "started" in [event.kind for event in told]
 
 
-# --- frozen processes -------------------------------------------------------------------------------------------
+# --- frozen processes -----------------------------------------------------------------------------
 
 _FREEZING = """
 import os, signal, sys
@@ -161,7 +187,9 @@ def test_a_frozen_process_is_found_whatever_it_was_doing() -> None:
     """All of these may be silent for a minute or more; "nothing" is before the first sign of life."""
     phases = ["nothing", "start", "first", "validate", "save", "end"]
     with jobs() as begin:
-        started = {phase: begin(phase, program=ATTEMPT, files={"worker.py": _FREEZING}) for phase in phases}
+        started = {
+            phase: begin(phase, program=ATTEMPT, files={"worker.py": _FREEZING}) for phase in phases
+        }
         for phase, job in started.items():
             assert job.finish() == 0, job.err
             assert (job.directory / "frozen").exists()
@@ -169,4 +197,6 @@ def test_a_frozen_process_is_found_whatever_it_was_doing() -> None:
             assert (fault["kind"], fault["rank"]) == ("hang", 0)
             assert fault["phase"] == (None if phase == "nothing" else phase)
             assert "(the process is stopped)" in fault["message"]
-            assert 4.0 <= fault["detected_s"] < 8.0  # computed on shared cores, where a look may come late
+            assert (
+                4.0 <= fault["detected_s"] < 8.0
+            )  # computed on shared cores, where a look may come late

@@ -1,4 +1,6 @@
-"""Ranks on several computers: real sshd in network namespaces, real faults; nothing may be left anywhere."""
+"""Ranks on several computers: real sshd in network namespaces, real faults; nothing may be left
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,20 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
 
-    def begin(places: Sequence[Place], kind: str = "plain", seconds: float = 60, *words: str, **more: Any):
+    def begin(
+        places: Sequence[Place], kind: str = "plain", seconds: float = 60, *words: str, **more: Any
+    ):
         command = [sys.executable, str(RANK), kind, str(seconds), *words]
         total = sum(place.num_ranks for place in places)
-        spec = LaunchSpec(command, total, "ring", tmp_path / "logs", places=tuple(places), cores_per_rank=1, **more)
+        spec = LaunchSpec(
+            command,
+            total,
+            "ring",
+            tmp_path / "logs",
+            places=tuple(places),
+            cores_per_rank=1,
+            **more,
+        )
         started.append(start_remote(spec, tmp_path / "run"))
         return started[-1]
 
@@ -103,7 +115,9 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 20.0) -> float:
 
 
 def wait_for_start(ranks: RankProcesses, count: int) -> None:
-    wait_for(lambda: all(ranks.marks(rank).started and ranks.marks(rank).beat for rank in range(count)))
+    wait_for(
+        lambda: all(ranks.marks(rank).started and ranks.marks(rank).beat for rank in range(count))
+    )
 
 
 def facts_of(ranks: RankProcesses, rank: int) -> dict[str, Any]:
@@ -117,11 +131,15 @@ def codes(ranks: RankProcesses) -> list[int]:
 
 def ssh_of(name: str) -> psutil.Process:
     """The one ssh of ours that leads to that computer."""
-    (found,) = [child for child in psutil.Process().children() if child.name() == "ssh" and name in child.cmdline()]
+    (found,) = [
+        child
+        for child in psutil.Process().children()
+        if child.name() == "ssh" and name in child.cmdline()
+    ]
     return found
 
 
-# --- what a run needs ---------------------------------------------------------------------------------
+# --- what a run needs -----------------------------------------------------------------------------
 
 
 def test_a_ring_over_two_computers(
@@ -135,7 +153,9 @@ def test_a_ring_over_two_computers(
     assert first.beat is not None
     assert first.beat.phase == "compute"
     assert abs(time.monotonic() - first.beat.time) < 2.0
-    wait_for(lambda: (later := ranks.marks(2).beat) and first.beat and later.count > first.beat.count)
+    wait_for(
+        lambda: (later := ranks.marks(2).beat) and first.beat and later.count > first.beat.count
+    )
     wait_for(lambda: len(ranks.exits()) == 4)
     assert codes(ranks) == [0, 3, 0, 0]
     assert ranks.lost_hosts() == []
@@ -150,7 +170,14 @@ def test_a_ring_over_two_computers(
     assert facts["mode"] == 0o700
     addresses = [peer.rpartition(":")[0] for (peer,) in facts["peers"]]
     assert addresses == [node.address for node in cluster.nodes.values() for _ in range(2)]
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "RUN_ID": "abc", "CORES": "1"}
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_SIZE": "2",
+        "RUN_ID": "abc",
+        "CORES": "1",
+    }
     assert {name: facts["environment"][f"ALLHANDS_{name}"] for name in expected} == expected
     assert "ALLHANDS_SSH" not in facts["environment"]
 
@@ -172,7 +199,10 @@ def test_rank_0_here_and_another_there(
     assert codes(ranks) == [0, 3]
     peers = facts_of(ranks, 1)["peers"]
     # Not the loopback address, which the other computer could not reach.
-    assert [peer.rpartition(":")[0] for (peer,) in peers] == [cluster.address, cluster.nodes["node0"].address]
+    assert [peer.rpartition(":")[0] for (peer,) in peers] == [
+        cluster.address,
+        cluster.nodes["node0"].address,
+    ]
     ranks.kill()
     assert capfd.readouterr().err == "sum 3.0\n"
 
@@ -190,7 +220,9 @@ def test_words_and_signals(places: tuple[Place, ...], start: Start) -> None:
     assert codes(ranks) == [75, 75, 75, -signal.SIGTERM]
 
 
-def test_the_log_of_the_last_attempt_is_set_aside(places: tuple[Place, ...], start: Start, tmp_path: Path) -> None:
+def test_the_log_of_the_last_attempt_is_set_aside(
+    places: tuple[Place, ...], start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-2.log").write_text("old\n")
     (tmp_path / "logs" / "error-rank-2.json").write_text('{"type": "Old", "message": "old"}')
@@ -201,10 +233,14 @@ def test_the_log_of_the_last_attempt_is_set_aside(places: tuple[Place, ...], sta
     assert (tmp_path / "logs" / "rank-2.previous.log").read_text() == "old\n"
 
 
-def test_a_login_shell_that_talks(cluster: Cluster, places: tuple[Place, ...], start: Start, tmp_path: Path) -> None:
+def test_a_login_shell_that_talks(
+    cluster: Cluster, places: tuple[Place, ...], start: Start, tmp_path: Path
+) -> None:
     login = cluster.nodes["node1"].login
     usual = login.read_text()
-    forged = json.dumps({"secret": "0" * 64, "kind": "exit", "rank": 2, "code": 0, "age": 0, "report": {}})
+    forged = json.dumps(
+        {"secret": "0" * 64, "kind": "exit", "rank": 2, "code": 0, "age": 0, "report": {}}
+    )
     login.write_text(
         f"echo Welcome; echo; printf '\\377\\0\\n'; echo {shlex.quote(forged)}; echo '{{\"kind\": \"ready\"}}'\n"
         f"echo '[1'; printf 'no end of line'; {usual}"
@@ -222,7 +258,7 @@ def test_a_login_shell_that_talks(cluster: Cluster, places: tuple[Place, ...], s
     assert (tmp_path / "logs" / "host-node1.log").stat().st_mode & 0o777 == 0o600
 
 
-# --- faults -------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def test_ssh_is_killed(cluster: Cluster, places: tuple[Place, ...], start: Start) -> None:
@@ -263,7 +299,9 @@ def test_the_cable_is_pulled(cluster: Cluster, places: tuple[Place, ...], start:
         cluster.heal("node1")
 
 
-def test_a_slow_network_is_not_a_lost_computer(cluster: Cluster, places: tuple[Place, ...], start: Start) -> None:
+def test_a_slow_network_is_not_a_lost_computer(
+    cluster: Cluster, places: tuple[Place, ...], start: Start
+) -> None:
     cluster.slow("node1", "400kbit", "50ms")
     try:
         ranks = start(places, "plain", 0.5)
@@ -295,7 +333,9 @@ def test_an_agent_is_killed(cluster: Cluster, places: tuple[Place, ...], start: 
     wait_for(lambda: not run_dir.exists(), 3.0)
 
 
-def test_stopped_ranks_and_children_end_too(cluster: Cluster, places: tuple[Place, ...], start: Start) -> None:
+def test_stopped_ranks_and_children_end_too(
+    cluster: Cluster, places: tuple[Place, ...], start: Start
+) -> None:
     ranks = start(places, "child")
     wait_for_start(ranks, 4)
     for rank in range(4):
@@ -308,7 +348,9 @@ def test_stopped_ranks_and_children_end_too(cluster: Cluster, places: tuple[Plac
     ranks.kill()
 
 
-def test_the_supervisor_is_killed(cluster: Cluster, places: tuple[Place, ...], tmp_path: Path) -> None:
+def test_the_supervisor_is_killed(
+    cluster: Cluster, places: tuple[Place, ...], tmp_path: Path
+) -> None:
     script = (
         "import sys, time; from pathlib import Path; from allhands.cluster.hosts import read_hostfile\n"
         "from allhands.cluster.ranks import LaunchSpec, Place; from allhands.cluster.remote import start_remote\n"
@@ -317,12 +359,21 @@ def test_the_supervisor_is_killed(cluster: Cluster, places: tuple[Place, ...], t
         "start_remote(LaunchSpec(command, 5, 'ring', Path(logs), places=places), Path(logs)); time.sleep(100)\n"
     )
     words = [tmp_path / "hosts.json", tmp_path / "logs", sys.executable, RANK, "deaf", "100"]
-    supervisor = subprocess.Popen([sys.executable, "-c", script, *map(str, words)], stdout=subprocess.DEVNULL)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, words)], stdout=subprocess.DEVNULL
+    )
     try:
         for name in cluster.names:
-            wait_for(lambda name=name: sum("deaf" in words_of(p) for p in cluster.processes(name)) == 2)
+            wait_for(
+                lambda name=name: sum("deaf" in words_of(p) for p in cluster.processes(name)) == 2
+            )
         own = psutil.Process(supervisor.pid).children(recursive=True)
-        wait_for(lambda: any("deaf" in words_of(p) for p in psutil.Process(supervisor.pid).children(recursive=True)))
+        wait_for(
+            lambda: any(
+                "deaf" in words_of(p)
+                for p in psutil.Process(supervisor.pid).children(recursive=True)
+            )
+        )
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -332,7 +383,7 @@ def test_the_supervisor_is_killed(cluster: Cluster, places: tuple[Place, ...], t
     assert_nothing_left(cluster)
 
 
-# --- before the start ---------------------------------------------------------------------------------
+# --- before the start -----------------------------------------------------------------------------
 
 
 def test_computers_that_cannot_be_reached_are_named(
@@ -351,10 +402,17 @@ def test_computers_that_cannot_be_reached_are_named(
 
 def test_an_address_of_somebody_else(places: tuple[Place, ...], start: Start) -> None:
     with pytest.raises(HostError, match=r"192\.0\.2\.1 is no address of this computer"):
-        start([Place("node0", 1, Host("node0", "node0", ("192.0.2.1",), python=sys.executable)), places[1]])
+        start(
+            [
+                Place("node0", 1, Host("node0", "node0", ("192.0.2.1",), python=sys.executable)),
+                places[1],
+            ]
+        )
 
 
-def test_other_versions(places: tuple[Place, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions(
+    places: tuple[Place, ...], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = {**remote.software_here(), "mlx": "0.0.1"}
     monkeypatch.setattr(remote, "software_here", lambda: changed)
     with pytest.raises(HostError, match=r"node0 has mlx .*, this computer 0\.0\.1"):
@@ -368,20 +426,25 @@ def test_what_cannot_be_asked_for(places: tuple[Place, ...], tmp_path: Path) -> 
         start_remote(LaunchSpec(["true"], 3, "ring", tmp_path, places=places), tmp_path)
 
 
-def test_the_newest_checkpoint_of_each(cluster: Cluster, tmp_path: Path, places: tuple[Place, ...]) -> None:
+def test_the_newest_checkpoint_of_each(
+    cluster: Cluster, tmp_path: Path, places: tuple[Place, ...]
+) -> None:
     own = cluster.directory / "own files"  # every computer sees another one
     for i, (step, run_id) in enumerate([(300, "ab" * 8), (200, "ab" * 8)]):
         write_checkpoint(checkpoint_path(tmp_path / f"{i}", step), step, run_id, {}, {})
         cluster.run(f"node{i}", ["cp", "-r", str(tmp_path / f"{i}"), str(own / "adapters")])
     write_checkpoint(checkpoint_path(tmp_path / "other", 900), 900, "cd" * 8, {}, {})
     cluster.run("node1", ["cp", "-r", f"{tmp_path / 'other'}/.", str(own / "adapters")])
-    hosts = [place.host for place in places if place.host] + [Host("gone", cluster.address), Host("here")]
+    hosts = [place.host for place in places if place.host] + [
+        Host("gone", cluster.address),
+        Host("here"),
+    ]
     assert newest_checkpoint(hosts, own / "adapters", "ab" * 8) == {"node0": 300, "node1": 200}
     assert newest_checkpoint([], own, "ab" * 8) == {}
     assert_nothing_left(cluster)
 
 
-# --- without namespaces -------------------------------------------------------------------------------
+# --- without namespaces ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -400,7 +463,13 @@ def test_hostile_values_arrive_as_they_are(start: Start, tmp_path: Path) -> None
     directory.mkdir()
     (directory / "venv").symlink_to(sys.prefix)
     python = str(directory / "venv" / "bin" / Path(sys.executable).name)
-    entry = {"ssh": "other", "ips": ["127.0.0.1"], "python": python, "cwd": str(directory), "envs": {"TEST_X": evil}}
+    entry = {
+        "ssh": "other",
+        "ips": ["127.0.0.1"],
+        "python": python,
+        "cwd": str(directory),
+        "envs": {"TEST_X": evil},
+    }
     (tmp_path / "hosts.json").write_text(json.dumps([entry]))
     (host,) = read_hostfile(tmp_path / "hosts.json")
     places = [Place("here", 1, Host("here", None, ("127.0.0.1",))), Place("other", 1, host)]
@@ -416,14 +485,20 @@ def test_hostile_values_arrive_as_they_are(start: Start, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_directory_that_cannot_be_used(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Host("other", "other", ("127.0.0.1",), python=sys.executable, cwd=str(tmp_path / "none"))
+def test_a_directory_that_cannot_be_used(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Host(
+        "other", "other", ("127.0.0.1",), python=sys.executable, cwd=str(tmp_path / "none")
+    )
     with pytest.raises(ConfigError, match=r"host other: .*none cannot be entered"):
         start([Place("other", 1, other)])
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work" / "logs").write_text("a file")
-    ranks = start([Place("other", 1, Host("other", "other", ("127.0.0.1",), cwd=str(tmp_path / "work")))])
+    ranks = start(
+        [Place("other", 1, Host("other", "other", ("127.0.0.1",), cwd=str(tmp_path / "work")))]
+    )
     wait_for(lambda: len(ranks.exits()) == 1)
     assert codes(ranks) == [7]
     error = ranks.error(0)
@@ -436,7 +511,9 @@ def agent(*lines: str) -> subprocess.CompletedProcess[str]:
     """What an agent answers to lines on its standard input, which then ends."""
     command = [sys.executable, "-P", "-m", "allhands.cluster.agent"]
     text = "".join(f"{line}\n" for line in lines)
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 def frame(secret: str | None, kind: str, **fields: Any) -> str:
@@ -457,11 +534,20 @@ def test_who_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert "no message from a supervisor" in done.stderr
     own = frame("a" * 64, "ping", number=5)
-    done = agent(frame("a" * 64, "hello", **HELLO), frame("b" * 64, "ping", number=4), frame(None, "end"), own)
+    done = agent(
+        frame("a" * 64, "hello", **HELLO),
+        frame("b" * 64, "ping", number=4),
+        frame(None, "end"),
+        own,
+    )
     frames = [json.loads(line) for line in done.stdout.splitlines() if line]
     assert done.returncode == 0
     assert {each["secret"] for each in frames} == {"a" * 64}
-    assert [(each["kind"], each.get("number")) for each in frames] == [("ready", None), ("pong", 5), ("ended", None)]
+    assert [(each["kind"], each.get("number")) for each in frames] == [
+        ("ready", None),
+        ("pong", 5),
+        ("ended", None),
+    ]
     (port,) = frames[0]["ports"]
     assert 1024 < port < 65536
     assert "a" * 64 not in done.stderr

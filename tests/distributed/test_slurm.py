@@ -1,7 +1,8 @@
-"""Trainings under a real Slurm: tasks of srun, batch scripts, signals, the end of the time, and going on.
+"""Trainings under a real Slurm: tasks of srun, batch scripts, signals, the end of the time, and
+going on.
 
-Two tasks of srun and ``-n 2`` are the same ring of two: their results are compared bit by bit. Those of one process
-are compared to rounding, because sums are taken in another order.
+Two tasks of srun and ``-n 2`` are the same ring of two: their results are compared bit by bit.
+Those of one process are compared to rounding, because sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def steps_kept(out: Path) -> list[int]:
 
 def of_task(text: str, rank: int) -> str:
     """What a rank has printed, of ``srun --label``."""
-    return "\n".join(line.partition(": ")[2] for line in text.splitlines() if line.startswith(f"{rank}: "))
+    return "\n".join(
+        line.partition(": ")[2] for line in text.splitlines() if line.startswith(f"{rank}: ")
+    )
 
 
 def only_job(made: Slurm) -> str:
@@ -112,7 +115,7 @@ def only_job(made: Slurm) -> str:
     return job
 
 
-# --- tasks of srun --------------------------------------------------------------------------------------
+# --- tasks of srun --------------------------------------------------------------------------------
 
 
 def test_two_tasks_compute_what_one_process_does(
@@ -134,14 +137,21 @@ def pmix(alone_here: Slurm) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
-def test_every_task_knows_its_place(alone_here: Slurm, trial: Trial, mpi: str, request: pytest.FixtureRequest) -> None:
+def test_every_task_knows_its_place(
+    alone_here: Slurm, trial: Trial, mpi: str, request: pytest.FixtureRequest
+) -> None:
     if mpi == "pmix":
         request.getfixturevalue("pmix")
     job = finish(srun(alone_here, trial, "env", "--json", flags=(f"--mpi={mpi}", "--label")))
     ranks: list[dict[str, Any]] = [json.loads(of_task(job.out, rank)) for rank in (0, 1)]
     for rank, told in enumerate(ranks):
         assert (told["launcher"], told["rank"], told["size"]) == ("slurm", rank, 2)
-        assert (told["local_rank"], told["local_size"], told["node"], told["num_nodes"]) == (rank, 2, 0, 1)
+        assert (told["local_rank"], told["local_size"], told["node"], told["num_nodes"]) == (
+            rank,
+            2,
+            0,
+            1,
+        )
         assert told["backend"] == ("mpi" if mpi == "pmix" else "ring")
         assert told["platform"] == "slurm"
         assert told["grace_s"] == KILL_WAIT_S
@@ -154,20 +164,32 @@ def test_every_task_knows_its_place(alone_here: Slurm, trial: Trial, mpi: str, r
 
 @pytest.mark.usefixtures("pmix")
 def test_open_mpi_over_pmix_ends_well(
-    alone_here: Slurm, trial: Trial, bench: Bench, one: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone_here: Slurm,
+    trial: Trial,
+    bench: Bench,
+    one: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank that ends without MPI's finalizer is a failure for it, and the others are killed."""
-    # Slurm's PMIx hides that both ranks share a computer, so they talk over TCP. Other tests' interfaces come and go.
+    # Slurm's PMIx hides that both ranks share a computer, so they talk over TCP. Other tests'
+    # interfaces come and go.
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "lo")
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # rank 0 has to look for fonts before it can draw: seconds
-    job = finish(srun(alone_here, trial, "train", *options(bench, trial.out), flags=("--mpi=pmix",)))
+    monkeypatch.setenv(
+        "MPLCONFIGDIR", str(tmp_path)
+    )  # rank 0 has to look for fonts before it can draw: seconds
+    job = finish(
+        srun(alone_here, trial, "train", *options(bench, trial.out), flags=("--mpi=pmix",))
+    )
     assert "ranks       2 (mpi)" in job.out
     assert "Error handler invoked" not in job.err
     np.testing.assert_allclose(read_run(trial.out).losses, one.losses, rtol=2e-5)
 
 
 @pytest.mark.long
-def test_two_steps_of_one_job_do_not_meet(alone_here: Slurm, trial: Trial, bench: Bench, two: Result) -> None:
+def test_two_steps_of_one_job_do_not_meet(
+    alone_here: Slurm, trial: Trial, bench: Bench, two: Result
+) -> None:
     """Both have the same job number, the same node, and start at the same moment."""
     outs = [trial.out / name for name in ("first", "second")]
     script = trial.out.parent / f"{trial.token}.sh"
@@ -176,7 +198,9 @@ def test_two_steps_of_one_job_do_not_meet(alone_here: Slurm, trial: Trial, bench
         train = " ".join([*ALLHANDS, "train", *options(bench, out)])
         lines.append(f"srun -n 2 --exact {train} > {out.name}-{trial.token}.log 2>&1 &")
     script.write_text("\n".join([*lines, "wait -n && wait -n"]) + "\n")
-    number = alone_here.submit("-n", "4", "--output", script.with_suffix(".log"), script, cwd=script.parent)
+    number = alone_here.submit(
+        "-n", "4", "--output", script.with_suffix(".log"), script, cwd=script.parent
+    )
     alone_here.wait_for(number, "COMPLETED", 60.0)
     assert [result(out) for out in outs] == [two, two]
 
@@ -201,7 +225,7 @@ def test_another_size_than_srun_has_started(alone_here: Slurm, trial: Trial, ben
     assert not trial.out.exists()
 
 
-# --- without srun ---------------------------------------------------------------------------------------
+# --- without srun ---------------------------------------------------------------------------------
 
 
 def test_a_batch_script_without_srun_is_one_process_and_says_so(
@@ -209,9 +233,14 @@ def test_a_batch_script_without_srun_is_one_process_and_says_so(
 ) -> None:
     log = trial.out.parent / f"{trial.token}.log"
     command = " ".join([*ALLHANDS, "train", *options(bench, trial.out)])
-    number = alone_here.submit("-n", "2", "--output", log, "--wrap", command, env={"TMPDIR": str(trial.temporary)})
+    number = alone_here.submit(
+        "-n", "2", "--output", log, "--wrap", command, env={"TMPDIR": str(trial.temporary)}
+    )
     alone_here.wait_for(number, "COMPLETED", 60.0)
-    assert "allhands: note: the job has 2 tasks, and this shell or script is not one of them" in log.read_text()
+    assert (
+        "allhands: note: the job has 2 tasks, and this shell or script is not one of them"
+        in log.read_text()
+    )
     assert read_run(trial.out).losses == one.losses
 
 
@@ -224,7 +253,7 @@ def test_a_shell_in_an_allocation_is_no_rank(alone_here: Slurm, trial: Trial) ->
     assert "srun allhands train" in " ".join(told["notes"])
 
 
-# --- stops, and going on --------------------------------------------------------------------------------
+# --- stops, and going on --------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -272,7 +301,14 @@ class Submitted:
             "ALLHANDS_FAULTS": str(trial.schedule),
             "TMPDIR": str(trial.temporary),
         }
-        size = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--mem=500M", "--output", str(self.log)]
+        size = [
+            "--nodes=1",
+            "--ntasks-per-node=2",
+            "--cpus-per-task=1",
+            "--mem=500M",
+            "--output",
+            str(self.log),
+        ]
         trained = options(bench, trial.out)
         script = [str(SCRIPT), *trained[trained.index("--iters") :]]
         self.number = made.submit(*size, *more, *script, env=variables, cwd=trial.out.parent)
@@ -282,12 +318,18 @@ class Submitted:
 def test_the_batch_script_saves_at_the_end_of_the_time_and_goes_on_by_itself(
     alone_here: Slurm, trial: Trial, bench: Bench, two: Result
 ) -> None:
-    """No limit is shorter than a minute; the controller looks at it every half a minute, and warns in advance."""
+    """No limit is shorter than a minute; the controller looks at it every half a minute, and warns
+    in advance.
+    """
     trial.plan(*(slow(step, 5.0) for step in range(3, ITERS - 1)))
     job = Submitted(alone_here, trial, bench, "--time=30", "--signal=USR1@55")
     until(lambda: len(trial.fired()) > 0, 60.0, "it does not train")
     alone_here.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
-    until(lambda: alone_here.facts(job.number)["Restarts"] == "1", 60.0, "it does not go back into the queue")
+    until(
+        lambda: alone_here.facts(job.number)["Restarts"] == "1",
+        60.0,
+        "it does not go back into the queue",
+    )
     log = job.log.read_text()
     assert "stopped with a checkpoint" in log
     assert "back into the queue (restart 1 of at most 20)" in log
@@ -300,7 +342,9 @@ def test_the_batch_script_saves_at_the_end_of_the_time_and_goes_on_by_itself(
 
 
 @pytest.mark.long
-def test_cancelling_the_batch_script_ends_it_for_good(alone_here: Slurm, trial: Trial, bench: Bench) -> None:
+def test_cancelling_the_batch_script_ends_it_for_good(
+    alone_here: Slurm, trial: Trial, bench: Bench
+) -> None:
     trial.plan(slow(6, 2.0))
     job = Submitted(alone_here, trial, bench)
     until(lambda: len(trial.fired()) == 1, 60.0, "the fault has not fired")
@@ -312,11 +356,13 @@ def test_cancelling_the_batch_script_ends_it_for_good(alone_here: Slurm, trial: 
     assert steps_kept(trial.out)[-1] >= 4
 
 
-# --- several nodes --------------------------------------------------------------------------------------
+# --- several nodes --------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_tasks_on_three_computers_meet_by_their_names(bench: Bench, one: Run, tmp_path: Path) -> None:
+def test_tasks_on_three_computers_meet_by_their_names(
+    bench: Bench, one: Run, tmp_path: Path
+) -> None:
     with namespaces(3, tmp_path) as cluster, slurm(cluster) as made, bench.trial("three") as trial:
         flags = ("-n", "4", "--nodes=3", "--label")
         job = srun(made, trial, "env", "--json", flags=flags)

@@ -1,4 +1,6 @@
-"""``allhands.launch`` with real processes: a script and functions on two ranks, and what cannot be started."""
+"""``allhands.launch`` with real processes: a script and functions on two ranks, and what cannot be
+started.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_a_function_and_a_script(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"function-{rank}").read_text() for rank in range(2)] == ["7.0", "7.0"]
     assert [(tmp_path / f"script-{rank}").read_text() for rank in range(2)] == ["11.0", "11.0"]
@@ -67,13 +71,22 @@ world.barrier()
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "backend",
-    ["ring", pytest.param("mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed"))],
+    [
+        "ring",
+        pytest.param(
+            "mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
+        ),
+    ],
 )
-def test_a_rank_that_raises_ends_all_at_once_and_is_named(tmp_path: Path, backend: str, rank: int) -> None:
+def test_a_rank_that_raises_ends_all_at_once_and_is_named(
+    tmp_path: Path, backend: str, rank: int
+) -> None:
     """MPI would wait at its end for the other one, which waits for it."""
     (tmp_path / "fails.py").write_text(FAILS)
     options = ("-n", "2", "--backend", backend, "--max-restarts", "0")
-    done = run_allhands("launch", *options, "--", sys.executable, "fails.py", str(rank), cwd=tmp_path, timeout=40)
+    done = run_allhands(
+        "launch", *options, "--", sys.executable, "fails.py", str(rank), cwd=tmp_path, timeout=40
+    )
     assert done.returncode == 1
     assert f"rank {rank} exited with code 1: ValueError: boom" in done.stderr
 
@@ -100,7 +113,9 @@ def test_a_callback_that_raises_under_a_plain_mpirun_ends_all(
     mpirun = [str(installation.mpirun), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
     command = [*mpirun, sys.executable, "program.py", str(tiny_model), str(tiny_data)]
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0
     assert "ValueError: boom" in done.stderr + done.stdout
 
@@ -120,7 +135,10 @@ def test_what_cannot_be_started() -> None:
 
 
 def test_an_argument_that_there_is_not() -> None:
-    for wrong, words in (("num_rnks", "did you mean num_ranks?"), ("hostfiles", "did you mean hostfile?")):
+    for wrong, words in (
+        ("num_rnks", "did you mean num_ranks?"),
+        ("hostfiles", "did you mean hostfile?"),
+    ):
         with pytest.raises(ConfigError, match=f"no argument {wrong}") as caught:
             allhands.launch("w1.py", **{wrong: 2})  # pyright: ignore[reportArgumentType]
         assert caught.value.hint == words
@@ -136,7 +154,9 @@ def test_options_are_those_of_the_command() -> None:
     assert _flags({"tag_output": True}) == ["--tag-output"]
 
 
-def test_a_rank_calls_the_function_of_a_module_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_calls_the_function_of_a_module_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "neighbour.py").write_text("NAME = 'told'\n")
     (tmp_path / "work.py").write_text(

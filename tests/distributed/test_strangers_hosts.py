@@ -47,7 +47,9 @@ def started(cluster: Cluster) -> Iterator[list[Process]]:
             left.kill()
 
 
-def start(cluster: Cluster, name: str, argv: Sequence[str | Path], started: list[Process], **more: str) -> Process:
+def start(
+    cluster: Cluster, name: str, argv: Sequence[str | Path], started: list[Process], **more: str
+) -> Process:
     usual = {name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)}
     process = subprocess.Popen(
         cluster.command(name, [str(word) for word in argv]),
@@ -62,7 +64,13 @@ def start(cluster: Cluster, name: str, argv: Sequence[str | Path], started: list
 
 
 def start_rank(
-    cluster: Cluster, rank: int, out: Path, started: list[Process], model: Path, data: Path, **more: str
+    cluster: Cluster,
+    rank: int,
+    out: Path,
+    started: list[Process],
+    model: Path,
+    data: Path,
+    **more: str,
 ) -> Process:
     """A rank as torchrun starts it, on a computer of its own, that trains."""
     paths = ["--model", model, "--data", data, "--adapter-path", out]
@@ -78,7 +86,13 @@ def start_rank(
         "--num-layers",
         "2",
     ]
-    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_PORT": PORT,
+    }
     env = {name: str(value) for name, value in numbers.items()}
     env |= {"MASTER_ADDR": "node0", "ALLHANDS_MEETING_KEY": KEY, "OPENBLAS_NUM_THREADS": "1"}
     env |= {"ALLHANDS_PEERS_TIMEOUT_S": "120"}
@@ -115,12 +129,16 @@ def test_a_stranger_on_a_third_computer_ends_nothing(
 ) -> None:
     """And rank 0 listens at the address by which the launcher has named it, only."""
     rank_0 = start_rank(cluster, 0, tmp_path / "plain", started, tiny_model, tiny_data)
-    assert listening(cluster, "node0") == [f"{cluster.nodes['node0'].address}:{PORT}"]  # for as long as rank 1 is away
+    assert listening(cluster, "node0") == [
+        f"{cluster.nodes['node0'].address}:{PORT}"
+    ]  # for as long as rank 1 is away
     finish([rank_0, start_rank(cluster, 1, tmp_path / "plain", started, tiny_model, tiny_data)])
     rank_0 = start_rank(cluster, 0, tmp_path / "pestered", started, tiny_model, tiny_data)
     pest = stranger(cluster, started, "pester", "3000")
     assert pest.stdout is not None
-    assert int(pest.stdout.readline()) <= 65  # nothing but a random number; it stays, with 300 idle callers and more
+    assert (
+        int(pest.stdout.readline()) <= 65
+    )  # nothing but a random number; it stays, with 300 idle callers and more
     assert rank_0.poll() is None
     finish([rank_0, start_rank(cluster, 1, tmp_path / "pestered", started, tiny_model, tiny_data)])
     losses = read_run(tmp_path / "plain").losses
@@ -131,12 +149,18 @@ def test_a_stranger_on_a_third_computer_ends_nothing(
 def test_a_recorded_hello_is_no_key_at_the_next_start(
     cluster: Cluster, tmp_path: Path, started: list[Process], tiny_model: Path, tiny_data: Path
 ) -> None:
-    """Node2 passes on, and keeps, what rank 1 and rank 0 say; at the next start it comes first and says it again."""
+    """Node2 passes on, and keeps, what rank 1 and rank 0 say; at the next start it comes first and
+    says it again.
+    """
     node2 = cluster.nodes["node2"].address
     recorder = stranger(cluster, started, "record", node2)
     time.sleep(0.5)
     ranks = [start_rank(cluster, 0, tmp_path / "first", started, tiny_model, tiny_data)]
-    ranks.append(start_rank(cluster, 1, tmp_path / "first", started, tiny_model, tiny_data, MASTER_ADDR=node2))
+    ranks.append(
+        start_rank(
+            cluster, 1, tmp_path / "first", started, tiny_model, tiny_data, MASTER_ADDR=node2
+        )
+    )
     finish(ranks)
     recorded = recorder.communicate("")[0]
     assert b"rank" in bytes.fromhex(json.loads(recorded)["there"])
@@ -152,23 +176,32 @@ def test_a_recorded_hello_is_no_key_at_the_next_start(
 def test_secrets_of_a_start_are_new_and_no_one_elses(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of ranks are in their environment, which is their user's; not on a command line, nor in a log."""
+    """Those of ranks are in their environment, which is their user's; not on a command line, nor in
+    a log.
+    """
     monkeypatch.setenv("ALLHANDS_MEETING_KEY", "the person's own")
     hosts = read_hostfile(cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"]))
     places, found = tuple(Place(host.name, 1, host) for host in hosts), list[str]()
     for number in range(2):
         logs = tmp_path / f"logs-{number}"
-        spec = LaunchSpec([sys.executable, "-c", SLEEP], 2, "ring", logs, places=places, cores_per_rank=1)
+        spec = LaunchSpec(
+            [sys.executable, "-c", SLEEP], 2, "ring", logs, places=places, cores_per_rank=1
+        )
         ranks = start_remote(spec, tmp_path / "run")
         try:
             deadline, there = time.monotonic() + 30.0, list[psutil.Process]()
             while len(there) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-                everything = [process for name in ("node0", "node1") for process in cluster.processes(name)]
+                everything = [
+                    process for name in ("node0", "node1") for process in cluster.processes(name)
+                ]
                 there = [process for process in everything if words_of(process).endswith(SLEEP)]
             said = "".join(path.read_text() for path in logs.rglob("*") if path.is_file())
-            said += "".join(words_of(process) for process in (*everything, *psutil.Process().children(recursive=True)))
+            said += "".join(
+                words_of(process)
+                for process in (*everything, *psutil.Process().children(recursive=True))
+            )
             environments = [process.environ() for process in there]
         finally:
             ranks.kill()

@@ -1,4 +1,6 @@
-"""``allhands cluster sync`` to computers that share nothing but a network: slow, cut, firewalled, full or killed."""
+"""``allhands cluster sync`` to computers that share nothing but a network: slow, cut, firewalled,
+full or killed.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,19 @@ class Site:
 
     def got(self, name: str) -> dict[str, bytes]:
         top = self.there(name)
-        return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(top)): path.read_bytes()
+            for path in top.rglob("*")
+            if path.is_file()
+        }
 
-    def bring(self, when: Callable[[SyncState], None] = lambda state: None, **options: Any) -> SyncState:
+    def bring(
+        self, when: Callable[[SyncState], None] = lambda state: None, **options: Any
+    ) -> SyncState:
         words = [str(self.shown / "model"), str(self.shown / "data")]
-        return synchronise(make_plan(words), read_hostfile(self.hostfile), SyncOptions(**options), when)
+        return synchronise(
+            make_plan(words), read_hostfile(self.hostfile), SyncOptions(**options), when
+        )
 
 
 @pytest.fixture
@@ -81,7 +91,10 @@ def test_in_a_chain_everything_is_sent_once_over_each_cable(site: Site) -> None:
     state = site.bring(topology="chain")
     assert state.errors == []
     assert [host.parent for host in state.hosts] == ["this computer", "node0", "node1"]
-    assert (state.sent, [host.sent for host in state.hosts]) == (site.total, [site.total, site.total, 0])
+    assert (state.sent, [host.sent for host in state.hosts]) == (
+        site.total,
+        [site.total, site.total, 0],
+    )
     assert all(site.got(name) == site.files for name in site.cluster.names)
     for name in site.cluster.names:
         site.cluster.wait_for_none(name, 2.0)
@@ -100,7 +113,15 @@ def test_in_a_tree_those_who_have_it_help(site: Site) -> None:
 def test_killed_on_the_way_it_goes_on_where_it_was(site: Site) -> None:
     for name in site.cluster.names:
         site.cluster.slow(name, "100mbit")
-    argv = [sys.executable, "-c", COMMAND, "--hostfile", str(site.hostfile), str(site.shown / "model"), "--star"]
+    argv = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "--hostfile",
+        str(site.hostfile),
+        str(site.shown / "model"),
+        "--star",
+    ]
     log = site.cluster.directory / "log"
     with log.open("w") as output:
         job = subprocess.Popen(argv, stdout=output, stderr=output)
@@ -116,7 +137,9 @@ def test_killed_on_the_way_it_goes_on_where_it_was(site: Site) -> None:
         assert "model/weights" not in site.got(name)
     kept = {name: _come(site, name) for name in site.cluster.names}
     # A part is damaged while nobody looks.
-    partial = max((site.there("node1") / "model" / STAGING).iterdir(), key=lambda path: path.stat().st_size)
+    partial = max(
+        (site.there("node1") / "model" / STAGING).iterdir(), key=lambda path: path.stat().st_size
+    )
     with partial.open("r+b") as stream:
         stream.seek(10)
         stream.write(b"damage")
@@ -132,7 +155,11 @@ def test_killed_on_the_way_it_goes_on_where_it_was(site: Site) -> None:
 def _come(site: Site, name: str) -> int:
     """Bytes of the large file that have come."""
     staging = site.there(name) / "model" / STAGING
-    return max((path.stat().st_size for path in staging.glob("*")), default=0) if staging.is_dir() else 0
+    return (
+        max((path.stat().st_size for path in staging.glob("*")), default=0)
+        if staging.is_dir()
+        else 0
+    )
 
 
 @pytest.mark.long
@@ -160,7 +187,9 @@ def test_a_disk_that_fills_up_is_told_and_gone_on_with(site: Site) -> None:
     for name in site.cluster.names:
         site.cluster.slow(name, "100mbit")
     room = 2 * site.total  # for what has come, and rsync's copy of it
-    site.cluster.run("node1", ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(site.shown)])
+    site.cluster.run(
+        "node1", ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(site.shown)]
+    )
     hog = str(site.shown / "hog")
     fill = ["sh", "-c", f"cat /dev/zero > '{hog}' || true"]
     state = site.bring(once(1, lambda: site.cluster.run("node1", fill)), topology="chain")
@@ -178,13 +207,27 @@ def test_a_disk_that_fills_up_is_told_and_gone_on_with(site: Site) -> None:
     assert again.errors == []
     assert 0 < again.hosts[1].received < site.total - 4 * MB
     there = site.cluster.run("node1", ["sha256sum", str(site.shown / "model/weights")])
-    here = subprocess.run(["sha256sum", str(site.shown / "model/weights")], capture_output=True, text=True, check=True)
+    here = subprocess.run(
+        ["sha256sum", str(site.shown / "model/weights")], capture_output=True, text=True, check=True
+    )
     assert there.stdout == here.stdout
 
 
 @pytest.mark.parametrize("rule", ["DROP", "REJECT"])
 def test_a_firewall_between_the_hosts_is_no_trouble(site: Site, rule: str) -> None:
-    closed = ["iptables", "-A", "INPUT", "-p", "tcp", "!", "-s", site.cluster.address, "--syn", "-j", rule]
+    closed = [
+        "iptables",
+        "-A",
+        "INPUT",
+        "-p",
+        "tcp",
+        "!",
+        "-s",
+        site.cluster.address,
+        "--syn",
+        "-j",
+        rule,
+    ]
     site.cluster.run("node1", closed)
     state = site.bring(topology="chain")
     assert state.errors == []
@@ -202,7 +245,9 @@ def test_hosts_find_each_other_by_address_where_a_name_is_known_here_alone(site:
     hosts = [Host(name, name, python=sys.executable) for name in ("node0", "two")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALLHANDS_SSH", f"ssh -F {site.shown / 'config'}")
-        state = synchronise(make_plan([str(site.shown / "model")]), hosts, SyncOptions(topology="chain"))
+        state = synchronise(
+            make_plan([str(site.shown / "model")]), hosts, SyncOptions(topology="chain")
+        )
     assert (state.errors, state.notes) == ([], [])
     assert state.hosts[1].parent == "node0"
     assert site.got("node1")["model/weights"] == site.content

@@ -21,7 +21,8 @@ from allhands.model.weight_files import LIST_FILE
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, needs_rsync]
 
-# Of four blocks: the second file has the end of the first stage and the beginning of the second one.
+# Of four blocks: the second file has the end of the first stage and the beginning of the second
+# one.
 FILES = [["layers.0.", "embed"], ["layers.1.", "layers.2."], ["layers.3.", "norm", "lm_head"]]
 NAMES = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
 ITERS = 8
@@ -49,13 +50,24 @@ class Site:
 
     def start(self, trial: Trial, *more: str | Path) -> Job:
         trial.out = self.shown / trial.token
-        paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
+        paths = [
+            "--model",
+            self.shown / "model",
+            "--data",
+            self.shown / "data",
+            "--adapter-path",
+            trial.out,
+        ]
         how = ["--strategy", "pipeline", "--hostfile", self.hostfile]
         return trial.start(*how, *paths, *more, ranks=1, iters=ITERS)
 
     def losses(self, trial: Trial) -> list[float]:
         """Of a run whose files the first computer has."""
-        lines = (self.cluster.directory / "files-node0-0" / trial.token / "metrics.jsonl").read_text().splitlines()
+        lines = (
+            (self.cluster.directory / "files-node0-0" / trial.token / "metrics.jsonl")
+            .read_text()
+            .splitlines()
+        )
         return [event["loss"] for event in map(json.loads, lines) if event["event"] == "train"]
 
 
@@ -103,7 +115,9 @@ def test_each_gets_its_own_files_and_a_pipeline_trains_there(
     told = {host["name"]: host for host in told["hosts"]}
     lists = [(site.model(name) / LIST_FILE).stat().st_size for name in ("node0", "node1")]
     assert told["node1"]["bytes_received"] - told["node0"]["bytes_received"] == sizes[NAMES[2]]
-    small = sum(file.stat().st_size for part in ("model", "data") for file in (site.shown / part).rglob("*"))
+    small = sum(
+        file.stat().st_size for part in ("model", "data") for file in (site.shown / part).rglob("*")
+    )
     assert told["node0"]["bytes_received"] == small - sizes[NAMES[2]] + lists[0]
     again = site.sync("--stages", "--pp-split", "2,2")
     assert [host["bytes_received"] for host in again["hosts"]] == [0, 0]
@@ -114,7 +128,9 @@ def test_each_gets_its_own_files_and_a_pipeline_trains_there(
 
 
 @pytest.mark.timeout(240)
-def test_another_split_than_the_one_brought_is_refused_before_it_starts(site: Site, bench: Bench, whole: Path) -> None:
+def test_another_split_than_the_one_brought_is_refused_before_it_starts(
+    site: Site, bench: Bench, whole: Path
+) -> None:
     site.sync("--stages", "--pp-split", "1,3")
     assert site.weights("node0") == NAMES[:1]
     with bench.trial("split") as trial:
@@ -126,7 +142,9 @@ def test_another_split_than_the_one_brought_is_refused_before_it_starts(site: Si
 
 
 @pytest.mark.timeout(240)
-def test_another_model_is_found_though_nobody_has_all_files(site: Site, bench: Bench, whole: Path) -> None:
+def test_another_model_is_found_though_nobody_has_all_files(
+    site: Site, bench: Bench, whole: Path
+) -> None:
     """In a file that one computer alone has, and in one that both have."""
     site.sync("--stages", "--pp-split", "2,2")
     for name in (NAMES[2], NAMES[1]):

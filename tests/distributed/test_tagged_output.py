@@ -1,4 +1,6 @@
-"""The lines of every rank on one screen, from this computer and from others; and computers given by name."""
+"""The lines of every rank on one screen, from this computer and from others; and computers given by
+name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ print("no end of", rank, end="")
 
 
 def _expected(rank: int) -> list[str]:
-    return [*(f"line {line} of {rank}" for line in range(3)), f"trouble of {rank}", f"no end of {rank}"]
+    return [
+        *(f"line {line} of {rank}" for line in range(3)),
+        f"trouble of {rank}",
+        f"no end of {rank}",
+    ]
 
 
 def _by_tag(output: str) -> dict[str, list[str]]:
@@ -68,23 +74,63 @@ def test_every_line_has_its_rank(tmp_path: Path, program: str, backend: str) -> 
 
 
 def test_one_rank_and_untagged_ones_speak_for_themselves(tmp_path: Path, program: str) -> None:
-    alone = run_allhands("launch", "--log-dir", str(tmp_path / "one"), "--", sys.executable, program)
-    words = ["launch", "-n", "2", "--no-tag-output", "--log-dir", str(tmp_path / "two"), "--", sys.executable, program]
+    alone = run_allhands(
+        "launch", "--log-dir", str(tmp_path / "one"), "--", sys.executable, program
+    )
+    words = [
+        "launch",
+        "-n",
+        "2",
+        "--no-tag-output",
+        "--log-dir",
+        str(tmp_path / "two"),
+        "--",
+        sys.executable,
+        program,
+    ]
     untagged = run_allhands(*words)
     for done in (alone, untagged):
         assert done.returncode == 0, done.stderr
-        assert (done.stdout + "\n").splitlines() == [*(f"line {line} of 0" for line in range(3)), "no end of 0"]
+        assert (done.stdout + "\n").splitlines() == [
+            *(f"line {line} of 0" for line in range(3)),
+            "no end of 0",
+        ]
         assert "trouble of 0" in done.stderr
     assert (tmp_path / "two" / "rank-1.log").read_text().splitlines() == _expected(1)
 
 
-def test_training_shows_all_ranks_if_asked(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
-    words = ["train", "--train", "--model", str(tiny_model), "--data", str(tiny_data), "--iters", "2", "-n", "2"]
-    words += ["--val-batches", "0", "--steps-per-report", "1", "--backend", "ring", "--adapter-path", str(tmp_path)]
+def test_training_shows_all_ranks_if_asked(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    words = [
+        "train",
+        "--train",
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(tiny_data),
+        "--iters",
+        "2",
+        "-n",
+        "2",
+    ]
+    words += [
+        "--val-batches",
+        "0",
+        "--steps-per-report",
+        "1",
+        "--backend",
+        "ring",
+        "--adapter-path",
+        str(tmp_path),
+    ]
     done = run_allhands(*words, "--tag-output")
     assert done.returncode == 0, done.stderr
     lines = _by_tag(done.stdout)
-    losses = {rank: re.findall(r"step (\d)/2  loss ([\d.]+)", "\n".join(told)) for rank, told in lines.items()}
+    losses = {
+        rank: re.findall(r"step (\d)/2  loss ([\d.]+)", "\n".join(told))
+        for rank, told in lines.items()
+    }
     assert [step for step, _ in losses["0"]] == ["1", "2"]
     assert losses["0"] == losses["1"]
 
@@ -111,13 +157,23 @@ def test_hosts_by_name_are_joined_shown_and_tagged(
     (tmp_path / "cluster").mkdir()
     with namespaces(2, tmp_path / "cluster") as cluster:
         monkeypatch.chdir(tmp_path)
-        words = ["launch", "--hosts", "node0:2,node1", "--log-dir", "logs", "--", sys.executable, program]
+        words = [
+            "launch",
+            "--hosts",
+            "node0:2,node1",
+            "--log-dir",
+            "logs",
+            "--",
+            sys.executable,
+            program,
+        ]
         done = run_allhands(*words)
         addresses = [cluster.nodes[name].address for name in cluster.names]
     assert done.returncode == 0, done.stderr
     assert _by_tag(done.stdout) == {f"{rank} node{rank // 2}": _expected(rank) for rank in range(3)}
     told = re.search(
-        r"allhands: 3 processes, ring: 2 ranks on node0 (\S+) \(over (\S+)\), node1 (\S+) \(over", done.stderr
+        r"allhands: 3 processes, ring: 2 ranks on node0 (\S+) \(over (\S+)\), node1 (\S+) \(over",
+        done.stderr,
     )
     assert told, done.stderr
     assert [told[1], told[3]] == addresses
@@ -139,8 +195,24 @@ def test_training_on_several_computers_shows_all_ranks_and_tells_an_error_once(
         for place in places[:2]:
             shutil.copytree(tiny_data, place / "data")
         hostfile = cluster.hostfile(tmp_path / "hosts.json")
-        words = ["train", "--train", "--model", str(own / "model"), "--data", str(own / "data"), "--iters", "3"]
-        words += ["--val-batches", "0", "--steps-per-report", "1", "--adapter-path", str(own / "run")]
+        words = [
+            "train",
+            "--train",
+            "--model",
+            str(own / "model"),
+            "--data",
+            str(own / "data"),
+            "--iters",
+            "3",
+        ]
+        words += [
+            "--val-batches",
+            "0",
+            "--steps-per-report",
+            "1",
+            "--adapter-path",
+            str(own / "run"),
+        ]
         words += ["--hostfile", str(hostfile)]
 
         done = run_allhands(*words)
@@ -148,7 +220,9 @@ def test_training_on_several_computers_shows_all_ranks_and_tells_an_error_once(
         problem = f"{own / 'data'}: the data folder does not exist"
         assert f"allhands: error: on node1 (rank 1): {problem}\n" in done.stderr
         assert (done.stdout + done.stderr).count("the data folder does not exist") == 1
-        assert f"\n  log of rank 1, on node1: {own / 'run' / 'logs' / 'rank-1.log'}\n" in done.stderr
+        assert (
+            f"\n  log of rank 1, on node1: {own / 'run' / 'logs' / 'rank-1.log'}\n" in done.stderr
+        )
         sync = f"allhands cluster sync --hostfile {hostfile} --model {own / 'model'} --data {own / 'data'}"
         assert f"\n  if node1 has no copy, or an old one: {sync}\n" in done.stderr
         log = (places[2] / "run" / "logs" / "rank-1.log").read_text()
@@ -159,7 +233,10 @@ def test_training_on_several_computers_shows_all_ranks_and_tells_an_error_once(
         assert done.returncode == 0, done.stderr
         found = _by_tag(done.stdout)
         assert set(found) == {"0 node0", "1 node1"}
-        losses = {rank: re.findall(r"step (\d)/3  (loss \S+)", "\n".join(told)) for rank, told in found.items()}
+        losses = {
+            rank: re.findall(r"step (\d)/3  (loss \S+)", "\n".join(told))
+            for rank, told in found.items()
+        }
         assert [step for step, _ in losses["0 node0"]] == ["1", "2", "3"]
         assert losses["0 node0"] == losses["1 node1"]
         assert max(len(line) for line in done.stdout.splitlines() if "  loss " in line) < 100

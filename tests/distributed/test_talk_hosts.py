@@ -1,4 +1,6 @@
-"""Answers of a pipeline over two computers that share nothing but a network: the words of one process."""
+"""Answers of a pipeline over two computers that share nothing but a network: the words of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PIPELINE = ("--strategy", "pipeline")
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, as this computer and all others have it at the same path, and a place that each has for itself."""
+    """A model, as this computer and all others have it at the same path, and a place that each has
+    for itself.
+    """
     directory = tmp_path_factory.mktemp("talk") / "work"
     write_model(directory / "model", layers=4, hidden=64, seed=7)
     (directory / "temporary").mkdir()
@@ -43,32 +47,50 @@ def cluster(work: Path) -> Iterator[Cluster]:
 
 def hostfile(cluster: Cluster, path: Path, *names: str) -> tuple[str, ...]:
     """The option for these computers, of which ``localhost`` is this one."""
-    addresses = {"localhost": cluster.address, **{name: node.address for name, node in cluster.nodes.items()}}
+    addresses = {
+        "localhost": cluster.address,
+        **{name: node.address for name, node in cluster.nodes.items()},
+    }
     entries: list[dict[str, Any]] = [
-        {"ssh": name, "ips": [addresses[name]], "slots": names.count(name), "python": sys.executable}
+        {
+            "ssh": name,
+            "ips": [addresses[name]],
+            "slots": names.count(name),
+            "python": sys.executable,
+        }
         for name in dict.fromkeys(names)
     ]
     path.write_text(json.dumps(entries))
     return (*PIPELINE, "--hostfile", str(path))
 
 
-def answered(work: Path, verb: str, *more: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+def answered(
+    work: Path, verb: str, *more: str, lines: str = ""
+) -> subprocess.CompletedProcess[str]:
     where = {"TMPDIR": str(work / "temporary")}
-    return run_allhands(verb, "--model", "model", "--max-tokens", "12", *more, cwd=work, env=where, lines=lines)
+    return run_allhands(
+        verb, "--model", "model", "--max-tokens", "12", *more, cwd=work, env=where, lines=lines
+    )
 
 
 def nothing_is_left(cluster: Cluster, work: Path) -> None:
     assert files_left(work / "temporary") == []
     cluster.wait_for_none("node0", 5.0)
-    until(lambda: files_left(cluster.nodes["node0"].temporary) == [], 5.0, "something is left there")
+    until(
+        lambda: files_left(cluster.nodes["node0"].temporary) == [], 5.0, "something is left there"
+    )
 
 
-@pytest.mark.parametrize("names", [("localhost", "node0"), ("node0", "localhost"), ("node0", "localhost", "localhost")])
+@pytest.mark.parametrize(
+    "names", [("localhost", "node0"), ("node0", "localhost"), ("node0", "localhost", "localhost")]
+)
 def test_whoever_sits_at_one_of_the_computers_can_talk(
     work: Path, cluster: Cluster, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     one = answered(work, "chat", lines=LINES)
-    several = answered(work, "chat", *hostfile(cluster, tmp_path / "hosts.json", *names), lines=LINES)
+    several = answered(
+        work, "chat", *hostfile(cluster, tmp_path / "hosts.json", *names), lines=LINES
+    )
     assert one.returncode == several.returncode == 0, several.stderr
     assert several.stdout == one.stdout
     assert len(one.stdout) > 20
@@ -76,7 +98,9 @@ def test_whoever_sits_at_one_of_the_computers_can_talk(
     nothing_is_left(cluster, work)
 
 
-def test_whoever_sits_elsewhere_gets_one_answer_but_cannot_talk(work: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_whoever_sits_elsewhere_gets_one_answer_but_cannot_talk(
+    work: Path, cluster: Cluster, tmp_path: Path
+) -> None:
     there = hostfile(cluster, tmp_path / "hosts.json", "node0", "node0")
     began = time.monotonic()
     refused = answered(work, "chat", *there, lines=LINES)
@@ -84,7 +108,9 @@ def test_whoever_sits_elsewhere_gets_one_answer_but_cannot_talk(work: Path, clus
     assert "--hostfile" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert time.monotonic() - began < 10, "before anything is started"
-    one, several = (answered(work, "generate", "--prompt", "What is dew?", *more) for more in ((), there))
+    one, several = (
+        answered(work, "generate", "--prompt", "What is dew?", *more) for more in ((), there)
+    )
     assert one.returncode == several.returncode == 0, several.stderr
     assert several.stdout.partition("=====")[0] == one.stdout.partition("=====")[0]
     nothing_is_left(cluster, work)

@@ -1,6 +1,8 @@
-"""The page "From one computer to two", followed to the letter, on computers that share nothing but a network.
+"""The page "From one computer to two", followed to the letter, on computers that share nothing but
+a network.
 
-The model is a tiny one, and the data are few; everything else, from the first command to the last, is the page's.
+The model is a tiny one, and the data are few; everything else, from the first command to the last,
+is the page's.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def cluster(work: Path) -> Iterator[Cluster]:
 
 def _commands() -> list[list[str]]:
     """The words of every command of allhands on the page, in order."""
-    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     lines = [line for block in blocks for line in block.splitlines()]
     assert all(line.startswith("allhands ") for line in lines), lines
     # The tiny model has three layers.
@@ -66,14 +70,18 @@ def test_the_page_is_followed_to_the_letter(work: Path, cluster: Cluster) -> Non
             _expect_copies(work, there)
         elif "--hostfile" in words and words[0] == "train":
             address = re.escape(cluster.nodes["node1"].address)
-            assert re.search(rf"2 processes, ring: .*\(this computer\), node1 {address} \(over ahb\d+\)", done.stderr)
+            assert re.search(
+                rf"2 processes, ring: .*\(this computer\), node1 {address} \(over ahb\d+\)",
+                done.stderr,
+            )
     prepared = [*["cluster init"] * 2, "cluster sync", "cluster check"]
     assert verbs == [*prepared, *["train --train"] * 2, "plot adapters-one", "report adapters-one"]
     both, one = read_run(work / "adapters-both"), read_run(work / "adapters-one")
     losses = [[report["loss"] for report in run.reports] for run in (one, both)]
     assert len(losses[0]) >= 3
-    # The first forty steps agree to single precision. After that Adam multiplies the rounding of sums: one process with
-    # another BLAS kernel (OPENBLAS_CORETYPE) ends 0.6 % elsewhere, which is more than two processes do.
+    # The first forty steps agree to single precision. After that Adam multiplies the rounding of
+    # sums: one process with another BLAS kernel (OPENBLAS_CORETYPE) ends 0.6 % elsewhere, which is
+    # more than two processes do.
     assert losses[1][:4] == pytest.approx(losses[0][:4], rel=1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     assert (work / "both.png").read_bytes().startswith(b"\x89PNG")
@@ -89,7 +97,11 @@ def _expect_hostfile(path: Path, cluster: Cluster) -> None:
 
 def _expect_copies(here: Path, there: Path) -> None:
     for folder in ("models/smollm2", "data/pirate"):
-        files = {path.relative_to(here): path.read_bytes() for path in (here / folder).rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(here): path.read_bytes()
+            for path in (here / folder).rglob("*")
+            if path.is_file()
+        }
         assert files
         assert {name: (there / name).read_bytes() for name in files} == files
     assert not os.path.samefile(here, there)

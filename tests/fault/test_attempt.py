@@ -24,7 +24,9 @@ from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, Ran
 
 BACKENDS = [
     "ring",
-    pytest.param("mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")),
+    pytest.param(
+        "mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
+    ),
 ]
 
 
@@ -43,12 +45,14 @@ def _processes(job: Job) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for line in job.left():
         pid, _, command = line.split(" ", 2)
-        if "/worker.py" in command and not any(name in command for name in ("supervisor.py", "guard.py", "mpirun")):
+        if "/worker.py" in command and not any(
+            name in command for name in ("supervisor.py", "guard.py", "mpirun")
+        ):
             found.append(psutil.Process(int(pid)))
     return found
 
 
-# --- hangs -------------------------------------------------------------------------------------------
+# --- hangs ----------------------------------------------------------------------------------------
 
 
 def test_a_stopped_rank_is_noticed_in_4_s_and_named(start: Callable[..., Job]) -> None:
@@ -70,7 +74,9 @@ def test_a_stopped_rank_is_noticed_in_4_s_and_named(start: Callable[..., Job]) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_stopped_while_all_wait_is_found_by_its_state(start: Callable[..., Job], backend: str) -> None:
+def test_a_rank_stopped_while_all_wait_is_found_by_its_state(
+    start: Callable[..., Job], backend: str
+) -> None:
     """By its beats it is no different from rank 0: both are in the exchange of the same step."""
     job = start("steps", "steps stop 8 reduce", backend=backend, hang_timeout_s=1.0)
     assert job.finish() == 0
@@ -116,7 +122,7 @@ def test_a_computer_that_slept_is_not_a_hang(start: Callable[..., Job]) -> None:
     assert job.outcome()["stopped"] == signal.SIGTERM
 
 
-# --- ends --------------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,7 +130,12 @@ def test_ranks_regroup_when_told(start: Callable[..., Job], backend: str) -> Non
     job = start("steps", "steps regroup 5", backend=backend)
     assert job.finish() == 0
     outcome = job.outcome()
-    assert (outcome["fault"], outcome["stopped"], outcome["regroup"], outcome["started"]) == (None, 0, True, True)
+    assert (outcome["fault"], outcome["stopped"], outcome["regroup"], outcome["started"]) == (
+        None,
+        0,
+        True,
+        True,
+    )
     assert outcome["step"] >= 5
 
 
@@ -137,7 +148,9 @@ def test_nobody_regroups_unasked(start: Callable[..., Job]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_that_somebody_else_stopped(start: Callable[..., Job], backend: str, number: int) -> None:
+def test_ranks_that_somebody_else_stopped(
+    start: Callable[..., Job], backend: str, number: int
+) -> None:
     job = start("steps", "steps", backend=backend)
     job.wait_for("started")
     ranks = _processes(job)
@@ -160,7 +173,9 @@ def test_a_program_that_knows_no_signals_may_be_stopped_too(start: Callable[...,
 
 
 def _sleeps(job: Job) -> list[psutil.Process]:
-    """The ranks that have become their command: before that the words of it stand in other programs' arguments, too."""
+    """The ranks that have become their command: before that the words of it stand in other
+    programs' arguments, too.
+    """
     found: list[psutil.Process] = []
     for process in psutil.Process(job.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -173,7 +188,11 @@ def test_one_rank_that_somebody_stopped_is_a_fault(start: Callable[..., Job]) ->
     job = start("wait", "code 143", stop_grace_s=0.5)
     assert job.finish() == 0
     outcome = job.outcome()
-    assert (outcome["stopped"], outcome["fault"]["rank"], outcome["fault"]["exit_code"]) == (0, 1, 143)
+    assert (outcome["stopped"], outcome["fault"]["rank"], outcome["fault"]["exit_code"]) == (
+        0,
+        1,
+        143,
+    )
 
 
 def test_a_scheduler_may_tell_everybody_and_more_than_once(start: Callable[..., Job]) -> None:
@@ -193,7 +212,9 @@ def test_a_scheduler_may_tell_everybody_and_more_than_once(start: Callable[..., 
 
 
 @pytest.mark.parametrize(("before", "kind"), [("oom_kill 3", "memory"), ("oom_kill 4", "killed")])
-def test_a_kill_for_want_of_memory_is_told_from_another(start: Callable[..., Job], before: str, kind: str) -> None:
+def test_a_kill_for_want_of_memory_is_told_from_another(
+    start: Callable[..., Job], before: str, kind: str
+) -> None:
     """The rank sets the counter to 4 before it is killed."""
     job = start("steps", "steps oom", files={"vmstat": f"pgfault 1\n{before}\n"})
     assert job.finish() == 0
@@ -210,7 +231,7 @@ def test_an_attempt_without_beats_is_watched_as_far_as_can_be(start: Callable[..
     assert job.facts(1)["ALLHANDS_RANK_WEIGHTS"] == "[1.0, 2.5]"
 
 
-# --- facts that real processes on one computer do not give -------------------------------------------
+# --- facts that real processes on one computer do not give ----------------------------------------
 
 
 class _Elsewhere(RankProcesses):
@@ -262,8 +283,12 @@ def _outcome(ranks: _Elsewhere, directory: Path, monkeypatch: pytest.MonkeyPatch
     return Attempt(spec, directory / "1", deque(), lambda event: None).run()
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, 8], ids=["by its own end", "by what the other rank saw"])
-def test_a_lost_computer_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.mark.parametrize(
+    "code", [-signal.SIGKILL, 8], ids=["by its own end", "by what the other rank saw"]
+)
+def test_a_lost_computer_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     rank = 1 if code < 0 else 0
     ends = [RankExit(rank, code, time.monotonic() - 5.0)]
     fault = _outcome(_Elsewhere(ends, ["gpu1"]), tmp_path, monkeypatch).fault
@@ -273,7 +298,9 @@ def test_a_lost_computer_is_the_cause(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (fault.step, fault.phase, fault.log_tail) == (7, "compute", ("last line",))
 
 
-def test_a_rank_elsewhere_is_named_with_its_computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_elsewhere_is_named_with_its_computer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = [RankExit(1, 3, time.monotonic() - 5.0)]
     fault = _outcome(_Elsewhere(ends, []), tmp_path, monkeypatch).fault
     assert fault is not None
@@ -281,15 +308,21 @@ def test_a_rank_elsewhere_is_named_with_its_computer(tmp_path: Path, monkeypatch
     assert 5.0 <= fault.detected_s < 6.0
 
 
-def test_a_stop_that_ends_in_an_error_is_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "start", lambda *_: _Elsewhere([RankExit(0, 1, time.monotonic())], []))
+def test_a_stop_that_ends_in_an_error_is_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        processes, "start", lambda *_: _Elsewhere([RankExit(0, 1, time.monotonic())], [])
+    )
     spec = LaunchSpec(["train"], 2, "ring", tmp_path)
     outcome = Attempt(spec, tmp_path / "1", deque([signal.SIGTERM]), lambda event: None).run()
     assert outcome.fault is not None
     assert (outcome.code, outcome.stopped) == (1, signal.SIGTERM)
 
 
-def test_processes_elsewhere_are_started_by_their_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_elsewhere_are_started_by_their_own_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     def elsewhere(*arguments: Any) -> _Elsewhere:
@@ -307,4 +340,7 @@ def test_no_rank_is_left_in_the_table_of_processes(start: Callable[..., Job]) ->
     job = start("steps child 1", "steps code75 9")
     assert job.finish() == 0
     assert (job.directory / "has-child").exists()
-    assert not any(str(job.directory) in " ".join(p.cmdline()) for p in psutil.Process(os.getpid()).children(True))
+    assert not any(
+        str(job.directory) in " ".join(p.cmdline())
+        for p in psutil.Process(os.getpid()).children(True)
+    )

@@ -1,4 +1,6 @@
-"""Clusters broken on purpose, seen by ``allhands cluster check``: the way to the computers, shells and Pythons."""
+"""Clusters broken on purpose, seen by ``allhands cluster check``: the way to the computers, shells
+and Pythons.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def computers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Iterator[Broken]:
+def computers(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path
+) -> Iterator[Broken]:
     with broken_cluster(tmp_path_factory.mktemp("broken"), tiny_model, tiny_data) as found:
         yield found
 
@@ -95,19 +99,26 @@ def test_a_name_that_does_not_resolve(sick: Broken) -> None:
 
 
 def test_a_name_that_does_not_resolve_without_a_hostfile(sick: Broken) -> None:
-    _, message = sick.finds(("stop", "ssh", ("nowhere.invalid",)), named=["--hosts", "node0,node1,nowhere.invalid"])
+    _, message = sick.finds(
+        ("stop", "ssh", ("nowhere.invalid",)), named=["--hosts", "node0,node1,nowhere.invalid"]
+    )
     assert "its name cannot be resolved" in message
 
 
 def test_a_name_that_is_mistyped(sick: Broken) -> None:
-    remedy, message = sick.finds(("stop", "ssh", ("me@ndoe1",)), named=["--hosts", "node0,me@ndoe1"])
+    remedy, message = sick.finds(
+        ("stop", "ssh", ("me@ndoe1",)), named=["--hosts", "node0,me@ndoe1"]
+    )
     assert "its name cannot be resolved" in message
     assert "; did you mean node1" in message
     assert remedy == "ssh me@node1 true   # and write node1 for ndoe1"
 
 
 def test_no_ssh_server(sick: Broken) -> None:
-    sick.firewall("node1", f"INPUT -p tcp -s {sick.cluster.address} --dport 22 -j REJECT --reject-with tcp-reset")
+    sick.firewall(
+        "node1",
+        f"INPUT -p tcp -s {sick.cluster.address} --dport 22 -j REJECT --reject-with tcp-reset",
+    )
     remedy, message = sick.finds(("stop", "ssh", ("node1",)))
     assert "no ssh server listens" in message
     assert remedy.startswith(f"nc -vz {sick.cluster.nodes['node1'].address} 22")
@@ -131,7 +142,7 @@ def test_the_same_computer_twice(sick: Broken) -> None:
     del sick.entries["again"]
 
 
-# --- shells -------------------------------------------------------------------------------------------
+# --- shells ---------------------------------------------------------------------------------------
 
 
 def test_a_noisy_shell(sick: Broken) -> None:
@@ -139,7 +150,9 @@ def test_a_noisy_shell(sick: Broken) -> None:
     remedy, message = sick.finds(("warn", "shell", ("node2",)))
     assert "Welcome to node2" in message
     # The files that there are not make grep fail, after it has shown the line.
-    assert "echo Welcome to node2" in sick.type(remedy, succeeds=False).replace("Welcome to node2\r\n", "", 1)
+    assert "echo Welcome to node2" in sick.type(remedy, succeeds=False).replace(
+        "Welcome to node2\r\n", "", 1
+    )
     (sick.files("node2") / "home/.bashrc").unlink()
     sick.is_well()
 
@@ -156,7 +169,10 @@ def test_few_open_files_that_only_an_administrator_may_raise(sick: Broken) -> No
     sick.profile("node0", "ulimit -n 200")
     remedy, message = sick.finds(("warn", "limits", ("node0",)))
     assert "200 files" in message
-    assert remedy == """ssh node0 'echo '"'"'root - nofile 4096'"'"' | sudo tee -a /etc/security/limits.conf'"""
+    assert (
+        remedy
+        == """ssh node0 'echo '"'"'root - nofile 4096'"'"' | sudo tee -a /etc/security/limits.conf'"""
+    )
 
 
 def test_variables_of_another_launcher(sick: Broken) -> None:
@@ -174,7 +190,7 @@ def test_a_clock_off_by_an_hour(sick: Broken, tmp_path: Path, seconds: int, word
     assert remedy == "ssh -t node2 'sudo timedatectl set-ntp true'"
 
 
-# --- Pythons ------------------------------------------------------------------------------------------
+# --- Pythons --------------------------------------------------------------------------------------
 
 
 def test_no_python(sick: Broken) -> None:
@@ -208,7 +224,9 @@ def test_no_allhands(sick: Broken, tmp_path: Path) -> None:
     ("package", "other", "severity"),
     [("mlx", "0.31.0", "stop"), ("mlx-lm", "0.31.3", "stop")],
 )
-def test_another_release(sick: Broken, tmp_path: Path, package: str, other: str, severity: str) -> None:
+def test_another_release(
+    sick: Broken, tmp_path: Path, package: str, other: str, severity: str
+) -> None:
     write_index(tmp_path / "index", sick.files("node0") / "home", {package: version(package)})
     sick.entries["node0"]["python"] = str(make_python(tmp_path / "other", {package: other}))
     remedy, message = sick.finds((severity, "versions", ("node0",)))

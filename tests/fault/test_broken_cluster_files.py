@@ -1,4 +1,6 @@
-"""Clusters broken on purpose, seen by ``allhands cluster check``: models, data, disks, and several faults at once."""
+"""Clusters broken on purpose, seen by ``allhands cluster check``: models, data, disks, and several
+faults at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def computers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Iterator[Broken]:
+def computers(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path
+) -> Iterator[Broken]:
     with broken_cluster(tmp_path_factory.mktemp("broken"), tiny_model, tiny_data) as found:
         yield found
 
@@ -35,13 +39,16 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-# --- model and data -----------------------------------------------------------------------------------
+# --- model and data -------------------------------------------------------------------------------
 
 
 def test_a_file_of_the_model_is_missing(sick: Broken) -> None:
     (sick.files("node1") / "model/tokenizer.json").unlink()
     remedy, message = sick.finds(("stop", "model", ("node1",)))
-    assert message == f"the model {sick.own / 'model'} is not the one of node0, node2: tokenizer.json missing"
+    assert (
+        message
+        == f"the model {sick.own / 'model'} is not the one of node0, node2: tokenizer.json missing"
+    )
     sick.type(remedy)
     assert (sick.files("node1") / "model/tokenizer.json").exists()
     sick.is_well()
@@ -59,7 +66,10 @@ def test_a_model_that_differs_by_a_byte(sick: Broken) -> None:
     flip_a_byte(sick.files("node0") / "model/model.safetensors")
     sick.is_well(options=["--quick"])  # which compares sizes, and says so
     remedy, message = sick.finds(("stop", "model", ("node0",)))
-    assert message == f"the model {sick.own / 'model'} is not the one of node1, node2: model.safetensors different"
+    assert (
+        message
+        == f"the model {sick.own / 'model'} is not the one of node1, node2: model.safetensors different"
+    )
     sick.type(remedy)
     sick.is_well()
 
@@ -76,7 +86,10 @@ def test_data_that_differ(sick: Broken) -> None:
     path = sick.files("node2") / "data/train.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
     remedy, message = sick.finds(("stop", "data", ("node2",)))
-    assert message == f"the data {sick.own / 'data'} is not the one of node0, node1: train.jsonl different"
+    assert (
+        message
+        == f"the data {sick.own / 'data'} is not the one of node0, node1: train.jsonl different"
+    )
     sick.type(remedy)
     sick.is_well()
 
@@ -113,13 +126,15 @@ def test_a_file_that_hangs_as_on_a_disk_of_a_network_that_is_gone(sick: Broken) 
     assert "load average" in sick.type(remedy)
 
 
-# --- disks and directories ----------------------------------------------------------------------------
+# --- disks and directories ------------------------------------------------------------------------
 
 
 def test_a_full_disk(sick: Broken) -> None:
     adapters = sick.own / "adapters"
     sick.small_disk("node1", adapters, megabytes=4, used=8)
-    remedy, message = sick.finds(("stop", "disk", ("node1",)), options=["--adapter-path", str(adapters)])
+    remedy, message = sick.finds(
+        ("stop", "disk", ("node1",)), options=["--adapter-path", str(adapters)]
+    )
     assert message == f"nothing can be written in {adapters} (checkpoints): No space left on device"
     shown = sick.type(remedy)
     assert "100%" in shown
@@ -140,7 +155,9 @@ def test_a_disk_that_cannot_be_written(sick: Broken) -> None:
     adapters = sick.own / "adapters"
     sick.small_disk("node0", adapters, megabytes=3000, used=0)
     sick.on("node0", f"mount -o remount,ro {adapters}")
-    remedy, message = sick.finds(("stop", "disk", ("node0",)), options=["--adapter-path", str(adapters)])
+    remedy, message = sick.finds(
+        ("stop", "disk", ("node0",)), options=["--adapter-path", str(adapters)]
+    )
     assert message == f"nothing can be written in {adapters} (checkpoints): Read-only file system"
     assert str(adapters) in sick.type(remedy)
 
@@ -157,12 +174,15 @@ def test_a_directory_to_work_in_that_is_missing(sick: Broken) -> None:
     sick.is_well()
 
 
-# --- several at once ----------------------------------------------------------------------------------
+# --- several at once ------------------------------------------------------------------------------
 
 
 def test_two_faults_of_two_computers(sick: Broken) -> None:
     flip_a_byte(sick.files("node2") / "model/model.safetensors")
-    sick.firewall("node0", "INPUT -p tcp ! --dport 22 -m conntrack --ctstate NEW -j REJECT --reject-with tcp-reset")
+    sick.firewall(
+        "node0",
+        "INPUT -p tcp ! --dport 22 -m conntrack --ctstate NEW -j REJECT --reject-with tcp-reset",
+    )
     told = sick.finds(("stop", "model", ("node2",)), ("stop", "ports", ("node0", "node1", "node2")))
     # The model comes over the very ports that are shut, so they are opened first.
     sick.type(told[2])
@@ -174,14 +194,20 @@ def test_a_computer_that_cannot_be_asked_hides_no_other_fault(sick: Broken) -> N
     sick.forget_key("node1")
     shutil.rmtree(sick.files("node2") / "data")
     sick.profile("node0", "echo hello")
-    sick.finds(("stop", "ssh", ("node1",)), ("stop", "data", ("node2",)), ("warn", "shell", ("node0",)))
+    sick.finds(
+        ("stop", "ssh", ("node1",)), ("stop", "data", ("node2",)), ("warn", "shell", ("node0",))
+    )
 
 
 def test_two_faults_of_one_computer(sick: Broken) -> None:
     (sick.files("node1") / "data/valid.jsonl").unlink()
     sick.small_disk("node1", sick.own / "adapters", megabytes=1, used=2)
     sick.profile("node1", "export MLX_RANK=0")
-    expected = [("stop", "data", ("node1",)), ("stop", "disk", ("node1",)), ("warn", "variables", ("node1",))]
+    expected = [
+        ("stop", "data", ("node1",)),
+        ("stop", "disk", ("node1",)),
+        ("warn", "variables", ("node1",)),
+    ]
     sick.finds(*expected, options=["--adapter-path", str(sick.own / "adapters")])
 
 
@@ -205,5 +231,8 @@ def test_what_a_person_sees(sick: Broken) -> None:
         ["data", "node1"],
     ]
     assert "  1. ssh node2 true" in lines
-    assert f"  2. allhands cluster sync --hostfile {sick.work / 'hosts.json'} --data {sick.own / 'data'}" in lines
+    assert (
+        f"  2. allhands cluster sync --hostfile {sick.work / 'hosts.json'} --data {sick.own / 'data'}"
+        in lines
+    )
     assert lines[-1].startswith("2 things would stop training")

@@ -1,4 +1,6 @@
-"""Clusters broken on purpose, seen by ``allhands cluster check``: addresses, firewalls, routes and links."""
+"""Clusters broken on purpose, seen by ``allhands cluster check``: addresses, firewalls, routes and
+links.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def computers(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Iterator[Broken]:
+def computers(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path
+) -> Iterator[Broken]:
     with broken_cluster(tmp_path_factory.mktemp("broken"), tiny_model, tiny_data) as found:
         yield found
 
@@ -28,7 +32,7 @@ def better(sick: Broken) -> list[str]:
     return ["--hostfile", str(sick.work / "better-hosts.json")]
 
 
-# --- addresses ----------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def test_an_address_of_nobody(sick: Broken) -> None:
@@ -48,7 +52,7 @@ def test_an_address_of_another(sick: Broken) -> None:
     sick.is_well(named=better(sick))
 
 
-# --- firewalls ----------------------------------------------------------------------------------------
+# --- firewalls ------------------------------------------------------------------------------------
 
 
 def test_a_firewall_that_drops_what_comes_in(sick: Broken) -> None:
@@ -113,7 +117,7 @@ def test_something_in_between_that_drops(sick: Broken) -> None:
     assert "time out" in message
 
 
-# --- routes -------------------------------------------------------------------------------------------
+# --- routes ---------------------------------------------------------------------------------------
 
 
 def test_a_route_into_nothing(sick: Broken) -> None:
@@ -182,19 +186,23 @@ def test_packets_of_another_size(sick: Broken) -> None:
 
 
 def test_large_packets_that_get_lost(sick: Broken) -> None:
-    # Packets as the wire has them: the kernel would put several into one where it need not cut them.
+    # Packets as the wire has them: the kernel would put several into one where it need not cut
+    # them.
     sick.on("node1", "ip link set eth0 gso_max_segs 1")
     sick.undo.callback(sick.on, "node1", "ip link set eth0 gso_max_segs 65535")
     source = sick.cluster.nodes["node1"].address
     sick.firewall("node0", f"INPUT -p tcp -s {source} -m length --length 1401:65535 -j DROP")
     remedy, message = sick.finds(("stop", "packets", ("node1", "node0")))
-    assert message == "small packets pass from it to node0, large ones get lost: packet sizes (MTU) differ"
+    assert (
+        message
+        == "small packets pass from it to node0, large ones get lost: packet sizes (MTU) differ"
+    )
     sick.undo.callback(set_mtu, sick, "node1", mtu=1500)
     sick.type(remedy)
     sick.finds(("warn", "mtu", ("node0", "node1")), ("warn", "mtu", ("node2", "node1")))
 
 
-# --- links --------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 def test_a_slow_link(sick: Broken) -> None:
@@ -204,7 +212,10 @@ def test_a_slow_link(sick: Broken) -> None:
     assert answer.code == 0
     assert answer.told == [("warn", "network", ("node2", "node0", "node1"))], answer.findings
     assert "every link of node2 is slow" in answer.findings[0]["message"]
-    speeds = {frozenset(link["hosts"]): link["bus_bytes_per_s"] for link in answer.content["network"]["links"]}
+    speeds = {
+        frozenset(link["hosts"]): link["bus_bytes_per_s"]
+        for link in answer.content["network"]["links"]
+    }
     # 40 Mbit/s are 5 MB/s, less what goes for headers; what the bucket holds passes at once.
     for other in ("node0", "node1"):
         assert 3e6 < speeds[frozenset(("node2", other))] < 6e6

@@ -1,4 +1,6 @@
-"""Checkpoints written by a process that is killed, or whose disk fails, at every single step of the writing."""
+"""Checkpoints written by a process that is killed, or whose disk fails, at every single step of the
+writing.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,31 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from allhands.checkpoints import Tensor, checkpoint_path, latest, prune, quick_step, survey, write_checkpoint
+from allhands.checkpoints import (
+    Tensor,
+    checkpoint_path,
+    latest,
+    prune,
+    quick_step,
+    survey,
+    write_checkpoint,
+)
 from allhands.errors import StorageError
 
 RUN_ID = "5eed"
 # What changes a file system, or promises to have done so.
-CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "chmod", "fchmod")
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "chmod",
+    "fchmod",
+)
 Fault = Literal["kill", "half", "fail"]
 Operation = Callable[[Path], object]
 
@@ -39,7 +60,7 @@ def write(target: Path, step: int, mark: int) -> None:
     write_checkpoint(target, step, RUN_ID, {"mark": mark}, files, {"adapter_config.json": "{}"})
 
 
-# --- in a process of its own, which has no threads and may be forked -----------------------------------------
+# --- in a process of its own, which has no threads and may be forked ------------------------------
 
 OLD, NEW, NEXT = 1, 2, 3
 
@@ -125,7 +146,9 @@ def mark_of(run: Path) -> int | None:
     if found is None:
         return None
     for name in ("adapters.safetensors", "optimizer.safetensors"):
-        np.testing.assert_array_equal(load_file(found.path / name)["w"], values(found.state["mark"]))
+        np.testing.assert_array_equal(
+            load_file(found.path / name)["w"], values(found.state["mark"])
+        )
     assert quick_step(run, RUN_ID) == found.step
     return found.state["mark"]
 
@@ -141,12 +164,19 @@ def every_fault(scenario: str, fault: Fault, scratch: Path) -> Iterator[dict[str
     prepare(template)
     for limit in count(1):
         shutil.copytree(template, run)
-        record = attempt(operation, run, fault, limit) | {"found": mark_of(run), "litter": litter(run)}
+        record = attempt(operation, run, fault, limit) | {
+            "found": mark_of(run),
+            "litter": litter(run),
+        }
         record["damaged"] = [str(look.path) for look in survey(run) if look.error is not None]
         # Whatever has happened, the run goes on.
         write(run / "best" if scenario == "best" else checkpoint_path(run, 500), 500, NEXT)
         prune(run, 1, None, ())
-        record |= {"next": mark_of(run), "next_litter": litter(run), "left": [look.path.name for look in survey(run)]}
+        record |= {
+            "next": mark_of(run),
+            "next_litter": litter(run),
+            "left": [look.path.name for look in survey(run)],
+        }
         shutil.rmtree(run)
         yield record
         if "killed" not in record and not record.get("fired"):
@@ -157,7 +187,7 @@ def main(scenario: str, fault: Any, scratch: str) -> None:
     print(json.dumps(list(every_fault(scenario, fault, Path(scratch)))))
 
 
-# --- the tests -----------------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 def records_of(scenario: str, fault: Fault, scratch: Path) -> list[dict[str, Any]]:
@@ -182,7 +212,9 @@ def assert_the_run_goes_on(scenario: str, records: list[dict[str, Any]]) -> None
 
 @pytest.mark.parametrize("fault", ["kill", "half"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_every_call_it_leaves_the_old_or_the_new(scenario: str, fault: Fault, tmp_path: Path) -> None:
+def test_killed_at_every_call_it_leaves_the_old_or_the_new(
+    scenario: str, fault: Fault, tmp_path: Path
+) -> None:
     records = records_of(scenario, fault, tmp_path)
     *killed, whole = records
     assert all(record["killed"] == signal.SIGKILL for record in killed), killed
@@ -200,10 +232,14 @@ def test_killed_at_every_call_it_leaves_the_old_or_the_new(scenario: str, fault:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_an_error_of_the_disk_at_every_call_is_told_and_loses_nothing(scenario: str, tmp_path: Path) -> None:
+def test_an_error_of_the_disk_at_every_call_is_told_and_loses_nothing(
+    scenario: str, tmp_path: Path
+) -> None:
     records = records_of(scenario, "fail", tmp_path)
     *struck, whole = records
-    assert {record["fired"] for record in struck} >= ({"rename"} if scenario == "prune" else {"open", "write", "fsync"})
+    assert {record["fired"] for record in struck} >= (
+        {"rename"} if scenario == "prune" else {"open", "write", "fsync"}
+    )
     assert whole["fired"] == ""
     old = None if scenario == "first" else OLD
     new = OLD if scenario == "prune" else NEW
@@ -217,7 +253,9 @@ def test_an_error_of_the_disk_at_every_call_is_told_and_loses_nothing(scenario: 
             assert record["litter"] == []
             assert record["error"][1] == "cannot be written: Input/output error"
             assert ".partial-" not in record["error"][0]
-    assert sum(record["error"] is not None for record in struck) >= (1 if scenario == "prune" else 30)
+    assert sum(record["error"] is not None for record in struck) >= (
+        1 if scenario == "prune" else 30
+    )
     assert_the_run_goes_on(scenario, records)
 
 
@@ -227,7 +265,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    if not sys.platform.startswith("linux") or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        not sys.platform.startswith("linux")
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a small file system needs Linux and root")
     yield place
     subprocess.run(["umount", str(place)], check=True)
@@ -248,7 +289,10 @@ def test_a_full_disk_is_told_and_loses_nothing(small_disk: Path) -> None:
         assert caught.value.where == str(target)
         assert "free some space" in (caught.value.hint or "")
     assert litter(run) == []
-    assert [(look.path.name, look.error) for look in survey(run)] == [("step-0000100", None), ("best", None)]
+    assert [(look.path.name, look.error) for look in survey(run)] == [
+        ("step-0000100", None),
+        ("best", None),
+    ]
     big(checkpoint_path(run, 200), 200, 50)
     found = latest(run)
     assert found is not None
@@ -265,7 +309,10 @@ def test_a_read_only_disk_is_told_and_loses_nothing(small_disk: Path) -> None:
     assert "choose another directory" in (caught.value.hint or "")
     with pytest.raises(StorageError, match="Read-only file system"):
         prune(run, 1, None, ())
-    assert [(look.path.name, look.error) for look in survey(run)] == [("step-0000200", None), ("step-0000100", None)]
+    assert [(look.path.name, look.error) for look in survey(run)] == [
+        ("step-0000200", None),
+        ("step-0000100", None),
+    ]
 
 
 def test_a_file_above_the_limit_of_the_shell_is_told_and_loses_nothing(tmp_path: Path) -> None:

@@ -18,20 +18,27 @@ ALLHANDS = [sys.executable, "-m", "allhands"]
 
 
 def write(path: Path, rows: int) -> Path:
-    path.write_text("".join(json.dumps({"text": f"row {n} " * 20}) + "\n" for n in range(rows)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": f"row {n} " * 20}) + "\n" for n in range(rows)),
+        encoding="utf-8",
+    )
     return path
 
 
 def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [*ALLHANDS, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_prepare_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     source = write(tmp_path / "rows.jsonl", 60_000)
     command = [*ALLHANDS, "data", "prepare", str(source), "--out", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".out.partial-*")) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -48,7 +55,9 @@ def test_of_two_runs_into_one_directory_one_is_refused(tmp_path: Path) -> None:
     sources = [write(tmp_path / name, 3000) for name in ("one.jsonl", "two.jsonl")]
     commands = [[*ALLHANDS, "data", "prepare", str(source), "--out", "out"] for source in sources]
     started = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for command in commands
     ]
     errors = [process.communicate(timeout=100)[1] for process in started]
@@ -71,19 +80,25 @@ def test_demo_data_never_replace_other_data(tmp_path: Path) -> None:
     assert run("data", "demo", "--out", "demo", cwd=tmp_path).returncode == 0
 
 
-def test_an_unusable_cache_is_named(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_is_named(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.jsonl", 5)
     (tmp_path / "file").touch()
     monkeypatch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path / "file"))
-    done = run("train", "--train", "--model", tiny_model, "--data", "data", "--iters", 1, cwd=tmp_path)
+    done = run(
+        "train", "--train", "--model", tiny_model, "--data", "data", "--iters", 1, cwd=tmp_path
+    )
     assert done.returncode == 5
     assert "ALLHANDS_TOKEN_CACHE=" in done.stderr
 
 
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "data").mkdir()
-    done = run("train", "--train", "--model", tiny_model, "--data", "data/typo", "--iters", 1, cwd=tmp_path)
+    done = run(
+        "train", "--train", "--model", tiny_model, "--data", "data/typo", "--iters", 1, cwd=tmp_path
+    )
     assert done.returncode == 3
     assert "does not exist" in done.stderr
     assert "huggingface" not in done.stderr
@@ -103,7 +118,12 @@ def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None
     }
     command = [*ALLHANDS, verb, "--model", str(model), *words[verb]]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         _wait_until_at_work(psutil.Process(process.pid))
         process.send_signal(signal.SIGINT)
@@ -117,7 +137,9 @@ def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None
 
 
 def _wait_until_at_work(process: psutil.Process) -> None:
-    """Wait until the process has had so much of the processor as starting takes, or waits for its input."""
+    """Wait until the process has had so much of the processor as starting takes, or waits for its
+    input.
+    """
     seen, since = 0.0, time.monotonic()
 
     def at_work() -> bool:

@@ -1,4 +1,6 @@
-"""Training that is interrupted, killed, starved or poisoned: its code, its message, its processes, what it keeps."""
+"""Training that is interrupted, killed, starved or poisoned: its code, its message, its processes,
+what it keeps.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,27 @@ class Runs:
     """Starts trainings on the tiny model and ends what a failed test leaves."""
 
     def __init__(self, model: Path, data: Path, directory: Path) -> None:
-        self.fixed: list[str | Path] = ["train", "--train", "--model", model, "--steps-per-report", "2"]
+        self.fixed: list[str | Path] = [
+            "train",
+            "--train",
+            "--model",
+            model,
+            "--steps-per-report",
+            "2",
+        ]
         self.data, self.directory = data, directory
         self.jobs: list[Job] = []
 
-    def arguments(self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None) -> list[str | Path]:
+    def arguments(
+        self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None
+    ) -> list[str | Path]:
         out = out or self.directory / "out"
         fixed = [*self.fixed, "--data", self.data, "--iters", str(iters), "--adapter-path", out]
         return changed(fixed, more)
 
-    def start(self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None, **options: Any) -> Job:
+    def start(
+        self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None, **options: Any
+    ) -> Job:
         self.jobs.append(Job(*self.arguments(*more, iters=iters, out=out), **options))
         return self.jobs[-1]
 
@@ -86,10 +99,12 @@ def weights(file: Path) -> dict[str, mx.array]:
 
 def same(one: Path, other: Path) -> bool:
     first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(mx.array_equal(first[name], second[name]).item() for name in first)
+    return first.keys() == second.keys() and all(
+        mx.array_equal(first[name], second[name]).item() for name in first
+    )
 
 
-# --- asked to stop --------------------------------------------------------------------------------------
+# --- asked to stop --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,9 @@ def same(one: Path, other: Path) -> bool:
         pytest.param(["-n", "2", "--backend", "mpi"], signal.SIGTERM, marks=_needs_mpi),
     ],
 )
-def test_a_stopped_run_keeps_what_it_trained(runs: Runs, tmp_path: Path, more: list[str], number: int) -> None:
+def test_a_stopped_run_keeps_what_it_trained(
+    runs: Runs, tmp_path: Path, more: list[str], number: int
+) -> None:
     job, out = runs.start(*more), tmp_path / "out"
     job.wait_for("train", out)
     job.signal(number)
@@ -147,7 +164,9 @@ def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) ->
 @pytest.mark.parametrize("delay_s", [0.2, 1.0])
 def test_ctrl_c_while_starting(runs: Runs, tmp_path: Path, backend: str, delay_s: float) -> None:
     job = runs.start("-n", "2", "--backend", backend)
-    until(lambda: _busy_s(job) > 0.2, 20.0, "it is not there")  # of the processor, which others may have meanwhile
+    until(
+        lambda: _busy_s(job) > 0.2, 20.0, "it is not there"
+    )  # of the processor, which others may have meanwhile
     time.sleep(delay_s - 0.2)
     job.signal(signal.SIGINT)
     # Before Python has set up anything, the signal itself ends it.
@@ -173,7 +192,9 @@ def test_a_frozen_rank_and_two_ctrl_c(runs: Runs, tmp_path: Path, backend: str) 
 
 @_needs_mpi
 def test_usr1_to_a_plain_mpirun_keeps_the_adapter(runs: Runs, tmp_path: Path) -> None:
-    """Which it passes on; after a SIGINT it kills ranks a quarter of a second later, whatever they do."""
+    """Which it passes on; after a SIGINT it kills ranks a quarter of a second later, whatever they
+    do.
+    """
     job, out = runs.start(prefix=_mpirun(2)), tmp_path / "out"
     job.wait_for("train", out)
     job.signal(signal.SIGUSR1)
@@ -199,11 +220,13 @@ def _mpirun(ranks: int) -> list[str]:
     return [str(found.mpirun), *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
 
 
-# --- killed ---------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", MOSTLY_RING)
-def test_a_killed_rank_ends_the_run_and_the_last_save_stays(runs: Runs, tmp_path: Path, backend: str) -> None:
+def test_a_killed_rank_ends_the_run_and_the_last_save_stays(
+    runs: Runs, tmp_path: Path, backend: str
+) -> None:
     more = ["-n", "2", "--backend", backend, "--save-every", "4", "--max-restarts", "0"]
     job, out = runs.start(*more), tmp_path / "out"
     job.wait_for("saved", out, count=2)
@@ -215,7 +238,10 @@ def test_a_killed_rank_ends_the_run_and_the_last_save_stays(runs: Runs, tmp_path
     last = max(out.glob("*_adapters.safetensors"))
     latest = int(last.name[:7])
     # The kill may have fallen between the two files of a save.
-    assert any(same(out / "adapters.safetensors", out / f"{n:07d}_adapters.safetensors") for n in (latest, latest - 4))
+    assert any(
+        same(out / "adapters.safetensors", out / f"{n:07d}_adapters.safetensors")
+        for n in (latest, latest - 4)
+    )
     assert json.loads((out / "adapter_config.json").read_text())["num_layers"] == 3
     assert {report.step for report in history(out).saved} >= {4, 8}
 
@@ -275,7 +301,16 @@ def test_a_rank_that_cannot_start(
     (tmp_path / "site/sitecustomize.py").write_text(_SITE)
     shutil.copytree(runs.data, tmp_path / "data")
     env = {"PYTHONPATH": str(tmp_path / "site"), "TEST_FAULT": fault}
-    more = ["-n", "2", "--backend", backend, "--data", "data", "--start-timeout-s", "10" if fault == "hang" else "60"]
+    more = [
+        "-n",
+        "2",
+        "--backend",
+        backend,
+        "--data",
+        "data",
+        "--start-timeout-s",
+        "10" if fault == "hang" else "60",
+    ]
     # Wrong input is no reason to start again.
     more += [] if fault == "elsewhere" else ["--max-restarts", "0"]
     job = runs.start(*more, env=env, cwd=tmp_path)
@@ -318,7 +353,7 @@ def test_a_taken_port_is_said(runs: Runs, tmp_path: Path) -> None:
         runs.start(env=env).fails(7, "rank 0", "ring", "bind", "ports")
 
 
-# --- starved and poisoned -------------------------------------------------------------------------------
+# --- starved and poisoned -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("iters", [4, 6])
@@ -339,7 +374,10 @@ def test_a_save_that_fails_leaves_the_one_before(runs: Runs, tmp_path: Path, ite
     saved = [report.step for report in run_of.saved if Path(report.path).parent == out]
     assert saved == [2, 6][: iters // 2 - 1]
     assert run_of.ended is not None
-    assert (run_of.ended.reason, run_of.ended.step) == ("failed" if iters == 4 else "finished", iters)
+    assert (run_of.ended.reason, run_of.ended.step) == (
+        "failed" if iters == 4 else "finished",
+        iters,
+    )
     assert same(out / "adapters.safetensors", out / f"{saved[-1]:07d}_adapters.safetensors")
     assert list(out.glob(".draft-*")) == []
 
@@ -350,20 +388,36 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=440k", "tmpfs", str(place)]
-    if not sys.platform.startswith("linux") or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        not sys.platform.startswith("linux")
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a small file system needs Linux and root")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.long
-def test_a_disk_that_stays_full_is_an_error_at_the_end(runs: Runs, small_disk: Path, tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_is_an_error_at_the_end(
+    runs: Runs, small_disk: Path, tmp_path: Path
+) -> None:
     out, roomy = small_disk / "out", tmp_path / "roomy"
     job = runs.start("-n", "2", "--save-every", "2", iters=8, out=out)
-    job.fails(5, "checkpoints/step-0000008", "No space left", "disk is full", str(out / "adapters.safetensors"))
+    job.fails(
+        5,
+        "checkpoints/step-0000008",
+        "No space left",
+        "disk is full",
+        str(out / "adapters.safetensors"),
+    )
     text = job.out + job.err
     for step in (4, 6):
-        assert text.count(f"no checkpoint was written ({out}/checkpoints/step-{step:07d}: cannot be written: No") == 1
+        assert (
+            text.count(
+                f"no checkpoint was written ({out}/checkpoints/step-{step:07d}: cannot be written: No"
+            )
+            == 1
+        )
     assert "not started again: the storage would be the same after a restart" in text
     assert "starting again" not in text
     assert [path.name for path in checkpoints_in(out)] == ["step-0000002"]
@@ -382,7 +436,9 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(runs: Runs, small_disk: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stopped_while_not_a_byte_can_be_written(runs: Runs, small_disk: Path, backend: str) -> None:
+def test_stopped_while_not_a_byte_can_be_written(
+    runs: Runs, small_disk: Path, backend: str
+) -> None:
     """Neither the logs nor the file that says why a rank has ended have room beside the adapter."""
     out = small_disk / "out"
     job = runs.start("-n", "2", "--backend", backend, "--save-every", "2", out=out)
@@ -391,7 +447,9 @@ def test_stopped_while_not_a_byte_can_be_written(runs: Runs, small_disk: Path, b
     fill(small_disk)
     time.sleep(0.3)
     job.signal(signal.SIGINT)
-    message = job.fails(5, str(out / "checkpoints"), "No space left", "the run was stopped after step", "not saved")
+    message = job.fails(
+        5, str(out / "checkpoints"), "No space left", "the run was stopped after step", "not saved"
+    )
     assert "the same command with --resume" in message
     assert [path.name for path in checkpoints_in(out)] == ["step-0000002"]
     assert list((out / "logs").glob("**/.*")) == []
@@ -402,7 +460,12 @@ def test_a_file_above_the_limit_of_the_shell(runs: Runs, tmp_path: Path) -> None
     prefix = ["/bin/bash", "-c", 'ulimit -f 40; exec "$0" "$@"']
     job = runs.start("--save-every", "2", iters=4, prefix=prefix)
     job.fails(5, "checkpoints/step-0000004", "cannot be written: File too large", "ulimit -f")
-    assert job.out.count("checkpoints/step-0000002: cannot be written: File too large); training goes on") == 1
+    assert (
+        job.out.count(
+            "checkpoints/step-0000002: cannot be written: File too large); training goes on"
+        )
+        == 1
+    )
     assert checkpoints_in(tmp_path / "out") == []
     assert [report.step for report in history(tmp_path / "out").train] == [2, 4]
 
@@ -413,10 +476,18 @@ def test_diverging_runs_spare_the_good_adapter(runs: Runs, tmp_path: Path) -> No
     run(*runs.arguments(iters=2))
     before = (out / "adapters.safetensors").read_bytes()
     for more in ([], ["-n", "2"]):
-        message = runs.start("--learning-rate", "1e30", *more).fails(6, "nan", "after step 1 of", "--learning-rate")
+        message = runs.start("--learning-rate", "1e30", *more).fails(
+            6, "nan", "after step 1 of", "--learning-rate"
+        )
         assert "0000001_adapters.safetensors" in message
     assert (out / "adapters.safetensors").read_bytes() == before
-    assert max(mx.abs(value).max().item() for value in weights(out / "0000001_adapters.safetensors").values()) > 1e20
+    assert (
+        max(
+            mx.abs(value).max().item()
+            for value in weights(out / "0000001_adapters.safetensors").values()
+        )
+        > 1e20
+    )
     told = history(out)
     assert told.ended is not None
     assert (told.ended.reason, told.ended.step) == ("failed", 1)
@@ -426,7 +497,13 @@ def test_a_save_that_fails_does_not_hide_nan(runs: Runs, tmp_path: Path) -> None
     blocked = tmp_path / "out/0000001_adapters.safetensors"
     blocked.mkdir(parents=True)
     job = runs.start("--learning-rate", "1e30")
-    job.fails(6, "nan", "after step 1 of", "--learning-rate", f"could not be kept ({blocked}: cannot be written")
+    job.fails(
+        6,
+        "nan",
+        "after step 1 of",
+        "--learning-rate",
+        f"could not be kept ({blocked}: cannot be written",
+    )
     assert list((tmp_path / "out").glob("*.safetensors")) == [blocked]
 
 
@@ -443,7 +520,7 @@ def test_two_runs_do_not_share_a_directory(runs: Runs, tmp_path: Path) -> None:
     assert [file.name for file in out.glob("metrics*")] == ["metrics.jsonl"]
 
 
-# --- what a person sees ---------------------------------------------------------------------------------
+# --- what a person sees ---------------------------------------------------------------------------
 
 
 def test_ctrl_c_in_a_terminal_leaves_it_sane(runs: Runs) -> None:
@@ -458,7 +535,13 @@ def test_ctrl_c_in_a_terminal_leaves_it_sane(runs: Runs) -> None:
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "TERM": "xterm-256color",
+            "COLUMNS": "100",
+            "LINES": "30",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
     )
     seen, asked, deadline = b"", False, time.monotonic() + 60
     try:
@@ -476,7 +559,8 @@ def test_ctrl_c_in_a_terminal_leaves_it_sane(runs: Runs) -> None:
     text = seen.decode(errors="replace")
     assert process.returncode == 130, text
     assert termios.tcgetattr(terminal) == before
-    # The cursor, hidden while the board was drawn, is back; the last words stand alone on their lines.
+    # The cursor, hidden while the board was drawn, is back; the last words stand alone on their
+    # lines.
     assert text.count("\x1b[?25l") == 1
     assert text.rindex("\x1b[?25h") > text.index("\x1b[?25l")
     for words in ("validation loss", "tokens/s", "stopping after this step", f"/{FOR_EVER}"):

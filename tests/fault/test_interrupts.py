@@ -35,14 +35,20 @@ command.run()
 """
 
 
-def ended(code: str, *, verb: str = "env", number: int = signal.SIGINT) -> subprocess.CompletedProcess[str]:
+def ended(
+    code: str, *, verb: str = "env", number: int = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
     code = _HEAD.format(verb=verb, number=int(number)) + code
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("step", ["prepare_process", "preload_blas", "stream_of", "main"])
 def test_while_the_command_is_made_ready(step: str) -> None:
-    done = ended(f"import allhands.__main__ as command\nsetattr(command, {step!r}, interrupt)\ncommand.run()\n")
+    done = ended(
+        f"import allhands.__main__ as command\nsetattr(command, {step!r}, interrupt)\ncommand.run()\n"
+    )
     assert done.returncode in (130, -signal.SIGINT)
     assert done.stdout + done.stderr == ""
 
@@ -77,7 +83,9 @@ def test_a_command_in_the_background_of_a_script_ignores_it() -> None:
 
 
 def test_while_mlx_is_imported(tiny_model: Path) -> None:
-    done = ended(_IMPORTED.format(arguments=["--model", str(tiny_model), "-p", "Hello"]), verb="generate")
+    done = ended(
+        _IMPORTED.format(arguments=["--model", str(tiny_model), "-p", "Hello"]), verb="generate"
+    )
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith("allhands: interrupted")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,6 @@
-"""A model that fits no computer alone trains on two, and answers: each has a control group of little memory."""
+"""A model that fits no computer alone trains on two, and answers: each has a control group of
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tiny import run_allhands, write_chat_data, write_tokenizer
 
 from allhands.errors import ModelError
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's control groups")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's control groups"),
+]
 
 LIMIT = 900_000_000
 HIDDEN, INNER, LAYERS, VOCABULARY, GROUP = 2048, 8192, 26, 4096, 64
@@ -33,8 +38,15 @@ def write_large(directory: Path) -> Path:
     def quantized(name: str, rows: int, columns: int) -> dict[str, mx.array]:
         words = draw.integers(0, 1 << 32, (rows, columns // 8), dtype=np.uint32)
         scales = np.full((rows, columns // GROUP), 0.25 / np.sqrt(columns), dtype=np.float32)
-        made = mx.array(words), mx.array(scales).astype(mx.bfloat16), mx.array(-7.5 * scales).astype(mx.bfloat16)
-        return {f"{name}.{part}": each for part, each in zip(("weight", "scales", "biases"), made, strict=True)}
+        made = (
+            mx.array(words),
+            mx.array(scales).astype(mx.bfloat16),
+            mx.array(-7.5 * scales).astype(mx.bfloat16),
+        )
+        return {
+            f"{name}.{part}": each
+            for part, each in zip(("weight", "scales", "biases"), made, strict=True)
+        }
 
     weights = {"model.norm.weight": mx.ones((HIDDEN,), dtype=mx.bfloat16)}
     for name in ("model.embed_tokens", "lm_head"):
@@ -74,14 +86,37 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("little")
     write_large(directory / "model")
     write_chat_data(directory / "data", train=8, valid=2, test=2, longest=12)
-    hosts = [{"ssh": name, "ips": [address], "slots": 1, "python": sys.executable} for name, address in HOSTS.items()]
+    hosts = [
+        {"ssh": name, "ips": [address], "slots": 1, "python": sys.executable}
+        for name, address in HOSTS.items()
+    ]
     (directory / "hosts.json").write_text(json.dumps(hosts))
     return directory
 
 
 def training(files: Path, out: str) -> list[str]:
-    options = ["train", "--model", "model", "--data", "data", "--train", "--iters", str(STEPS), "--batch-size", "4"]
-    more = ["--num-layers", "8", "--steps-per-report", "1", "--val-batches", "0", "--max-seq-length", "64"]
+    options = [
+        "train",
+        "--model",
+        "model",
+        "--data",
+        "data",
+        "--train",
+        "--iters",
+        str(STEPS),
+        "--batch-size",
+        "4",
+    ]
+    more = [
+        "--num-layers",
+        "8",
+        "--steps-per-report",
+        "1",
+        "--val-batches",
+        "0",
+        "--max-seq-length",
+        "64",
+    ]
     return [*options, *more, "--learning-rate", "1e-4", "--seed", "4", "--adapter-path", out]
 
 
@@ -113,16 +148,23 @@ def test_two_computers_train_and_ask_what_neither_holds(files: Path) -> None:
         env = {"ALLHANDS_SSH": groups.ssh}
         for schedule in SCHEDULES:
             way = [*two, "--pp-schedule", schedule]
-            trained = run_allhands(*training(files, schedule), *way, env=env, cwd=files, timeout=300)
+            trained = run_allhands(
+                *training(files, schedule), *way, env=env, cwd=files, timeout=300
+            )
             assert trained.returncode == 0, trained.stdout + trained.stderr
             assert "stay packed" in trained.stdout + trained.stderr
-        answer = run_allhands(*asked, "--adapter-path", SCHEDULES[0], *two, env=env, cwd=files, timeout=200)
+        answer = run_allhands(
+            *asked, "--adapter-path", SCHEDULES[0], *two, env=env, cwd=files, timeout=200
+        )
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert groups.killed() == 0
         assert max(groups.peaks()) <= LIMIT
         print(groups.peaks(), answer.stdout)
     one = run_allhands(
-        *training(files, "one"), cwd=files, timeout=300, env={"OPENBLAS_NUM_THREADS": str(os.cpu_count())}
+        *training(files, "one"),
+        cwd=files,
+        timeout=300,
+        env={"OPENBLAS_NUM_THREADS": str(os.cpu_count())},
     )
     assert one.returncode == 0, one.stdout + one.stderr
     for schedule in SCHEDULES:

@@ -1,4 +1,6 @@
-"""Ranks that find out by themselves how to divide a training that none of them holds: each has little memory."""
+"""Ranks that find out by themselves how to divide a training that none of them holds: each has
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's control groups"),
 ]
-# 29 million weights, of which gradients and two states are as large each: a rank with all of it takes 830 MB.
+# 29 million weights, of which gradients and two states are as large each: a rank with all of it
+# takes 830 MB.
 LAYERS, HIDDEN = 12, 512
 HOSTS = {"left": "127.0.0.1", "right": "127.0.0.2"}
 TIGHT, ROOMY, SMALL = 700_000_000, 1_300_000_000, 330_000_000
@@ -35,15 +38,31 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("chosen")
     write_model(directory / "model", layers=LAYERS, hidden=HIDDEN, tied=False)
     write_chat_data(directory / "data", train=16, valid=2, test=2)
-    hosts = [{"ssh": name, "ips": [address], "slots": 1, "python": sys.executable} for name, address in HOSTS.items()]
+    hosts = [
+        {"ssh": name, "ips": [address], "slots": 1, "python": sys.executable}
+        for name, address in HOSTS.items()
+    ]
     (directory / "hosts.json").write_text(json.dumps(hosts))
     return directory
 
 
 def training(out: str, *more: str) -> list[str]:
     options = f"--iters {STEPS} --batch-size 4 --num-layers -1 --steps-per-report 1 --val-batches 0 --keep-last 0"
-    options += " --max-seq-length 128 --learning-rate 1e-4 --seed 4 --gradient-check off --no-keep-best"
-    return ["train", "--model", "model", "--data", "data", "--train", *options.split(), "--adapter-path", out, *more]
+    options += (
+        " --max-seq-length 128 --learning-rate 1e-4 --seed 4 --gradient-check off --no-keep-best"
+    )
+    return [
+        "train",
+        "--model",
+        "model",
+        "--data",
+        "data",
+        "--train",
+        *options.split(),
+        "--adapter-path",
+        out,
+        *more,
+    ]
 
 
 @contextmanager
@@ -54,7 +73,9 @@ def computers(files: Path, limit: int) -> Iterator[MemoryGroups]:
         assert max(groups.peaks()) <= limit
 
 
-def on_two(files: Path, groups: MemoryGroups, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+def on_two(
+    files: Path, groups: MemoryGroups, out: str, *more: str
+) -> subprocess.CompletedProcess[str]:
     words = [*training(out, *more), "--hostfile", "hosts.json"]
     return run_allhands(*words, env={"ALLHANDS_SSH": groups.ssh}, cwd=files, timeout=300)
 
@@ -68,7 +89,10 @@ def losses(directory: Path) -> list[float]:
 def alone(files: Path) -> list[float]:
     """The losses of one process with all memory."""
     done = run_allhands(
-        *training("alone", *FULL), cwd=files, timeout=300, env={"OPENBLAS_NUM_THREADS": str(os.cpu_count())}
+        *training("alone", *FULL),
+        cwd=files,
+        timeout=300,
+        env={"OPENBLAS_NUM_THREADS": str(os.cpu_count())},
     )
     assert done.returncode == 0, done.stderr
     return losses(files / "alone")
@@ -114,10 +138,14 @@ def test_ranks_with_room_are_data_parallel(files: Path, alone: list[float]) -> N
         assert done.returncode == 0, done.stdout + done.stderr
     assert "for a whole model" not in done.stdout + done.stderr
     np.testing.assert_allclose(losses(files / "roomy"), alone, rtol=1e-5)
-    events = [json.loads(line) for line in (files / "roomy" / "metrics.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (files / "roomy" / "metrics.jsonl").read_text().splitlines()
+    ]
     sent = [event["sent_bytes"] for event in events if event["event"] == "train"]
     weights = next(event["trainable_params"] for event in events if event["event"] == "started")
-    assert sent[-1] == pytest.approx(4 * weights, rel=1e-3), "a sum of all gradients, and nothing else"
+    assert sent[-1] == pytest.approx(4 * weights, rel=1e-3), (
+        "a sum of all gradients, and nothing else"
+    )
 
 
 def test_what_no_way_fits_is_refused_before_it_is_read(files: Path) -> None:
@@ -126,7 +154,9 @@ def test_what_no_way_fits_is_refused_before_it_is_read(files: Path) -> None:
         assert done.returncode == ModelError.exit_code, done.stdout + done.stderr
         assert max(groups.peaks()) < SMALL / 1.5
     said = done.stdout + done.stderr
-    assert "no strategy fits this training into the ranks' memory: with --strategy fsdp rank " in said
+    assert (
+        "no strategy fits this training into the ranks' memory: with --strategy fsdp rank " in said
+    )
     assert "such ranks would hold it (--strategy fsdp)" in said
     assert "Traceback" not in said
     assert not (files / "small" / "metrics.jsonl").exists()

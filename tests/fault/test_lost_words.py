@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+pytestmark = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="no device that is always full"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,23 +24,35 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [sys.executable, "-m", "allhands", "train", *options]
 
 
-def _train(inputs: list[str], run: Path, redirected: str, *more: str) -> subprocess.CompletedProcess[str]:
+def _train(
+    inputs: list[str], run: Path, redirected: str, *more: str
+) -> subprocess.CompletedProcess[str]:
     words = [*inputs, "--adapter-path", str(run), *more]
     line = f'exec "$@" {redirected}'
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(
-        ["bash", "-c", line, "bash", *words], capture_output=True, text=True, env=env, timeout=120, check=False
+        ["bash", "-c", line, "bash", *words],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        check=False,
     )
 
 
-@pytest.mark.parametrize("redirected", [">/dev/full", ">/dev/full 2>/dev/full", ">&- 2>&-", ">&-", "> >(head -0)"])
-def test_a_run_whose_words_are_lost_has_finished(inputs: list[str], tmp_path: Path, redirected: str) -> None:
+@pytest.mark.parametrize(
+    "redirected", [">/dev/full", ">/dev/full 2>/dev/full", ">&- 2>&-", ">&-", "> >(head -0)"]
+)
+def test_a_run_whose_words_are_lost_has_finished(
+    inputs: list[str], tmp_path: Path, redirected: str
+) -> None:
     done = _train(inputs, tmp_path / "run", redirected)
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["reason"]) == ("ended", "finished")
     assert (tmp_path / "run/adapters.safetensors").is_file()
-    # That words were lost is said, if there is a place for it; a reader who has gone need not be told.
+    # That words were lost is said, if there is a place for it; a reader who has gone need not be
+    # told.
     assert ("note:" in done.stderr) == (redirected == ">/dev/full")
 
 
@@ -59,14 +73,19 @@ def test_an_error_keeps_its_code_where_it_cannot_be_told(inputs: list[str], tmp_
 
 def test_a_command_whose_result_is_its_words_fails_without_them(tmp_path: Path) -> None:
     line = f"exec {sys.executable} -m allhands version >/dev/full"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 5
     assert "standard output" in done.stderr
 
 
 def test_a_reader_who_has_read_enough_is_no_failure(inputs: list[str]) -> None:
     model, data = inputs[inputs.index("--model") + 1], inputs[inputs.index("--data") + 1]
-    for words in (["data", "check", data, "--model", model], ["plan", "--device", "M1", "--model", model]):
+    for words in (
+        ["data", "check", data, "--model", model],
+        ["plan", "--device", "M1", "--model", model],
+    ):
         line = 'set -o pipefail; "$@" | head -1'
         command = ["bash", "-c", line, "bash", sys.executable, "-m", "allhands", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

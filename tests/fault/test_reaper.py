@@ -1,4 +1,6 @@
-"""A launcher killed with SIGKILL leaves no process, no directory and no shared memory, whatever ranks were doing."""
+"""A launcher killed with SIGKILL leaves no process, no directory and no shared memory, whatever
+ranks were doing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from allhands.cluster.reaper import Reaper, end_processes
 
 BACKENDS = [
     "ring",
-    pytest.param("mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")),
+    pytest.param(
+        "mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
+    ),
 ]
 
 # Starts a stopped process and one whose child has a group of its own, says who they are, and waits.
@@ -58,7 +62,9 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 def _helper(job: Job) -> psutil.Process:
-    (found,) = [p for p in psutil.Process(job.process.pid).children() if reaper.__file__ in p.cmdline()]
+    (found,) = [
+        p for p in psutil.Process(job.process.pid).children() if reaper.__file__ in p.cmdline()
+    ]
     return found
 
 
@@ -68,8 +74,12 @@ def _gone(*processes: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", [SUPERVISOR, ATTEMPT], ids=["job", "attempt"])
-def test_a_killed_launcher_leaves_nothing(start: Callable[..., Job], backend: str, program: str) -> None:
-    """Rank 1 is stopped, and rank 2 has a child in a group of its own that nobody would end with it."""
+def test_a_killed_launcher_leaves_nothing(
+    start: Callable[..., Job], backend: str, program: str
+) -> None:
+    """Rank 1 is stopped, and rank 2 has a child in a group of its own that nobody would end with
+    it.
+    """
     job = start("steps", "steps stop 5 reduce", "steps child 2", program=program, backend=backend)
     until((job.directory / "has-child").exists, 20.0)
     until(lambda: any(" stopped " in line for line in job.left()), 20.0)
@@ -86,7 +96,9 @@ def test_a_killed_launcher_leaves_nothing(start: Callable[..., Job], backend: st
         assert not Path(memory).exists()
 
 
-@pytest.mark.skipif(find_mpi() is None or sys.platform != "linux", reason="Open MPI's memory on Linux")
+@pytest.mark.skipif(
+    find_mpi() is None or sys.platform != "linux", reason="Open MPI's memory on Linux"
+)
 def test_ranks_killed_in_mpi_leave_no_shared_memory(start: Callable[..., Job]) -> None:
     job = start("mlx mpi on", "mlx mpi kill", backend="mpi")
     assert job.finish() == 137
@@ -98,7 +110,9 @@ def test_ranks_killed_in_mpi_leave_no_shared_memory(start: Callable[..., Job]) -
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """The program above, and: its helper, the stopped one, the parent, its child, the forgotten one."""
+    """The program above, and: its helper, the stopped one, the parent, its child, the forgotten
+    one.
+    """
     (tmp_path / "owner.py").write_text(_OWNER)
     command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SOURCE})
@@ -181,9 +195,15 @@ def test_lines_that_are_none_keep_no_others_from_being_heeded(tmp_path: Path) ->
         b'mark "x"',
         b'directory "/"',
     ]
-    lines += [b"directory " + json.dumps(str(private)).encode(), b"group 1e5", b"directory " + b"[" * 9000]
+    lines += [
+        b"directory " + json.dumps(str(private)).encode(),
+        b"group 1e5",
+        b"directory " + b"[" * 9000,
+    ]
     command = [sys.executable, "-I", reaper.__file__]
-    done = subprocess.run(command, input=b"".join(line + b"\n" for line in lines), capture_output=True, check=False)
+    done = subprocess.run(
+        command, input=b"".join(line + b"\n" for line in lines), capture_output=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert not private.exists()
 

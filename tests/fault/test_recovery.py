@@ -1,6 +1,8 @@
-"""Ranks and launchers that fail in every way we know: the run goes on by itself, and ends as if nothing had happened.
+"""Ranks and launchers that fail in every way we know: the run goes on by itself, and ends as if
+nothing had happened.
 
-Each run is compared, bit for bit, with one that was never disturbed: weights, optimizer state, every step's loss.
+Each run is compared, bit for bit, with one that was never disturbed: weights, optimizer state,
+every step's loss.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _restart_steps(trial: Trial) -> list[int]:
     return [after - 1 for before, after in pairwise(steps) if after <= before]
 
 
-# --- ranks that end ---------------------------------------------------------------------------------------------
+# --- ranks that end -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -72,11 +74,19 @@ def test_ranks_that_die_in_every_way(trial: Trial, undisturbed: Result) -> None:
     assert len(before.processes) >= 4
     assert before.directories
     assert job.finish(120) == 0, (job.out, job.err)
-    assert [(fault.index, fault.step) for fault in trial.fired()] == [(0, 3), (1, 7), (2, 13), (3, 18), (4, 20)]
+    assert [(fault.index, fault.step) for fault in trial.fired()] == [
+        (0, 3),
+        (1, 7),
+        (2, 13),
+        (3, 18),
+        (4, 20),
+    ]
     faults = trial.events("fault")
     assert [event["rank"] for event in faults] == [2, 1, 0, 2, 0]
     for event, words in zip(
-        faults, ("no such luck", "killed by SIGKILL", "exited with code 7", "the disk has gone", "SIGKILL"), strict=True
+        faults,
+        ("no such luck", "killed by SIGKILL", "exited with code 7", "the disk has gone", "SIGKILL"),
+        strict=True,
     ):
         assert words in event["message"]
     assert [event["exit_code"] for event in faults] == [1, 137, 7, 1, 137]
@@ -106,12 +116,14 @@ def test_a_failure_that_comes_again_is_not_tried_for_ever(trial: Trial) -> None:
     assert max(trial.steps()) == 7
 
 
-# --- ranks that hang --------------------------------------------------------------------------------------------
+# --- ranks that hang ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None:
-    """Stopped, asleep where its peers wait for it in the exchange, busy for ever, and without its data."""
+    """Stopped, asleep where its peers wait for it in the exchange, busy for ever, and without its
+    data.
+    """
     trial.plan(
         {"rank": 2, "step": 6, "kind": "stop"},
         {"rank": 1, "step": 12, "kind": "hang", "at": "reduce"},
@@ -132,20 +144,25 @@ def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None
 
 
 @pytest.mark.slow
-def test_a_hang_is_found_without_being_told_how_long_a_step_takes(trial: Trial, undisturbed: Result) -> None:
+def test_a_hang_is_found_without_being_told_how_long_a_step_takes(
+    trial: Trial, undisturbed: Result
+) -> None:
     trial.plan({"rank": 1, "step": 14, "kind": "stop", "at": "reduce"})
     trial.run()
     (fired,) = trial.fired()
     (fault,) = trial.events("fault")
     assert (fault["rank"], fault["step"]) == (1, 14)
-    assert fault["time"] - fired.time < 7  # five seconds, and the moment to write down where it hangs
+    assert (
+        fault["time"] - fired.time < 7
+    )  # five seconds, and the moment to write down where it hangs
     assert trial.result() == undisturbed
 
 
 @pytest.mark.slow
 def test_a_pause_is_no_hang(trial: Trial, undisturbed: Result) -> None:
     trial.plan(
-        {"rank": 1, "step": 8, "kind": "slow", "seconds": 3}, {"rank": 0, "step": 9, "kind": "slow", "at": "load"}
+        {"rank": 1, "step": 8, "kind": "slow", "seconds": 3},
+        {"rank": 0, "step": 9, "kind": "slow", "at": "load"},
     )
     trial.run()
     assert len(trial.fired()) == 2
@@ -153,7 +170,7 @@ def test_a_pause_is_no_hang(trial: Trial, undisturbed: Result) -> None:
     assert trial.result() == undisturbed
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -170,7 +187,7 @@ def test_a_rank_that_is_killed_for_want_of_memory(trial: Trial, undisturbed: Res
     assert trial.result() == undisturbed
 
 
-# --- the launcher -----------------------------------------------------------------------------------------------
+# --- the launcher ---------------------------------------------------------------------------------
 
 
 def _stop(trial: Trial, job: Job, code: int) -> None:
@@ -184,7 +201,9 @@ def _stop(trial: Trial, job: Job, code: int) -> None:
 
 @pytest.mark.slow
 def test_asked_to_stop_it_saves_and_goes_on_when_told_to(trial: Trial, undisturbed: Result) -> None:
-    """By SIGTERM, by a scheduler that wants one rank's computer, and by Ctrl-C: one after the other."""
+    """By SIGTERM, by a scheduler that wants one rank's computer, and by Ctrl-C: one after the
+    other.
+    """
     trial.plan(
         {"rank": 1, "step": 4, "kind": "slow", "seconds": _PAUSE_S},
         {"rank": 2, "step": 10, "kind": "term"},
@@ -209,7 +228,9 @@ def test_asked_to_stop_it_saves_and_goes_on_when_told_to(trial: Trial, undisturb
 def test_a_launcher_that_ends_at_once_leaves_nothing_and_the_next_one_goes_on(
     trial: Trial, undisturbed: Result
 ) -> None:
-    """Ctrl-C twice while a rank hangs; killed while one is stopped, and cannot see it, and another one spins."""
+    """Ctrl-C twice while a rank hangs; killed while one is stopped, and cannot see it, and another
+    one spins.
+    """
     trial.plan(
         {"rank": 1, "step": 7, "kind": "hang"},
         {"rank": 2, "step": 13, "kind": "stop"},
@@ -236,14 +257,18 @@ def test_a_launcher_that_ends_at_once_leaves_nothing_and_the_next_one_goes_on(
     assert trial.result() == undisturbed
 
 
-# --- fewer and more ranks ---------------------------------------------------------------------------------------
+# --- fewer and more ranks -------------------------------------------------------------------------
 
 
 def _assert_close(mine: Result, theirs: Result) -> None:
     """Equal but for the order of sums."""
     assert [step for step, _ in mine.losses] == [step for step, _ in theirs.losses]
-    np.testing.assert_allclose(*([loss for _, loss in run.losses] for run in (mine, theirs)), rtol=2e-5)
-    np.testing.assert_allclose(*([loss for _, loss in run.valid_losses] for run in (mine, theirs)), rtol=2e-5)
+    np.testing.assert_allclose(
+        *([loss for _, loss in run.losses] for run in (mine, theirs)), rtol=2e-5
+    )
+    np.testing.assert_allclose(
+        *([loss for _, loss in run.valid_losses] for run in (mine, theirs)), rtol=2e-5
+    )
     assert mine.trained_tokens == theirs.trained_tokens
     weights = [load_file(run.directory / "adapters.safetensors") for run in (mine, theirs)]
     for name in weights[0]:
@@ -252,14 +277,20 @@ def _assert_close(mine: Result, theirs: Result) -> None:
 
 @pytest.mark.slow
 def test_three_ranks_then_two_then_three(trial: Trial, undisturbed: Result) -> None:
-    for ranks, more in ((3, ("--iters", "10")), (2, ("--iters", "20", "--resume")), (3, ("--resume",))):
+    for ranks, more in (
+        (3, ("--iters", "10")),
+        (2, ("--iters", "20", "--resume")),
+        (3, ("--resume",)),
+    ):
         trial.run(*more, ranks=ranks)
     assert trial.steps() == list(range(1, ITERS + 1))
     _assert_close(trial.result(), undisturbed)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_again_and_again_is_done_without(trial: Trial, undisturbed: Result) -> None:
+def test_a_rank_that_fails_again_and_again_is_done_without(
+    trial: Trial, undisturbed: Result
+) -> None:
     entry = {"rank": 2, "step": 7, "kind": "kill"}
     trial.plan(entry, entry, entry, entry)
     job = trial.run("--min-ranks", "2")
@@ -271,7 +302,7 @@ def test_a_rank_that_fails_again_and_again_is_done_without(trial: Trial, undistu
     _assert_close(trial.result(), undisturbed)
 
 
-# --- chance -----------------------------------------------------------------------------------------------------
+# --- chance ---------------------------------------------------------------------------------------
 
 
 def _chosen_at_random(seed: int, count: int) -> list[dict[str, Any]]:
@@ -280,7 +311,8 @@ def _chosen_at_random(seed: int, count: int) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for step in sorted(choose.sample(range(1, ITERS - 1), count)):
         rank = choose.randrange(3)
-        # What rank 0 says goes to the terminal; a trace there would be taken for one of the launcher's.
+        # What rank 0 says goes to the terminal; a trace there would be taken for one of the
+        # launcher's.
         kind = choose.choice(("kill", "exit", "raise") if rank else ("kill", "exit"))
         at = choose.choice(("step", "load", "reduce", "update"))
         entries.append({"rank": rank, "step": step, "kind": kind, "at": at})
@@ -297,7 +329,7 @@ def test_failures_at_random(trial: Trial, undisturbed: Result) -> None:
     assert trial.result() == undisturbed
 
 
-# --- poisoned numbers -------------------------------------------------------------------------------------------
+# --- poisoned numbers -----------------------------------------------------------------------------
 
 
 def test_a_poisoned_gradient_stops_the_run(trial: Trial) -> None:

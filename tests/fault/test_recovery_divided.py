@@ -1,4 +1,6 @@
-"""Ranks that divide the work, and die in every phase of a step: the run ends as if nothing had happened."""
+"""Ranks that divide the work, and die in every phase of a step: the run ends as if nothing had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def test_ranks_that_die_in_every_phase(way: Way) -> None:
             {"rank": 1, "step": 20, "kind": "kill", "at": "validate"},
             {"rank": 0, "step": 25, "kind": "kill", "at": "save", "write": 3},
             # Its part of the arrays, which rank 0 waits for.
-            *([{"rank": 1, "step": 27, "kind": "kill", "at": "save"}] if way.name in HAVE_PARTS else []),
+            *(
+                [{"rank": 1, "step": 27, "kind": "kill", "at": "save"}]
+                if way.name in HAVE_PARTS
+                else []
+            ),
         )
         count = 7 + (way.name in HAVE_PARTS)
         job = trial.start(*way.flags, ranks=way.ranks)
@@ -93,12 +99,20 @@ def test_a_rank_that_is_asked_to_stop_in_a_validation_leaves_it_with_the_others(
 def test_ranks_that_are_left_go_on_with_everything(way: Way) -> None:
     if way.name == "pipe x shard":
         pytest.skip("three ranks have no stages of two blocks")
-    told = {"pipeline": "one rank is left of the pipeline", "fsdp": "slot 1 is left out", "shard x tensor": "--tp is 1"}
+    told = {
+        "pipeline": "one rank is left of the pipeline",
+        "fsdp": "slot 1 is left out",
+        "shard x tensor": "--tp is 1",
+    }
     with way.bench.trial("left") as trial:
         entry = {"rank": 1, "step": 7, "kind": "kill"}
         trial.plan(entry, entry, entry)
         job = trial.run(*way.flags, "--min-ranks", "1", ranks=way.ranks)
-        assert [event["num_ranks"] for event in trial.events("restarting")] == [way.ranks, way.ranks, way.ranks - 1]
+        assert [event["num_ranks"] for event in trial.events("restarting")] == [
+            way.ranks,
+            way.ranks,
+            way.ranks - 1,
+        ]
         assert told.get(way.name, f"{way.flags[0]} is 1 now") in job.out + job.err
         found = trial.result()
         assert [step for step, _ in found.losses] == list(range(1, ITERS + 1))

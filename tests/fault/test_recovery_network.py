@@ -1,7 +1,7 @@
 """Several computers, of which one is cut off, comes back, or joins while the job is running.
 
-The computers are network namespaces on this one, each with an sshd. Training on other ranks sums in another order, so
-runs are compared to rounding.
+The computers are network namespaces on this one, each with an sshd. Training on other ranks sums in
+another order, so runs are compared to rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from allhands.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 
-# Steps of the tiny model take milliseconds. These make time for people to edit files and to pull cables.
+# Steps of the tiny model take milliseconds. These make time for people to edit files and to pull
+# cables.
 _PAUSE_S = 1.5
 
 
@@ -60,8 +61,8 @@ def _slow(rank: int, steps: range, attempt: int) -> list[dict[str, object]]:
 def _assert_close(losses: list[tuple[int, float]], expected: Result) -> None:
     assert [step for step, _ in losses] == [step for step, _ in expected.losses][-len(losses) :]
     theirs = [loss for _, loss in expected.losses][-len(losses) :]
-    # Another number of ranks adds up in another order: 7e-7 of a gradient. Adam makes whole steps of gradients that are
-    # nearly zero, so that it grows with each: 6e-5 after 30.
+    # Another number of ranks adds up in another order: 7e-7 of a gradient. Adam makes whole steps
+    # of gradients that are nearly zero, so that it grows with each: 6e-5 after 30.
     np.testing.assert_allclose([loss for _, loss in losses], theirs, rtol=2e-4)
 
 
@@ -71,7 +72,9 @@ def _assert_close(losses: list[tuple[int, float]], expected: Result) -> None:
 def test_a_host_joins_is_cut_off_and_comes_back(
     trial: Trial, cluster: Cluster, undisturbed: Result, tmp_path: Path, rounds: tuple[str, ...]
 ) -> None:
-    """With rounds of local steps it joins between two of them; what a cut interrupts is the round it happens in."""
+    """With rounds of local steps it joins between two of them; what a cut interrupts is the round
+    it happens in.
+    """
     hostfile = cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
     trial.plan(*_slow(0, range(2, 5), 1), *_slow(0, range(8, 9), 2), *_slow(0, range(6, 16), 3))
     job = trial.start("--hostfile", hostfile, "--min-ranks", "2", *rounds, ranks=1)
@@ -93,7 +96,9 @@ def test_a_host_joins_is_cut_off_and_comes_back(
     assert "node2 can take part again" in back["message"]
     # At a checkpoint nothing is lost, after a cut what followed the last one.
     starts = [
-        json.loads(line) for line in (trial.out / "metrics.jsonl").read_text().splitlines() if '"started"' in line
+        json.loads(line)
+        for line in (trial.out / "metrics.jsonl").read_text().splitlines()
+        if '"started"' in line
     ]
     assert [start["num_ranks"] for start in starts] == [2, 3, 2, 3]
     assert starts[1]["step"] == starts[2]["step"] == 5

@@ -1,4 +1,5 @@
-"""Computers of a pipeline that are cut off in the middle of a step, and stages that take long without having hung.
+"""Computers of a pipeline that are cut off in the middle of a step, and stages that take long
+without having hung.
 
 The computers are network namespaces on this one, each with an sshd.
 """
@@ -90,7 +91,12 @@ def test_a_cut_within_a_step_is_found_and_the_same_stages_go_on_bitwise(
     ids=["two", "one", "split", "stages"],
 )
 def test_without_the_computer_fewer_stages_go_on(
-    trial: Trial, cluster: Cluster, undisturbed: dict[int, Result], tmp_path: Path, left: int, asked: tuple[str, ...]
+    trial: Trial,
+    cluster: Cluster,
+    undisturbed: dict[int, Result],
+    tmp_path: Path,
+    left: int,
+    asked: tuple[str, ...],
 ) -> None:
     """Three stages become two, whatever was asked for; two become one process with the whole model."""
     count, cut_off = left + 1, cluster.names[left]
@@ -101,7 +107,9 @@ def test_without_the_computer_fewer_stages_go_on(
     print(f"found after {found_s:.2f} s")
     assert found_s <= FOUND_S
     assert job.finish(120) == 0, (job.out, job.err)
-    assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [(left, 10)]
+    assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [
+        (left, 10)
+    ]
     found = trial.result()
     steps, losses = zip(*found.losses, strict=True)
     assert list(steps) == list(range(1, ITERS + 1))
@@ -113,9 +121,21 @@ def test_without_the_computer_fewer_stages_go_on(
 def test_a_stage_that_takes_long_is_no_hang(
     trial: Trial, cluster: Cluster, undisturbed: dict[int, Result], tmp_path: Path
 ) -> None:
-    """The others wait in a bubble of seconds where steps take milliseconds: for one rank's message, then another's."""
-    pauses = [(1, 12, 3.0, "message"), (0, 17, 3.0, "message"), (2, 22, 3.5, "message"), (0, 24, 3.5, "step")]
-    trial.plan(*({"rank": rank, "step": step, "kind": "slow", "seconds": s, "at": at} for rank, step, s, at in pauses))
+    """The others wait in a bubble of seconds where steps take milliseconds: for one rank's message,
+    then another's.
+    """
+    pauses = [
+        (1, 12, 3.0, "message"),
+        (0, 17, 3.0, "message"),
+        (2, 22, 3.5, "message"),
+        (0, 24, 3.5, "step"),
+    ]
+    trial.plan(
+        *(
+            {"rank": rank, "step": step, "kind": "slow", "seconds": s, "at": at}
+            for rank, step, s, at in pauses
+        )
+    )
     job = trial.start(*PIPELINE, "--hostfile", cluster.hostfile(tmp_path / "hosts.json"), ranks=1)
     assert job.finish(120) == 0, (job.out, job.err)
     assert [fault.index for fault in trial.fired()] == list(range(len(pauses)))

@@ -1,4 +1,6 @@
-"""Ranks that die in every phase of a round of local steps: the run ends as if nothing had happened, bit for bit."""
+"""Ranks that die in every phase of a round of local steps: the run ends as if nothing had happened,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,29 @@ pytestmark = pytest.mark.long
 
 ROUNDS = {
     "mean": ("--sync-every", "5"),
-    "nesterov": ("--sync-every", "5", "--outer-lr", "0.7", "--outer-momentum", "0.9", "--compress", "int8"),
+    "nesterov": (
+        "--sync-every",
+        "5",
+        "--outer-lr",
+        "0.7",
+        "--outer-momentum",
+        "0.9",
+        "--compress",
+        "int8",
+    ),
     "delayed": ("--sync-delay", "1", "--compress", "int8"),
-    # Parts are on their way after steps 5 and 7 (of the first) and 10 and 12 (of the second), and so on.
-    "fragments": ("--sync-every", "10", "--sync-fragments", "2", "--sync-delay", "3", "--save-every", "10"),
+    # Parts are on their way after steps 5 and 7 (of the first) and 10 and 12 (of the second), and
+    # so on.
+    "fragments": (
+        "--sync-every",
+        "10",
+        "--sync-fragments",
+        "2",
+        "--sync-delay",
+        "3",
+        "--save-every",
+        "10",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints that cannot be written, are torn or are damaged: training goes on, only whole ones are gone on from."""
+"""Checkpoints that cannot be written, are torn or are damaged: training goes on, only whole ones
+are gone on from.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,24 @@ def _restarted_from(trial: Trial) -> list[int]:
 
 @pytest.mark.slow
 def test_killed_at_every_point_of_a_save(trial: Trial, undisturbed: Result) -> None:
-    """Before and after the checkpoint, between the files beside it, and before old ones are removed."""
+    """Before and after the checkpoint, between the files beside it, and before old ones are
+    removed.
+    """
     trial.plan(
-        *({"rank": 0, "step": 5 * write, "kind": "kill", "at": "save", "write": write} for write in (1, 2, 3, 4)),
+        *(
+            {"rank": 0, "step": 5 * write, "kind": "kill", "at": "save", "write": write}
+            for write in (1, 2, 3, 4)
+        ),
         {"rank": 0, "step": 25, "kind": "kill", "at": "save", "write": 1},
     )
     trial.run(ranks=2)
-    assert [(fault.index, fault.step) for fault in trial.fired()] == [(0, 5), (1, 10), (2, 15), (3, 20), (4, 25)]
+    assert [(fault.index, fault.step) for fault in trial.fired()] == [
+        (0, 5),
+        (1, 10),
+        (2, 15),
+        (3, 20),
+        (4, 25),
+    ]
     assert [event["rank"] for event in trial.events("fault")] == [0] * 5
     # Before a checkpoint is there: from the one before it. Afterwards: from it.
     assert _restarted_from(trial) == [0, 10, 15, 20, 20]
@@ -89,7 +102,9 @@ def test_a_disk_that_is_full_for_a_while(trial: Trial, undisturbed: Result) -> N
 
 @pytest.mark.slow
 def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
-    """The save of step 10 fails when the one of step 11, after which the run is to stop, has been asked for."""
+    """The save of step 10 fails when the one of step 11, after which the run is to stop, has been
+    asked for.
+    """
     trial.plan(
         {"rank": 0, "step": 10, "kind": "slow", "seconds": 1, "at": "save", "write": 1},
         {"rank": 0, "step": 10, "kind": "disk-full", "write": 2},
@@ -103,16 +118,23 @@ def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
 
 @pytest.mark.slow
 def test_a_disk_that_is_really_full(trial: Trial, undisturbed: Result) -> None:
-    trial.plan({"rank": 1, "step": 9, "kind": "hang"}, {"rank": 1, "step": 18, "kind": "slow", "seconds": 2})
+    trial.plan(
+        {"rank": 1, "step": 9, "kind": "hang"},
+        {"rank": 1, "step": 18, "kind": "slow", "seconds": 2},
+    )
     with small_disk(trial.out, megabytes=8) as disk:
         if disk is None:
             pytest.skip("no file system can be mounted here: that needs root and Linux")
         trial.start("--hang-timeout-s", "2", ranks=2)
         trial.wait_for_fired()
         filler = fill(disk)
-        trial.wait_for_fired(2)  # it has been started again, and has passed the saves of steps 10 and 15
+        trial.wait_for_fired(
+            2
+        )  # it has been started again, and has passed the saves of steps 10 and 15
         assert [path.name for path in checkpoints_in(trial.out)] == ["step-0000005"]
-        assert [found.error for found in survey(trial.out) if found.path.name.startswith("step")] == [None]
+        assert [
+            found.error for found in survey(trial.out) if found.path.name.startswith("step")
+        ] == [None]
         filler.unlink()
         assert trial.jobs[-1].finish() == 0, trial.jobs[-1].err
         assert trial.jobs[-1].out.count("no checkpoint was written") >= 2
@@ -131,7 +153,11 @@ def test_a_slow_disk_does_not_hold_up_the_training(trial: Trial, undisturbed: Re
     trial.plan({"rank": 0, "step": 10, "kind": "slow", "seconds": 1.5, "at": "save"})
     trial.run(ranks=2)
     assert len(trial.fired()) == 1
-    order = [(record["event"], record["step"]) for record in _records(trial) if record["event"] in ("train", "saved")]
+    order = [
+        (record["event"], record["step"])
+        for record in _records(trial)
+        if record["event"] in ("train", "saved")
+    ]
     saved = [place for place, entry in enumerate(order) if entry == ("saved", 10)][-1]
     assert order.index(("train", 14)) < saved
     assert trial.result() == undisturbed
@@ -181,6 +207,13 @@ def test_no_thread_is_left(bench: Bench, tmp_path: Path, undisturbed: Result) ->
     }
     finetune(build_config(flags))
     # The pool of the softmax belongs to the process.
-    left = [one.name for one in set(threading.enumerate()) - before if not one.name.startswith("allhands-softmax")]
+    left = [
+        one.name
+        for one in set(threading.enumerate()) - before
+        if not one.name.startswith("allhands-softmax")
+    ]
     assert left == []
-    assert [path.name for path in checkpoints_in(tmp_path / "out")] == ["step-0000030", "step-0000025"]
+    assert [path.name for path in checkpoints_in(tmp_path / "out")] == [
+        "step-0000030",
+        "step-0000025",
+    ]

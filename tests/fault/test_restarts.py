@@ -1,6 +1,7 @@
 """Restarts with real processes: ranks that die as a plan says, supervised by a program of its own.
 
-All processes of a test have its directory in their command lines, which is how left-over ones are found.
+All processes of a test have its directory in their command lines, which is how left-over ones are
+found.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ journal = Journal(directory / "events.jsonl")
 sys.exit(supervise(spec, print, options=SuperviseOptions(**options), members=members, journal=journal))
 """
 
-# Ten steps, of which every attempt makes those that rank 0 has not "saved"; the plan says, by attempt and rank or "*",
-# at which step what goes wrong. Step 0 is before the first beat.
+# Ten steps, of which every attempt makes those that rank 0 has not "saved"; the plan says, by
+# attempt and rank or "*", at which step what goes wrong. Step 0 is before the first beat.
 _WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -107,7 +108,13 @@ class _Job:
         (self.directory / "worker.py").write_text(_WORKER)
         (self.directory / "plan.json").write_text(json.dumps(plan))
         self.process = subprocess.Popen(
-            [sys.executable, f"{self.directory}/supervisor.py", str(self.directory), str(ranks), json.dumps(options)],
+            [
+                sys.executable,
+                f"{self.directory}/supervisor.py",
+                str(self.directory),
+                str(ranks),
+                json.dumps(options),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -169,7 +176,10 @@ def test_a_rank_that_dies_twice_and_then_no_more(start: Callable[..., _Job]) -> 
     assert job.finish() == 0, job.out
     assert job.fired() == {"1-1-3", "2-0-7"}
     faults = job.events("fault")
-    assert [(fault["rank"], fault["exit_code"], fault["step"]) for fault in faults] == [(1, 137, 3), (0, 137, 7)]
+    assert [(fault["rank"], fault["exit_code"], fault["step"]) for fault in faults] == [
+        (1, 137, 3),
+        (0, 137, 7),
+    ]
     assert [event["pause_s"] for event in job.events("restarting")] == [0.0, 0.0]
     assert [event["attempt"] for event in job.events("launched")] == [1, 2, 3]
     assert job.events()[-1]["kind"] == "finished"
@@ -194,7 +204,10 @@ def test_the_same_exception_again_is_given_up(start: Callable[..., _Job]) -> Non
     *_, failed, given_up = job.events()
     assert (failed["kind"], failed["rank"], failed["step"]) == ("failed", 1, 3)
     assert given_up["kind"] == "given up"
-    assert "failed at step 3 in the same way, twice in a row: ValueError: this never works" in given_up["message"]
+    assert (
+        "failed at step 3 in the same way, twice in a row: ValueError: this never works"
+        in given_up["message"]
+    )
 
 
 def test_ctrl_c_during_a_pause_ends_it_at_once(start: Callable[..., _Job]) -> None:

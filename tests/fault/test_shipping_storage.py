@@ -1,4 +1,6 @@
-"""What is shipped where there is no room for it: one message that names the directory, and nothing half-written."""
+"""What is shipped where there is no room for it: one message that names the directory, and nothing
+half-written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, wo
     verb, *rest = words.split()
     command = [sys.executable, "-m", "allhands", verb, *rest, str(tmp_path / "out")]
     if verb == "import":
-        done = call_allhands("export", "--adapter-path", adapter, "--to", "peft", "--out", tmp_path / "peft")
+        done = call_allhands(
+            "export", "--adapter-path", adapter, "--to", "peft", "--out", tmp_path / "peft"
+        )
         assert done.returncode == 0, done.stderr
         command += ["--from", "peft", str(tmp_path / "peft")]
     else:
@@ -37,7 +41,9 @@ def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, wo
     subprocess.run(warm, capture_output=True, timeout=120, env=env, check=True)
     before = sorted(path.name for path in tmp_path.iterdir())
     limited = ["bash", "-c", f'ulimit -f {_KB}; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = subprocess.run(
+        limited, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
     assert done.returncode == 5, done.stderr
     assert f"error: {tmp_path / 'out'}: cannot be written" in done.stderr
     assert "what to do" in done.stderr

@@ -1,4 +1,6 @@
-"""Strangers at the port where ranks meet: rank 0 is a real process that trains, and stays to the end."""
+"""Strangers at the port where ranks meet: rank 0 is a real process that trains, and stays to the
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ring_ranks import allhands_command
 from runs import distance, read_run, read_weights
-from strangers import HANDED, in_between, inputs, loopback_sources, pestering, say, say_all, wait_for
+from strangers import (
+    HANDED,
+    in_between,
+    inputs,
+    loopback_sources,
+    pestering,
+    say,
+    say_all,
+    wait_for,
+)
 
 from allhands.cluster import processes
 from allhands.cluster.processes import reserve_ports
@@ -40,7 +51,9 @@ Rank = subprocess.Popen[str]
 
 
 class Job:
-    """Two ranks as torchrun would start them on two computers, at different times if the test wants."""
+    """Two ranks as torchrun would start them on two computers, at different times if the test
+    wants.
+    """
 
     def __init__(self, command: Sequence[str] = SUM, key: str | None = None, port: int = 0) -> None:
         self._command, self._key = command, key
@@ -55,7 +68,13 @@ class Job:
     def start(self, rank: int, master: str = "127.0.0.1") -> Rank:
         """Start a rank, which looks for rank 0 at ``master``."""
         usual = {name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)}
-        numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": self.port}
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_PORT": self.port,
+        }
         own = {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": master}
         own |= {"OPENBLAS_NUM_THREADS": "1", "ALLHANDS_PEERS_TIMEOUT_S": "200"}
         own |= {"ALLHANDS_MEETING_KEY": self._key} if self._key else {}
@@ -114,7 +133,9 @@ def training(model: Path, data: Path, out: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What two ranks make of it that nobody disturbs."""
     out = tmp_path_factory.mktemp("undisturbed")
     job = Job(training(tiny_model, tiny_data, out))
@@ -141,7 +162,9 @@ def test_strangers_end_nothing(jobs: list[Job], key: str | None) -> None:
         assert len(say(job.address, words)) <= 65
     sources = loopback_sources(5)
     with pestering(job.address, idle=1000, trickling=10) as still_there:
-        assert say_all(job.address, inputs(2000, seed=1), sources) <= 65  # a random number for one that looks like one
+        assert (
+            say_all(job.address, inputs(2000, seed=1), sources) <= 65
+        )  # a random number for one that looks like one
         deadline = time.monotonic() + 20.0
         while still_there() > 200:  # they would use up the descriptors of rank 0
             assert time.monotonic() < deadline
@@ -161,11 +184,15 @@ def test_a_hundred_thousand_inputs_twice(
     rank_0, sources = job.start(0), loopback_sources(40)
     most = say_all(job.address, inputs(100_000, seed=2), sources)
     number = st.binary(min_size=32, max_size=32).map(lambda raw: raw.hex().encode() + b"\n")
-    letters = st.sampled_from([b"[", b"{", b'"', b"\\", b"\n", b":", b",", b"1", b"null", b'"rank"', b'"body"', b"\0"])
+    letters = st.sampled_from(
+        [b"[", b"{", b'"', b"\\", b"\n", b":", b",", b"1", b"null", b'"rank"', b'"body"', b"\0"]
+    )
     words = st.one_of(st.binary(max_size=200), st.lists(letters, max_size=60).map(b"".join))
 
     @settings(max_examples=1000, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(st.one_of(words, st.tuples(number, words).map(b"".join)), min_size=1, max_size=20))
+    @given(
+        st.lists(st.one_of(words, st.tuples(number, words).map(b"".join)), min_size=1, max_size=20)
+    )
     def many(some: list[bytes]) -> None:
         nonlocal most
         # Each alone, and with each other's ends: a hundred calls.
@@ -184,7 +211,9 @@ def test_a_hundred_thousand_inputs_twice(
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 @pytest.mark.parametrize("key", [None, "our secret"])
 def test_a_recorded_hello_is_no_key(jobs: list[Job], key: str | None) -> None:
-    """What rank 1 has said once gets nobody in at the next start with the same key, and keeps rank 1 not out."""
+    """What rank 1 has said once gets nobody in at the next start with the same key, and keeps rank
+    1 not out.
+    """
     first = Job(key=key)
     again = Job(key=key, port=first.port)
     jobs += [first, again]
@@ -211,7 +240,9 @@ def test_a_recorded_hello_is_no_key(jobs: list[Job], key: str | None) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 def test_a_false_rank_0_with_recorded_answers_is_left(jobs: list[Job]) -> None:
-    """It says what rank 0 has said at the last start; rank 1 goes on looking, and finds the true one."""
+    """It says what rank 0 has said at the last start; rank 1 goes on looking, and finds the true
+    one.
+    """
     first = Job(key="our secret")
     again = Job(key="our secret", port=first.port)
     jobs += [first, again]
@@ -243,7 +274,9 @@ def test_a_false_rank_0_with_recorded_answers_is_left(jobs: list[Job]) -> None:
 
 
 def test_a_rank_without_the_key_takes_nobodys_place(jobs: list[Job]) -> None:
-    """A whole rank 1 of the same job that has all but the key: it is a stranger, whoever comes first."""
+    """A whole rank 1 of the same job that has all but the key: it is a stranger, whoever comes
+    first.
+    """
     job = Job(key="our secret")
     false = Job(key="another", port=job.port)
     jobs += [job, false]
@@ -257,7 +290,9 @@ def test_a_rank_without_the_key_takes_nobodys_place(jobs: list[Job]) -> None:
 
 
 def test_whoever_asks_first_does_not_keep_the_output_from_rank_0(tmp_path: Path) -> None:
-    """Under mpirun rank 0 fetches our own output at a socket: others may call there before it, and say nothing."""
+    """Under mpirun rank 0 fetches our own output at a socket: others may call there before it, and
+    say nothing.
+    """
     server = processes._offer_output(tmp_path / "output.socket")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:

@@ -1,8 +1,8 @@
 """The supervisor with real processes that fail in every way we know; none may be left over.
 
-Each test runs a supervisor as a program of its own; each rank follows a script such as ``"wait"`` or
-``"exit 3"``. All processes of a test have its directory in their command lines, which is how left-over ones
-are found.
+Each test runs a supervisor as a program of its own; each rank follows a script such as ``"wait"``
+or ``"exit 3"``. All processes of a test have its directory in their command lines, which is how
+left-over ones are found.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ def test_a_clean_run(start: Callable[..., Job], backend: str) -> None:
     assert [len(job.events(kind)) for kind in ("launched", "started", "failed")] == [1, 1, 0]
     for rank in range(2):
         facts = job.facts(rank)
-        assert [facts[n] for n in ("rank", "size", "local_rank", "local_size")] == [rank, 2, rank, 2]
+        assert [facts[n] for n in ("rank", "size", "local_rank", "local_size")] == [
+            rank,
+            2,
+            rank,
+            2,
+        ]
         assert (facts["launcher"], facts["backend"], facts["tty"]) == ("allhands", backend, False)
         assert facts["OPENBLAS_NUM_THREADS"] == facts["OMP_NUM_THREADS"] == "1"
         assert stat.S_IMODE(facts["mode"]) == 0o700
@@ -65,7 +70,9 @@ def test_rank_0_keeps_the_terminal(start: Callable[..., Job], backend: str) -> N
     os.close(ours)
 
 
-def test_nccl_gives_each_rank_a_gpu(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_gives_each_rank_a_gpu(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     job = start("exit 0", "exit 0", backend="nccl")
     assert job.finish() == 0
@@ -95,7 +102,9 @@ def test_gpus_are_those_that_the_driver_names(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -109,7 +118,9 @@ def test_each_rank_has_its_own_cores(start: Callable[..., Job]) -> None:
     job = start("exit 0", "exit 0", "exit 0", cores_per_rank=1)
     assert job.finish() == 0
     allowed = sorted(os.sched_getaffinity(0))
-    assert [job.facts(r)["cores"] for r in range(3)] == [[allowed[r % len(allowed)]] for r in range(3)]
+    assert [job.facts(r)["cores"] for r in range(3)] == [
+        [allowed[r % len(allowed)]] for r in range(3)
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,7 +173,10 @@ def test_a_rank_that_does_not_start_is_named(start: Callable[..., Job]) -> None:
     job = start("silent", "pause 60 0", start_deadline_s=1.5)
     assert job.finish() == 7
     (failed,) = job.events("failed")
-    assert "rank 0 did not finish starting within 1.5 s" in failed["message"] or "rank 0, 1" in failed["message"]
+    assert (
+        "rank 0 did not finish starting within 1.5 s" in failed["message"]
+        or "rank 0, 1" in failed["message"]
+    )
     assert "give it more time with --start-timeout-s" in failed["explanation"]
     assert job.err == ""
 
@@ -192,7 +206,9 @@ def test_taken_ports_are_tried_once_more(start: Callable[..., Job]) -> None:
     assert job.events("failed") == []
 
 
-@pytest.mark.parametrize("error", ["Couldn't connect (error: 111)", "Couldn't bind socket (error: 99)"])
+@pytest.mark.parametrize(
+    "error", ["Couldn't connect (error: 111)", "Couldn't bind socket (error: 99)"]
+)
 def test_no_port_is_said_to_be_taken_where_none_is(start: Callable[..., Job], error: str) -> None:
     """Not of who cannot connect to another, nor of who was given an address of nobody."""
     job = start(f"bind [ring] {error}", f"bind [ring] {error}")
@@ -204,7 +220,9 @@ def test_no_port_is_said_to_be_taken_where_none_is(start: Callable[..., Job], er
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stop_signal_lets_every_rank_save(start: Callable[..., Job], backend: str, number: int, code: int) -> None:
+def test_a_stop_signal_lets_every_rank_save(
+    start: Callable[..., Job], backend: str, number: int, code: int
+) -> None:
     job = start("save 0", "save 1.2", backend=backend)
     job.wait_for("started")
     job.process.send_signal(number)
@@ -216,7 +234,12 @@ def test_a_stop_signal_lets_every_rank_save(start: Callable[..., Job], backend: 
 def test_a_stop_during_start_up_does_not_wait(start: Callable[..., Job]) -> None:
     """Rank 0 waits in MLX's init for a peer that is not coming, deaf to signals."""
     job = start("mlx ring", "silent")
-    until(lambda: (job.directory / "facts-1.json").exists() and (job.directory / "facts-0.json").exists(), 20.0)
+    until(
+        lambda: (
+            (job.directory / "facts-1.json").exists() and (job.directory / "facts-0.json").exists()
+        ),
+        20.0,
+    )
     job.process.send_signal(signal.SIGINT)
     assert job.finish(timeout=8) == 130
 
@@ -238,7 +261,9 @@ def test_ranks_that_do_not_stop_in_time_are_killed(start: Callable[..., Job]) ->
     assert job.finish(timeout=5) == 143
 
 
-def test_a_rank_that_stands_still_is_not_waited_for_when_all_are_told_to_stop(start: Callable[..., Job]) -> None:
+def test_a_rank_that_stands_still_is_not_waited_for_when_all_are_told_to_stop(
+    start: Callable[..., Job],
+) -> None:
     job = start("stop", "save 20")  # with a minute to save
     job.wait_for("started")
     job.process.send_signal(signal.SIGTERM)
@@ -277,7 +302,11 @@ def test_the_error_file_has_the_facts(tmp_path: Path) -> None:
     child = _alone(tmp_path, "data", ALLHANDS_LOG_DIR=str(tmp_path))
     _, err = child.communicate(timeout=10)
     error = json.loads((tmp_path / "error-rank-0.json").read_text())
-    assert (error["type"], error["message"], error["where"]) == ("DataError", "no samples", "train.jsonl:12")
+    assert (error["type"], error["message"], error["where"]) == (
+        "DataError",
+        "no samples",
+        "train.jsonl:12",
+    )
     assert error["exit_code"] == child.returncode == 3
     assert abs(error["time"] - time.time()) < 60
     # The supervisor speaks for its ranks; a rank writes to its own log.
@@ -297,7 +326,9 @@ def test_real_collectives(start: Callable[..., Job], backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("script", "code"), [("raise", 1), ("kill", 137)])
-def test_a_failure_between_real_collectives(start: Callable[..., Job], backend: str, script: str, code: int) -> None:
+def test_a_failure_between_real_collectives(
+    start: Callable[..., Job], backend: str, script: str, code: int
+) -> None:
     """Rank 0 goes on calling all_sum: with MPI it would wait for ever."""
     job = start(f"mlx {backend} on", f"mlx {backend} {script}", backend=backend)
     assert job.finish() == code, job.err
@@ -336,7 +367,9 @@ def test_mpi_is_found_whole() -> None:
 
 
 @_needs_mpi
-def test_mpi_looks_at_no_fabric_on_one_computer_unless_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_looks_at_no_fabric_on_one_computer_unless_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = find_mpi()
     assert found is not None
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)

@@ -1,4 +1,6 @@
-"""Wrong input to every verb, in real processes: one message with place and remedy, its exit code, nothing left."""
+"""Wrong input to every verb, in real processes: one message with place and remedy, its exit code,
+nothing left.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def rewrite(model: Path, change: Callable[[str, mx.array], mx.array]) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a good model, good data and a trained adapter, and beside them everything that can be wrong."""
+    """A directory with a good model, good data and a trained adapter, and beside them everything
+    that can be wrong.
+    """
     here = tmp_path_factory.mktemp("wrong")
     good = write_model(here / "model")
     write_chat_data(here / "data")
@@ -71,7 +75,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(here / "unknown/train.jsonl", CHAT, '{"foo": 1}\n')
     write(here / "bad-valid/train.jsonl", CHAT)
     write(here / "bad-valid/valid.jsonl", CHAT, "[]\n")
-    write(here / "long-prompts/train.jsonl", json.dumps({"prompt": "y" * 90, "completion": "a"}) + "\n")
+    write(
+        here / "long-prompts/train.jsonl",
+        json.dumps({"prompt": "y" * 90, "completion": "a"}) + "\n",
+    )
     write(here / "bad.yaml", "# options\niters: 3\nbatch_size: many\n")
     write(here / "unknown.yaml", "iters: 3\nitres: 5\n")
     write(here / "broken.yaml", "iters: [3\n")
@@ -93,7 +100,9 @@ def directory_of(key: str) -> str:
 
 @pytest.fixture(scope="module")
 def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[Job]]]:
-    """The commands of all selected cases, two at a time: most of what they take is Python's imports."""
+    """The commands of all selected cases, two at a time: most of what they take is Python's
+    imports.
+    """
 
     def finished(arguments: str | list[str]) -> Job:
         if isinstance(arguments, str):
@@ -105,7 +114,11 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         job.finish()
         return job
 
-    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    mine = [
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     cases = [item.callspec.params.get("arguments") for item in mine]
     with ThreadPoolExecutor(2) as pool:
         wanted = {a if isinstance(a, str) else " ".join(a): a for a in cases if a}
@@ -126,7 +139,11 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         (["--test", "--test-batches", "0"], 2, ["--test-batches"]),
         (["--no-train"], 2, ["--no-train", "nothing to do", "--test"]),
         (["-n", "2", "--backend", "nccl"], 2, ["--backend nccl", "GPU"]),
-        (["-n", "2", "--rank-weights", "[1, 2, 3]"], 2, ["--rank-weights", "3 weights for 2 ranks", "[2, 1]"]),
+        (
+            ["-n", "2", "--rank-weights", "[1, 2, 3]"],
+            2,
+            ["--rank-weights", "3 weights for 2 ranks", "[2, 1]"],
+        ),
         (["--rank-weights", "[2, 1]"], 2, ["--rank-weights", "2 weights for 1 rank"]),
         (["--packing", "--mask-prompt"], 2, ["--packing", "--mask-prompt"]),
         (["--isolate-documents"], 2, ["--isolate-documents", "--packing"]),
@@ -135,7 +152,9 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
             ["-n", "1000"],
             2,
             ["-n", "1000 processes", "wait for each other"],
-            marks=pytest.mark.skipif((os.cpu_count() or 1) > 100, reason="so many are no error on this computer"),
+            marks=pytest.mark.skipif(
+                (os.cpu_count() or 1) > 100, reason="so many are no error on this computer"
+            ),
         ),
         # Data.
         (["--data", "./nowhere"], 3, ["nowhere", "does not exist", "--data"]),
@@ -160,11 +179,24 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         (["--model", "small-vocabulary"], 4, ["small-vocabulary", "ends at 99", "tokenizer"]),
         (["--model", "nan"], 6, ["nan", "before any training", "model"]),
         # Adapters.
-        (["--resume-adapter-file", "missing.safetensors"], 4, ["missing.safetensors", "no such file"]),
-        (["--resume-adapter-file", "out"], 4, ["out", "a directory", "adapters.safetensors"]),
-        (["--resume-adapter-file", "torn-adapter/adapters.safetensors"], 4, ["torn-adapter/adapters.safetensors"]),
         (
-            ["--resume-adapter-file", "out/adapters.safetensors", "--lora-parameters", '{"rank": 4}'],
+            ["--resume-adapter-file", "missing.safetensors"],
+            4,
+            ["missing.safetensors", "no such file"],
+        ),
+        (["--resume-adapter-file", "out"], 4, ["out", "a directory", "adapters.safetensors"]),
+        (
+            ["--resume-adapter-file", "torn-adapter/adapters.safetensors"],
+            4,
+            ["torn-adapter/adapters.safetensors"],
+        ),
+        (
+            [
+                "--resume-adapter-file",
+                "out/adapters.safetensors",
+                "--lora-parameters",
+                '{"rank": 4}',
+            ],
             4,
             ["out/adapters.safetensors", "(32, 8) in the file, (32, 4) here", "--lora-parameters"],
         ),
@@ -175,10 +207,14 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
             ["--adapter-path", "/proc/nowhere"],
             5,
             ["/proc/nowhere", "cannot be written"],
-            marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /proc"),
+            marks=pytest.mark.skipif(
+                not sys.platform.startswith("linux"), reason="there is no /proc"
+            ),
         ),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0].startswith("-") else "",
+    ids=lambda value: (
+        " ".join(value) if isinstance(value, list) and value and value[0].startswith("-") else ""
+    ),
 )
 def test_training(
     place: Path, jobs: Mapping[str, Future[Job]], arguments: list[str], code: int, words: list[str]
@@ -187,40 +223,74 @@ def test_training(
     jobs[key].result().fails(code, *words)
     # An earlier run's adapter in the same directory is untouched.
     for name in ("adapters.safetensors", "adapter_config.json"):
-        assert (place / directory_of(key) / name).read_bytes() == (place / "out" / name).read_bytes()
+        assert (place / directory_of(key) / name).read_bytes() == (
+            place / "out" / name
+        ).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ("train --test --model model --data data --adapter-path missing", 2, ["--adapter-path", "missing"]),
-        ("generate --model model --adapter-path missing --prompt a", 4, ["missing", "no such directory"]),
-        ("generate --model wider --adapter-path out --prompt a", 4, ["does not fit", "(32, 8)", "(64, 8)"]),
-        ("generate --model model --adapter-path torn-adapter --prompt a", 4, ["torn-adapter/adapters.safetensors"]),
-        ("generate --model model --adapter-path torn-config --prompt a", 4, ["torn-config/adapter_config.json"]),
+        (
+            "train --test --model model --data data --adapter-path missing",
+            2,
+            ["--adapter-path", "missing"],
+        ),
+        (
+            "generate --model model --adapter-path missing --prompt a",
+            4,
+            ["missing", "no such directory"],
+        ),
+        (
+            "generate --model wider --adapter-path out --prompt a",
+            4,
+            ["does not fit", "(32, 8)", "(64, 8)"],
+        ),
+        (
+            "generate --model model --adapter-path torn-adapter --prompt a",
+            4,
+            ["torn-adapter/adapters.safetensors"],
+        ),
+        (
+            "generate --model model --adapter-path torn-config --prompt a",
+            4,
+            ["torn-config/adapter_config.json"],
+        ),
         ("generate --model small-vocabulary --prompt a", 4, ["ends at 99"]),
         ("generate --model missing/model/here --prompt a", 4, ["missing/model/here"]),
-        ("compare --model model --data only-valid --adapter-path out", 3, ["test.jsonl is missing"]),
+        (
+            "compare --model model --data only-valid --adapter-path out",
+            3,
+            ["test.jsonl is missing"],
+        ),
         ("compare --model model --data data --adapter-path missing", 4, ["missing"]),
         ("plot missing", 3, ["missing", "metrics"]),
         ("plot no-metrics", 3, ["no-metrics/metrics.jsonl", "no training metrics"]),
         ("data demo --out a-file", 2, ["a-file"]),
     ],
 )
-def test_other_verbs(place: Path, jobs: Mapping[str, Future[Job]], arguments: str, code: int, words: list[str]) -> None:
+def test_other_verbs(
+    place: Path, jobs: Mapping[str, Future[Job]], arguments: str, code: int, words: list[str]
+) -> None:
     jobs[arguments].result().fails(code, *words)
     assert not (place / "missing").exists()
 
 
-@pytest.mark.parametrize("backend", ["ring", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.long])])
+@pytest.mark.parametrize(
+    "backend", ["ring", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.long])]
+)
 def test_what_all_ranks_find_is_said_once(place: Path, backend: str) -> None:
-    arguments = train("--data", "not-json", "-n", "2", "--backend", backend, "--adapter-path", backend)
+    arguments = train(
+        "--data", "not-json", "-n", "2", "--backend", backend, "--adapter-path", backend
+    )
     message = Job(*arguments, cwd=place).fails(3, "not-json/train.jsonl:3")
     assert "rank-" in message
     assert "last lines" not in message
 
 
-def test_mpi_without_open_mpi_is_refused_and_auto_takes_the_ring(place: Path, tmp_path: Path) -> None:
+def test_mpi_without_open_mpi_is_refused_and_auto_takes_the_ring(
+    place: Path, tmp_path: Path
+) -> None:
     """A copy of the environment in which nothing stands beside Python."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").symlink_to(sys.executable)
@@ -231,13 +301,15 @@ def test_mpi_without_open_mpi_is_refused_and_auto_takes_the_ring(place: Path, tm
     shutil.copy(settings, tmp_path)
     env = {"PATH": "/nowhere"}
     shell = ["/bin/sh", "-c", 'shift; exec "$0" "$@"', str(tmp_path / "bin/python")]
-    Job(*train("-n", "2", "--backend", "mpi"), cwd=place, env=env, prefix=shell).fails(7, "Open MPI", "--backend ring")
+    Job(*train("-n", "2", "--backend", "mpi"), cwd=place, env=env, prefix=shell).fails(
+        7, "Open MPI", "--backend ring"
+    )
     job = Job(*train("-n", "2", "--adapter-path", "auto"), cwd=place, env=env, prefix=shell)
     assert job.finish() == 0, job.err
     assert "2 (ring)" in job.out
 
 
-# --- odd, but right -------------------------------------------------------------------------------------
+# --- odd, but right -------------------------------------------------------------------------------
 
 
 def test_a_validation_set_below_a_batch_has_the_right_loss(place: Path) -> None:
@@ -256,7 +328,10 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
     """Bytes are tokens here: of 200,000 and an end token, all but 64 are cut."""
     rows = [CHAT, '{"prompt": "a", "completion": "b c"}\n', '{"text": "some text"}\n']
     write(place / "mixed/train.jsonl", *rows, json.dumps({"text": "x" * 200_000}) + "\n")
-    job = run(*train("--data", "mixed", "--adapter-path", "mixed-out", "--max-seq-length", "64"), cwd=place)
+    job = run(
+        *train("--data", "mixed", "--adapter-path", "mixed-out", "--max-seq-length", "64"),
+        cwd=place,
+    )
     told = " ".join(job.out.split())
     assert "1 of 4 examples are longer than 64 tokens and were cut (199937 tokens lost)" in told
     assert "without validation" in told
@@ -268,19 +343,40 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--warmup-steps", "50"), "the warm-up of 50 updates is not shorter than the training of 3"),
+        (
+            ("--warmup-steps", "50"),
+            "the warm-up of 50 updates is not shorter than the training of 3",
+        ),
         (("--optimizer-config", '{"adam": {"moment": 1}}'), "adam does not take these arguments"),
-        (("--optimizer", "sgd", "--optimizer-config", '{"sgd": {"nesterov": true}}'), "sgd does not take these"),
+        (
+            ("--optimizer", "sgd", "--optimizer-config", '{"sgd": {"nesterov": true}}'),
+            "sgd does not take these",
+        ),
         (("--optimizer-config", '{"adam": {"betas": [0.9]}}'), "adam: betas must be two numbers"),
-        (("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'), "cosine_decay does not take"),
-        (("--lr-schedule", '{"name": "exponential_decay", "arguments": [-1, 2]}'), "gives update 0 a rate of -1"),
-        (("--strategy", "zero1", "-n", "2"), "operations are computed one by one on this processor"),
+        (
+            ("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'),
+            "cosine_decay does not take",
+        ),
+        (
+            ("--lr-schedule", '{"name": "exponential_decay", "arguments": [-1, 2]}'),
+            "gives update 0 a rate of -1",
+        ),
+        (
+            ("--strategy", "zero1", "-n", "2"),
+            "operations are computed one by one on this processor",
+        ),
     ],
 )
-def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tuple[str, ...], words: str) -> None:
+def test_what_is_refused_leaves_the_run_before_as_it_was(
+    place: Path, more: tuple[str, ...], words: str
+) -> None:
     own = directory_of(" ".join(more))
     shutil.copytree(place / "out", place / own)
-    before = {path: path.stat().st_mtime_ns for path in (place / own).rglob("*") if "logs" not in path.parts}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in (place / own).rglob("*")
+        if "logs" not in path.parts
+    }
     assert len(before) > 5
     Job(*train("--data", "data", "--adapter-path", own), *more, cwd=place).fails(2, words)
     assert before == {path: path.stat().st_mtime_ns for path in before}
@@ -317,7 +413,10 @@ def test_a_path_that_is_almost_one_that_exists_is_named(words: str, tmp_path: Pa
     call: Any = run_allhands if words.startswith("train") else call_allhands
     done = call(*words.split(), cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode not in (0, 1)
-    assert any(f"did you mean {near};" in done.stderr for near in ("data/chats", "run1", "run.yaml", "models/x"))
+    assert any(
+        f"did you mean {near};" in done.stderr
+        for near in ("data/chats", "run1", "run.yaml", "models/x")
+    )
     if call is run_allhands:
         return
     # And nothing is guessed where nothing is alike.

@@ -1,6 +1,8 @@
-"""Loss and gradient of every architecture that mlx_lm has, against its unmodified models in a process of their own.
+"""Loss and gradient of every architecture that mlx_lm has, against its unmodified models in a
+process of their own.
 
-The comparison itself is ``benchmarks/gradients.py``: what runs here on a CPU can be run on a GPU by one command.
+The comparison itself is ``benchmarks/gradients.py``: what runs here on a CPU can be run on a GPU by
+one command.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def test_every_architecture_has_a_configuration() -> None:
 
 
 def test_a_thousandth_of_one_array_is_noticed(compare: Compare) -> None:
-    assert {verdict.kind for verdict in compare(["llama~tied"], spoil=True, ways=("lora", "full"))} == {"wrong"}
+    assert {
+        verdict.kind for verdict in compare(["llama~tied"], spoil=True, ways=("lora", "full"))
+    } == {"wrong"}
     # With the same in order nothing is said.
     assert {verdict.kind for verdict in compare(["llama~tied"], ways=("lora", "full"))} == {"right"}
 
@@ -67,12 +71,18 @@ def test_the_most_different_ones_have_mlx_lms_gradients(compare: Compare) -> Non
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_architecture_has_mlx_lms_gradients(compare: Compare, chunk: int) -> None:
-    names = [name for module in architectures.modules()[chunk::CHUNKS] for name in architectures.names(module)]
+    names = [
+        name
+        for module in architectures.modules()[chunk::CHUNKS]
+        for name in architectures.names(module)
+    ]
     verdicts = compare(names)
     assert listed(verdicts) == ""
     assert {verdict.name for verdict in verdicts} == set(names)
     # What mlx_lm itself cannot compute is known, and nothing else is passed over.
-    unknown = [(v.name, v.run.way, v.text) for v in verdicts if v.kind == BEYOND and not known_beyond(v)]
+    unknown = [
+        (v.name, v.run.way, v.text) for v in verdicts if v.kind == BEYOND and not known_beyond(v)
+    ]
     assert unknown == []
     # And what it can by now is asked of it.
     known = {(name, way) for name in names for way in architectures.architecture(name).beyond}
@@ -98,9 +108,13 @@ def test_architectures_whose_tokens_see_later_ones_are_known(uncompiled: None) -
         model_class, arguments = _get_classes(described.config)
         model = model_class(arguments.from_dict(described.config))
         model.eval()
-        before, after = (np.array(model(tokens).astype(mx.float32))[0, :40] for tokens in (row, other))
+        before, after = (
+            np.array(model(tokens).astype(mx.float32))[0, :40] for tokens in (row, other)
+        )
         # A score of minus infinity is of no token.
-        apart = np.abs(np.where(np.isfinite(before), before, 0.0) - np.where(np.isfinite(after), after, 0.0)).max()
+        apart = np.abs(
+            np.where(np.isfinite(before), before, 0.0) - np.where(np.isfinite(after), after, 0.0)
+        ).max()
         assert (apart > 1e-4) == (sees_ahead(model) is not None), name
 
 
@@ -114,6 +128,8 @@ def uncompiled() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_check_before_training_finds_nothing_where_nothing_is_wrong(compare: Compare) -> None:
-    names = [name for name in architectures.every() if not architectures.architecture(name).is_variant]
+    names = [
+        name for name in architectures.every() if not architectures.architecture(name).is_variant
+    ]
     verdicts = compare(names, ways=("lora",), again=False, check="on")
     assert listed(verdicts) == ""

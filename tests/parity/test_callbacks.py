@@ -1,4 +1,6 @@
-"""People's own code beside the training: ours and mlx_lm's kinds of callbacks, and gradients that are changed."""
+"""People's own code beside the training: ours and mlx_lm's kinds of callbacks, and gradients that
+are changed.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,21 @@ FORMS: list[dict[str, Any]] = [
 @pytest.fixture
 def train(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Any:
     def run(name: str, *callbacks: Any, **options: Any) -> dict[str, np.ndarray]:
-        given: dict[str, Any] = {"iters": 3, "batch_size": 2, "val_batches": 1, "max_seq_length": 64, **options}
-        given |= {"model": str(tiny_model), "data": str(tiny_data), "adapter_path": str(tmp_path / name)}
-        allhands.finetune(callbacks=list(callbacks), progress=False, steps_per_report=1, keep_last=0, **given)
+        given: dict[str, Any] = {
+            "iters": 3,
+            "batch_size": 2,
+            "val_batches": 1,
+            "max_seq_length": 64,
+            **options,
+        }
+        given |= {
+            "model": str(tiny_model),
+            "data": str(tiny_data),
+            "adapter_path": str(tmp_path / name),
+        }
+        allhands.finetune(
+            callbacks=list(callbacks), progress=False, steps_per_report=1, keep_last=0, **given
+        )
         weights: Any = mx.load(str(tmp_path / name / "adapters.safetensors"))
         return {key: np.array(value) for key, value in weights.items()}
 
@@ -74,7 +88,13 @@ def test_mlx_lms_callbacks_are_told_in_its_words(train: Any, tmp_path: Path) -> 
     assert theirs.train_losses == [(one.step, one.loss) for one in history.train]
     assert theirs.val_losses == [(one.step, one.loss) for one in history.valid]
     assert theirs.steps == [0, 1, 2]
-    names = {"iteration", "train_loss", "learning_rate", "iterations_per_second", "tokens_per_second"}
+    names = {
+        "iteration",
+        "train_loss",
+        "learning_rate",
+        "iterations_per_second",
+        "tokens_per_second",
+    }
     assert all(info.keys() == names | {"trained_tokens", "peak_memory"} for info in theirs.infos)
     assert theirs.infos[-1]["trained_tokens"] == history.train[-1].trained_tokens
     assert 0.01 < theirs.infos[-1]["peak_memory"] < 100  # GB
@@ -94,8 +114,12 @@ class Scaled(allhands.Callback):
 def test_what_is_returned_is_trained_on(train: Any, form: dict[str, Any]) -> None:
     shape = {**form, "learning_rate": 2.0**-6}
     usual = train("usual", **shape)
-    # One step: what Adam makes of the rounding of a gradient that is next to nothing grows from there.
-    one, same = train("one", **{**shape, "iters": 1}), train("same", Scaled(1.0), **{**shape, "iters": 1})
+    # One step: what Adam makes of the rounding of a gradient that is next to nothing grows from
+    # there.
+    one, same = (
+        train("one", **{**shape, "iters": 1}),
+        train("same", Scaled(1.0), **{**shape, "iters": 1}),
+    )
     assert all(np.mean(np.abs(same[name] - one[name])) < 1e-5 for name in one)
     if form.get("optimizer") == "sgd":
         half = train("half", Scaled(0.5), Scaled(0.5), **shape)
@@ -156,9 +180,16 @@ class Nothing:
         ([None], "allhands.Callback"),
     ],
 )
-def test_what_would_never_be_called_is_refused(tiny_model: Path, tmp_path: Path, given: Any, says: str) -> None:
+def test_what_would_never_be_called_is_refused(
+    tiny_model: Path, tmp_path: Path, given: Any, says: str
+) -> None:
     with pytest.raises(ConfigError) as told:
-        allhands.finetune(model=str(tiny_model), data="nowhere", adapter_path=str(tmp_path / "out"), callbacks=given)
+        allhands.finetune(
+            model=str(tiny_model),
+            data="nowhere",
+            adapter_path=str(tmp_path / "out"),
+            callbacks=given,
+        )
     assert told.value.where == "callbacks"
     assert says in (told.value.hint or "")
     assert not (tmp_path / "out").exists()
@@ -199,9 +230,21 @@ class Stopper(allhands.Callback):
 @pytest.fixture
 def own_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., Any]:
     def run(*signals: tuple[int, int], at: str = "report", **options: Any) -> Any:
-        given: dict[str, Any] = {"iters": 4, "batch_size": 2, "val_batches": 0, "max_seq_length": 64, **options}
-        given |= {"model": str(tiny_model), "data": str(tiny_data), "adapter_path": str(tmp_path / "run")}
-        return allhands.finetune(callbacks=[Stopper(signals, at)], progress=False, steps_per_report=1, **given)
+        given: dict[str, Any] = {
+            "iters": 4,
+            "batch_size": 2,
+            "val_batches": 0,
+            "max_seq_length": 64,
+            **options,
+        }
+        given |= {
+            "model": str(tiny_model),
+            "data": str(tiny_data),
+            "adapter_path": str(tmp_path / "run"),
+        }
+        return allhands.finetune(
+            callbacks=[Stopper(signals, at)], progress=False, steps_per_report=1, **given
+        )
 
     return run
 
@@ -222,7 +265,9 @@ def handlers() -> list[Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_in_a_persons_own_process_saves(own_run: Callable[..., Any], tmp_path: Path, number: int) -> None:
+def test_a_stop_in_a_persons_own_process_saves(
+    own_run: Callable[..., Any], tmp_path: Path, number: int
+) -> None:
     before = handlers()
     with pytest.raises(Interrupted, match="step 2 of 4"):
         own_run((2, number))
@@ -232,7 +277,9 @@ def test_a_stop_in_a_persons_own_process_saves(own_run: Callable[..., Any], tmp_
     assert handlers() == before
 
 
-def test_a_stop_after_the_last_step_is_for_what_follows(own_run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_stop_after_the_last_step_is_for_what_follows(
+    own_run: Callable[..., Any], tmp_path: Path
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         own_run((2, signal.SIGINT), iters=2, at="save")
     assert (tmp_path / "run" / "adapters.safetensors").is_file()
@@ -274,7 +321,12 @@ allhands.finetune(model={str(tiny_model)!r}, data={str(tiny_data)!r}, iters=50, 
                   max_seq_length=64, steps_per_report=1, adapter_path="run", callbacks=[Stop()])
 """)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""Collectives with gradients, groups along axes and the one stream, over real back-ends: numbers of one process."""
+"""Collectives with gradients, groups along axes and the one stream, over real back-ends: numbers of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PROGRAM = Path(__file__).parents[1] / "support" / "collective_ranks.py"
 PAIRS = ("replicated", "summed", "gathered", "scattered", "all_max", "chain")
 CASES = [
     *(("ring", size) for size in (2, 3, 4)),
-    *(pytest.param("mpi", n, marks=pytest.mark.skipif(find_mpi() is None, reason="no Open MPI")) for n in (2, 3, 4)),
+    *(
+        pytest.param("mpi", n, marks=pytest.mark.skipif(find_mpi() is None, reason="no Open MPI"))
+        for n in (2, 3, 4)
+    ),
 ]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize(("backend", "size"), CASES)]
 
@@ -43,7 +48,11 @@ def _told_by_mpi(size: int) -> list[str]:
     assert mpi is not None
     with TemporaryDirectory() as scratch:
         # Ranks that wait leave the cores to the others.
-        given = {**mpi_variables(mpi, Path(scratch)), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+        given = {
+            **mpi_variables(mpi, Path(scratch)),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
         done = subprocess.run(
             mpirun_command(mpi, size, [sys.executable, str(PROGRAM), "mpi", str(size)]),
             env={**os.environ, **given},
@@ -72,14 +81,18 @@ def test_gradients_are_those_of_one_process(
     assert errors(backend, size)[f"{pair} {dtype}{compiled}"] <= most
 
 
-def test_what_is_larger_than_a_socket_holds_goes_down_a_chain_and_back(backend: str, size: int) -> None:
+def test_what_is_larger_than_a_socket_holds_goes_down_a_chain_and_back(
+    backend: str, size: int
+) -> None:
     if size == 2:
         assert errors(backend, size)["chain of 64 MB"] <= 1e-5
 
 
 def test_groups_along_axes_sum_and_gather_what_their_members_have(backend: str, size: int) -> None:
     sums = {name: error for name, error in errors(backend, size).items() if name.startswith("sum ")}
-    assert max(error for name, error in sums.items() if name.endswith("bfloat16")) <= 2e-2  # in whatever order
+    assert (
+        max(error for name, error in sums.items() if name.endswith("bfloat16")) <= 2e-2
+    )  # in whatever order
     assert max(error for name, error in sums.items() if not name.endswith("bfloat16")) <= 1e-6
     assert largest(backend, size, "gather ") == 0
     # What is not finite in one group does not reach another.
@@ -93,7 +106,9 @@ def test_pairs_within_groups(backend: str, size: int) -> None:
         assert largest(backend, size, "unlike stages") == 0
 
 
-@pytest.mark.parametrize("case", ["another stream", "another thread", "default", "compiled", "moved", "after the move"])
+@pytest.mark.parametrize(
+    "case", ["another stream", "another thread", "default", "compiled", "moved", "after the move"]
+)
 def test_two_streams_of_a_group_are_refused(backend: str, size: int, case: str) -> None:
     assert errors(backend, size)[case] == 0
 

@@ -1,4 +1,6 @@
-"""``--compress``: sums beside numpy's over real back-ends, bytes by the formulae, whole runs, and their checkpoints."""
+"""``--compress``: sums beside numpy's over real back-ends, bytes by the formulae, whole runs, and
+their checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ GROUPS = [
 ]
 
 
-# --- sums, over real back-ends -------------------------------------------------------------------------
+# --- sums, over real back-ends --------------------------------------------------------------------
 
 
 @cache
@@ -59,9 +61,18 @@ def told(backend: str, size: int) -> list[dict[str, Any]]:
     mpi = find_mpi()
     assert mpi is not None
     with TemporaryDirectory() as scratch:
-        given = {**mpi_variables(mpi, Path(scratch)), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+        given = {
+            **mpi_variables(mpi, Path(scratch)),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
         command = mpirun_command(mpi, size, [sys.executable, str(PROGRAM), "mpi", str(size)])
-        how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 200}
+        how: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "stdin": subprocess.DEVNULL,
+            "timeout": 200,
+        }
         mpirun = subprocess.run(command, env={**os.environ, **given}, check=False, **how)
     assert mpirun.returncode == 0, mpirun.stderr
     return [json.loads(line) for line in mpirun.stdout.splitlines()]
@@ -79,21 +90,27 @@ def test_all_ranks_have_the_same_bits(backend: str, size: int, case: str) -> Non
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 def test_sums_are_those_of_numpy(backend: str, size: int, compress: str) -> None:
-    """Where a number lies in the middle between two codes rounding may choose either: then they are one step apart."""
+    """Where a number lies in the middle between two codes rounding may choose either: then they are
+    one step apart.
+    """
     route = CODECS[compress].route(backend, size)
     if route == "pass":
         pytest.skip("each rank packs sums, not its own part alone: see test_nothing_is_lost")
     for each in told(backend, size):
         added_up = route == "sum"  # by the back-end, which rounds its sums
         assert each[compress]["typical"] <= (2e-3 * size if added_up else 1e-6)
-        assert each[compress]["apart"] <= {"bf16": 2e-2, "int8": 2e-2, "int4": 0.35}[compress] * size
+        assert (
+            each[compress]["apart"] <= {"bf16": 2e-2, "int8": 2e-2, "int4": 0.35}[compress] * size
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("case", ["int8", "int4", "passed int8", "passed int4"])
 def test_nothing_is_lost(backend: str, size: int, case: str) -> None:
-    """All sums so far and all that is left out are what there was to send, whoever has packed it how often."""
+    """All sums so far and all that is left out are what there was to send, whoever has packed it
+    how often.
+    """
     for each in told(backend, size):
         assert each[case]["lost"] <= 5e-6
         assert 1e-7 < each[case]["apart"] < size * (0.05 if case.endswith("int8") else 1.0)
@@ -113,8 +130,12 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: str, size: int, comp
 def test_bytes_are_those_of_the_formulae(backend: str, size: int, compress: str) -> None:
     codec = CODECS[compress]
     numbers = [int(np.prod(shape)) for shape in SHAPES]
-    # In two buckets, of which the first is the first array alone; each array is filled up to whole groups.
-    rows = [sum(-(-count // 64) * 64 for count in bucket if count >= 64) for bucket in (numbers[:1], numbers[1:])]
+    # In two buckets, of which the first is the first array alone; each array is filled up to whole
+    # groups.
+    rows = [
+        sum(-(-count // 64) * 64 for count in bucket if count >= 64)
+        for bucket in (numbers[:1], numbers[1:])
+    ]
     beside = 4 * (sum(count for count in numbers if count < 64) + 2)  # and the scalars
     of_sum = 2 * (size - 1) / size
     packed = sum(codec.packed_bytes(row) for row in rows)
@@ -126,7 +147,9 @@ def test_bytes_are_those_of_the_formulae(backend: str, size: int, compress: str)
     for each in told(backend, size):
         assert each[compress]["sent"] == pytest.approx(expected[codec.route(backend, size)], abs=8)
         if codec.grouped:
-            assert each[f"passed {compress}"]["sent"] == pytest.approx(of_sum * _in_parts(codec, 6400, size))
+            assert each[f"passed {compress}"]["sent"] == pytest.approx(
+                of_sum * _in_parts(codec, 6400, size)
+            )
 
 
 def _in_parts(codec: Codec, row: int, size: int) -> int:
@@ -142,10 +165,12 @@ def test_what_gains_nothing_travels_as_it_is(backend: str, size: int) -> None:
     for each in told(backend, size):
         assert each["mixed"]["same"]
         # Two ranks gather as many bytes as their sum would be.
-        assert each["mixed"]["sent"] == pytest.approx(2 * (size - 1) / size * (half + packed), abs=16)
+        assert each["mixed"]["sent"] == pytest.approx(
+            2 * (size - 1) / size * (half + packed), abs=16
+        )
 
 
-# --- whole runs ----------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +178,19 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("compress")
     data = write_chat_data(root / "data", train=11, valid=4, longest=30)
     model = write_model(root / "model", layers=2, hidden=64)
-    more = {"iters": 8, "save_every": 4, "val_batches": 0, "learning_rate": 1e-3, "grad_accumulation_steps": 1}
+    more = {
+        "iters": 8,
+        "save_every": 4,
+        "val_batches": 0,
+        "learning_rate": 1e-3,
+        "grad_accumulation_steps": 1,
+    }
     return options(model, data, root / "run") | more
 
 
-def train(flags: dict[str, Any], size: int, directory: Path, *, shared: bool = True, **more: Any) -> Path:
+def train(
+    flags: dict[str, Any], size: int, directory: Path, *, shared: bool = True, **more: Any
+) -> Path:
     """One start on ranks that are threads, in one directory or each in its own."""
     return train_as(build_config({**flags, **more}), size, directory, shared=shared)
 
@@ -168,7 +201,11 @@ def train_as(config: TrainConfig, size: int, directory: Path, *, shared: bool = 
     def work(communicator: Any) -> Path:
         rank = communicator.rank
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
-        own = config if shared or not rank else config.model_copy(update={"adapter_path": f"{directory}-{rank}"})
+        own = (
+            config
+            if shared or not rank
+            else config.model_copy(update={"adapter_path": f"{directory}-{rank}"})
+        )
         console = None if rank else Console(width=200)
         surroundings = RunContext(mesh=mesh, connect=lambda: communicator, console=console)
         return run_finetune(own, surroundings).adapter_path
@@ -210,12 +247,22 @@ def saved(directory: Path) -> list[Checkpoint]:
         *((3, "int8", False, {"compile": compile_}) for compile_ in ("on", "off")),
         (2, "int8", True, {"strategy": "zero1", "compile": "on"}),
         (2, "int8", False, {"strategy": "zero1", "compile": "on", "fine_tune_type": "full"}),
-        (2, "int8", True, {"grad_checkpoint": True, "grad_accumulation_steps": 2, "iters": 16, "save_every": 8}),
+        (
+            2,
+            "int8",
+            True,
+            {"grad_checkpoint": True, "grad_accumulation_steps": 2, "iters": 16, "save_every": 8},
+        ),
         (2, "int8", True, {"fine_tune_type": "full", "half": True, "num_layers": 1}),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
-    flags: dict[str, Any], tmp_path: Path, size: int, compress: str, shared: bool, more: dict[str, Any]
+    flags: dict[str, Any],
+    tmp_path: Path,
+    size: int,
+    compress: str,
+    shared: bool,
+    more: dict[str, Any],
 ) -> None:
     """Adapters and whole weights, of which some are frozen, in float32 and in half precision."""
     how: dict[str, Any] = {"compress": compress, **more}
@@ -240,7 +287,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     ],
 )
 def test_what_is_left_out_is_dropped_with_a_note_where_it_does_not_fit(
-    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, compress: str, why: str
+    flags: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+    compress: str,
+    why: str,
 ) -> None:
     whole = train(flags, 2, tmp_path / "whole", compress="int8")
     _, half = saved(whole)
@@ -274,9 +326,14 @@ def test_one_rank_is_told_that_nothing_travels(
     assert "has no effect" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [{"rank_weights": "auto"}, {"sync_every": 2}, {"sync_delay": 1}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"rank_weights": "auto"}, {"sync_every": 2}, {"sync_delay": 1}], ids=str
+)
 def test_one_rank_is_told_of_every_option_for_several(
-    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: dict[str, Any]
+    flags: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: dict[str, Any],
 ) -> None:
     (name,) = option
     for size in (1, 2):
@@ -285,10 +342,33 @@ def test_one_rank_is_told_of_every_option_for_several(
         assert any(f"--{name.replace('_', '-')}" in note for note in notes) == (size == 1), notes
 
 
-def run_by_two(flags: dict[str, Any], directory: Path, compress: str, env: dict[str, str] | None = None) -> Any:
+def run_by_two(
+    flags: dict[str, Any], directory: Path, compress: str, env: dict[str, str] | None = None
+) -> Any:
     """A run of two processes, in which all layers are trained."""
-    given = ["--train", "-n", "2", "--backend", "ring", "--iters", "4", "--val-batches", "0", "--save-every", "2"]
-    given += ["--batch-size", "4", "--steps-per-report", "1", "--compress", compress, "--num-layers", "-1"]
+    given = [
+        "--train",
+        "-n",
+        "2",
+        "--backend",
+        "ring",
+        "--iters",
+        "4",
+        "--val-batches",
+        "0",
+        "--save-every",
+        "2",
+    ]
+    given += [
+        "--batch-size",
+        "4",
+        "--steps-per-report",
+        "1",
+        "--compress",
+        compress,
+        "--num-layers",
+        "-1",
+    ]
     given += ["--model", flags["model"], "--data", flags["data"], "--adapter-path", str(directory)]
     done = run_allhands("train", *given, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -301,14 +381,19 @@ def plainly_sent(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
     run = run_by_two(flags, tmp_path_factory.mktemp("none") / "run", "none")
     gradient = sum(4 * array.size for array in run.weights.values())
     sent = run.reports[-1]["sent_bytes"]
-    assert sent == pytest.approx(DataCosts().traffic(gradient, gradient, scatters=False).sent(2), rel=0.01)
+    assert sent == pytest.approx(
+        DataCosts().traffic(gradient, gradient, scatters=False).sent(2), rel=0.01
+    )
     return sent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compress", "bar"),
-    [("int8", 0.30), *(pytest.param(*each, marks=pytest.mark.long) for each in (("bf16", 0.51), ("int4", 0.17)))],
+    [
+        ("int8", 0.30),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("bf16", 0.51), ("int4", 0.17))),
+    ],
 )
 def test_runs_of_processes_say_what_they_send(
     flags: dict[str, Any], tmp_path: Path, plainly_sent: float, compress: str, bar: float
@@ -318,7 +403,9 @@ def test_runs_of_processes_say_what_they_send(
     # But for some numbers that ranks tell each other for a report.
     assert np.ptp([report["sent_bytes"] for report in run.reports]) < 100
     sent = run.reports[-1]["sent_bytes"]
-    packed = PackedGradients(CODECS[compress], "ring").traffic(sum(4 * each.size for each in run.weights.values()), 2)
+    packed = PackedGradients(CODECS[compress], "ring").traffic(
+        sum(4 * each.size for each in run.weights.values()), 2
+    )
     assert sent == pytest.approx(packed.sent(2), rel=0.01)
     assert sent <= bar * plainly_sent
     told = call_allhands("monitor", tmp_path / "run", "--once").stdout
@@ -333,33 +420,57 @@ def test_runs_of_processes_say_what_they_send(
 
 
 def test_what_is_no_form_is_told_in_one_message(flags: dict[str, Any]) -> None:
-    done = call_allhands("train", "--model", flags["model"], "--data", flags["data"], "--train", "--compress", "int3")
+    done = call_allhands(
+        "train", "--model", flags["model"], "--data", flags["data"], "--train", "--compress", "int3"
+    )
     assert done.returncode == 2
     assert "--compress" in done.stderr
     assert all(name in done.stderr for name in ("int3", "none", *CODECS))
     assert "Traceback" not in done.stderr
 
 
-# --- what it costs -------------------------------------------------------------------------------------
+# --- what it costs --------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
 def test_the_validation_loss_is_that_of_gradients_as_they_are(tmp_path: Path) -> None:
-    """A small model from scratch on this project's own pages, byte by byte; int4 needs what is sent later for it."""
+    """A small model from scratch on this project's own pages, byte by byte; int4 needs what is sent
+    later for it.
+    """
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "data").mkdir()
     pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
     (tmp_path / "data" / "train.txt").write_text("<|endoftext|>".join(pages))
     valid = json.dumps({"text": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")})
     (tmp_path / "data" / "valid.jsonl").write_text(valid)
-    places = {"data": str(tmp_path / "data"), "tokenizer": str(tmp_path / "tokenizer"), "train": True}
-    shape = {"shape": "llama", "layers": 2, "dims": 64, "mlp_dims": 192, "heads": 4, "kv_heads": 2, "block_size": 64}
-    more = {"batch_size": 16, "iters": 250, "val_batches": -1, "steps_per_eval": 250, "learning_rate": 3e-3}
+    places = {
+        "data": str(tmp_path / "data"),
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "train": True,
+    }
+    shape = {
+        "shape": "llama",
+        "layers": 2,
+        "dims": 64,
+        "mlp_dims": 192,
+        "heads": 4,
+        "kv_heads": 2,
+        "block_size": 64,
+    }
+    more = {
+        "batch_size": 16,
+        "iters": 250,
+        "val_batches": -1,
+        "steps_per_eval": 250,
+        "learning_rate": 3e-3,
+    }
 
     def loss(compress: str) -> float:
-        config = build_config({**places, **shape, **more, "compress": compress}, kind=PretrainConfig)
+        config = build_config(
+            {**places, **shape, **more, "compress": compress}, kind=PretrainConfig
+        )
         return read_metrics(train_as(config, 2, tmp_path / compress)).valid[-1].loss
 
     plain = loss("none")

@@ -1,4 +1,6 @@
-"""Rows divided over ranks by token positions, against one process: gradients, trainings, what is written, memory."""
+"""Rows divided over ranks by token positions, against one process: gradients, trainings, what is
+written, memory.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def found(size: int, *names: str) -> dict[str, dict[str, Any]]:
 
 
 def assert_right(errors: dict[str, Any]) -> None:
-    """What rounding alone changes in some architectures is more than what it may change here in others."""
+    """What rounding alone changes in some architectures is more than what it may change here in
+    others.
+    """
     assert errors["loss"] < 2e-6, errors
     assert errors["gradient"] < max(5e-6, 2 * errors["noise"]), errors
 
@@ -100,12 +104,17 @@ def alone(place: Path) -> Path:
     [
         ("-n", "2", *RING, "--cp", "2"),
         # Compilers begin with nothing in a test.
-        pytest.param(("-n", "2", *RING, "--cp", "2", "--compile", "on", "--strategy", "zero1"), marks=pytest.mark.long),
+        pytest.param(
+            ("-n", "2", *RING, "--cp", "2", "--compile", "on", "--strategy", "zero1"),
+            marks=pytest.mark.long,
+        ),
         ("-n", "4", *MPI, "--cp", "2", "--micro-batch-tokens", "256"),
     ],
     ids=["ring", "in a graph", "two groups"],
 )
-def test_ranks_with_pieces_of_rows_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
+def test_ranks_with_pieces_of_rows_train_as_one_process(
+    place: Path, alone: Path, more: tuple[str, ...]
+) -> None:
     name = "-".join(more)
     train(place, name, "--fine-tune-type", "full", *more)
     assert_same(alone, place / name)
@@ -114,9 +123,18 @@ def test_ranks_with_pieces_of_rows_train_as_one_process(place: Path, alone: Path
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        ("quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}', "--grad-checkpoint")),
-        ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64", "--num-layers", "2")),
-        ("model", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3")),
+        (
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}', "--grad-checkpoint"),
+        ),
+        (
+            "model",
+            ("--packing", "--isolate-documents", "--max-seq-length", "64", "--num-layers", "2"),
+        ),
+        (
+            "model",
+            ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3"),
+        ),
     ],
     ids=["quantised, dropout, recomputed", "packed documents", "few rows"],
 )
@@ -140,11 +158,20 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
 
 def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(place: Path) -> None:
     write_poisoned(place)
-    more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--sample-prompts", '["hello"]')
+    more = (
+        "--data",
+        str(place / "with-z"),
+        "--non-finite",
+        "skip",
+        "--sample-prompts",
+        '["hello"]',
+    )
     seen: list[Any] = []
     for ranks, parts in (("1", ()), ("2", (*RING, "--cp", "2"))):
         run = place / f"skipped-{ranks}"
-        train(place, run.name, *more, "-n", ranks, *parts, "--sample-tokens", "12", model="poisoned")
+        train(
+            place, run.name, *more, "-n", ranks, *parts, "--sample-tokens", "12", model="poisoned"
+        )
         seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
     assert seen[0] == seen[1]
     skipped, texts = seen[0]
@@ -172,8 +199,26 @@ def test_routers_that_learn_balance_need_whole_rows(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 8}) + "\n")
     sizes = "--layers 2 --dims 32 --mlp-dims 48 --heads 2 --kv-heads 2 --block-size 32 --batch-size 2 --iters 1"
-    places = ["--data", tmp_path / "texts", "--tokenizer", tmp_path / "tokenizer", "--adapter-path", tmp_path / "run"]
-    common = ("pretrain", *places, *sizes.split(), "--val-batches", "0", "-n", "2", "--cp", "2", "--shape")
+    places = [
+        "--data",
+        tmp_path / "texts",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--adapter-path",
+        tmp_path / "run",
+    ]
+    common = (
+        "pretrain",
+        *places,
+        *sizes.split(),
+        "--val-batches",
+        "0",
+        "-n",
+        "2",
+        "--cp",
+        "2",
+        "--shape",
+    )
     done = run_allhands(*common, "llama")
     assert done.returncode == 0, done.stderr
     mixture = (*common, "mixtral", "--experts", "4", "--experts-per-token", "2")

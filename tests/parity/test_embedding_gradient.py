@@ -1,7 +1,7 @@
 """A model whose embedding adds its gradient in a fixed order trains as one that does not.
 
-On the CPU, where MLX adds one row after another, both must agree within rounding. On a GPU (``pytest -m gpu``) the
-whole gradient must be the same bits each time, which MLX's own is not.
+On the CPU, where MLX adds one row after another, both must agree within rounding. On a GPU
+(``pytest -m gpu``) the whole gradient must be the same bits each time, which MLX's own is not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def ordered_model(directory: Path) -> Any:
 def task(seed: int, rows: int = 3, width: int = 20) -> tuple[mx.array, mx.array, mx.array]:
     """Inputs of few kinds of tokens, places of half as many trained ones, and the tokens."""
     random = np.random.default_rng(seed)
-    positions = np.sort(random.choice(rows * width, rows * width // 2, replace=False)).astype(np.int32)
+    positions = np.sort(random.choice(rows * width, rows * width // 2, replace=False)).astype(
+        np.int32
+    )
     inputs = random.choice([1, 2, 40, 41, 42, VOCABULARY - 1], (rows, width)).astype(np.int32)
     targets = random.integers(0, VOCABULARY, len(positions)).astype(np.int32)
     return mx.array(inputs), mx.array(positions), mx.array(targets)
@@ -64,7 +66,9 @@ def assert_same(actual: Any, expected: Any) -> None:
     one, other = flat(actual), flat(expected)
     assert one.keys() == other.keys()
     for name, value in other.items():
-        np.testing.assert_allclose(one[name], value, rtol=0, atol=2e-6 * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            one[name], value, rtol=0, atol=2e-6 * np.abs(value).max(), err_msg=name
+        )
 
 
 def test_the_model_is_still_parted_into_body_and_head(directory: Path) -> None:
@@ -80,7 +84,9 @@ def test_the_model_is_still_parted_into_body_and_head(directory: Path) -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("way", WAYS)
-def test_loss_and_gradient_are_those_of_the_plain_model(directory: Path, way: str, recomputed: bool) -> None:
+def test_loss_and_gradient_are_those_of_the_plain_model(
+    directory: Path, way: str, recomputed: bool
+) -> None:
     plain, ordered = full_model(directory), ordered_model(directory)
     for model in (plain, ordered):
         model.train()
@@ -95,7 +101,9 @@ def test_loss_and_gradient_are_those_of_the_plain_model(directory: Path, way: st
         assert_same(gradient, expected)
         assert float(np.abs(flat(gradient)[EMBEDDING]).max()) > 0.01
         again = flat(ours(*arrays)[1])
-        assert all(value.tobytes() == again[name].tobytes() for name, value in flat(gradient).items())
+        assert all(
+            value.tobytes() == again[name].tobytes() for name, value in flat(gradient).items()
+        )
 
 
 def test_evaluation_gives_the_same_bits(directory: Path) -> None:
@@ -126,7 +134,8 @@ def test_the_gradient_is_the_slope_of_the_loss(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    mx.default_device().type != mx.DeviceType.gpu, reason="needs a GPU: a CPU adds one row after another anyway"
+    mx.default_device().type != mx.DeviceType.gpu,
+    reason="needs a GPU: a CPU adds one row after another anyway",
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 def test_a_gpu_computes_the_same_bits_each_time(directory: Path, dtype: mx.Dtype) -> None:
@@ -135,4 +144,6 @@ def test_a_gpu_computes_the_same_bits_each_time(directory: Path, dtype: mx.Dtype
     gradient = nn.value_and_grad(model, make_loss(model, cpu_native=False))
     results = [flat(gradient(*task(0, 8, 256))[1]) for _ in range(10)]
     for result in results[1:]:
-        assert [n for n, value in results[0].items() if value.tobytes() != result[n].tobytes()] == []
+        assert [
+            n for n, value in results[0].items() if value.tobytes() != result[n].tobytes()
+        ] == []

@@ -59,7 +59,9 @@ def evaluated(*words: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_the_loss_is_that_of_a_plain_loop(tiny_model: Path, tiny_data: Path, adapter: Path, split: str) -> None:
+def test_the_loss_is_that_of_a_plain_loop(
+    tiny_model: Path, tiny_data: Path, adapter: Path, split: str
+) -> None:
     texts = chats(tiny_model, tiny_data / f"{split}.jsonl")
     for chosen in (None, adapter):
         flags = {"model": str(tiny_model), "data": str(tiny_data), "split": split, "test": True}
@@ -76,7 +78,18 @@ def test_the_loss_is_that_of_a_plain_loop(tiny_model: Path, tiny_data: Path, ada
 
 
 def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data: Path) -> None:
-    words = ["--model", tiny_model, "--data", tiny_data, "--split", "train", "--test-batches", 2, "--batch-size", 3]
+    words = [
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_data,
+        "--split",
+        "train",
+        "--test-batches",
+        2,
+        "--batch-size",
+        3,
+    ]
     assert evaluated(*words)["num_examples"] == 6
     assert evaluated(*words, "--packing", "--max-seq-length", 16)["num_examples"] is None
     done = run_allhands("eval", *map(str, words), "--packing", "--max-seq-length", "16")
@@ -86,7 +99,16 @@ def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data
 def test_two_processes_give_the_number_of_one_and_leave_the_run_alone(
     tiny_model: Path, tiny_data: Path, adapter: Path
 ) -> None:
-    words = ["--model", tiny_model, "--data", tiny_data, "--split", "train", "--adapter-path", adapter]
+    words = [
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_data,
+        "--split",
+        "train",
+        "--adapter-path",
+        adapter,
+    ]
     before = {path.name for path in adapter.iterdir()}
     one, two = evaluated(*words), evaluated(*words, "-n", 2)
     assert (one["num_ranks"], two["num_ranks"], one["split"]) == (1, 2, "train")
@@ -100,7 +122,9 @@ def test_two_processes_give_the_number_of_one_and_leave_the_run_alone(
 
 def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> None:
     texts = ["One day it rained.", "Überall war Nebel, überall."]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "test.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     found = evaluated("--model", tiny_model, "--data", tmp_path)
     tokenizer: Any = load(str(tiny_model))[1]
     tokens = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
@@ -112,7 +136,8 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
     done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path)
     assert f"{count} tokens counted" in done.stdout
     assert (
-        f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {found['bits_per_byte']:.4f} bits per byte" in done.stdout
+        f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {found['bits_per_byte']:.4f} bits per byte"
+        in done.stdout
     )
 
 
@@ -122,7 +147,11 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--split", "valid"], "valid", 3),
         (["--adapter-path", "nowhere"], "no adapter", 4),
         (["--batch-size", "0"], "--batch-size", 2),
-        (["--test-batches", "0"], "--test-batches: 0 batches are nothing to evaluate: give a number from 1, or -1", 2),
+        (
+            ["--test-batches", "0"],
+            "--test-batches: 0 batches are nothing to evaluate: give a number from 1, or -1",
+            2,
+        ),
         (["--limit", "3"], "no effect without --tasks", 2),
         (["--tasks", "piqa", "--split", "test"], "no effect with --tasks", 2),
         (["--tasks", "piqa", "--hosts", "a,b"], "no effect with --tasks", 2),
@@ -134,7 +163,12 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
     ],
 )
 def test_wrong_input_is_one_message(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str, code: int
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
+    code: int,
 ) -> None:
     (tmp_path / "test.jsonl").write_text('{"text": "One day."}\n')
     temporary = tmp_path / "temporary"
@@ -177,7 +211,8 @@ metric_list: [{metric: acc}]
 def test_a_task_of_ones_own_in_the_real_harness(tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="needs lm_eval")
     rows: list[dict[str, Any]] = [
-        {"question": f"{letter} is", "choices": ["so", "otherwise, I fear"], "label": 1} for letter in "abcd"
+        {"question": f"{letter} is", "choices": ["so", "otherwise, I fear"], "label": 1}
+        for letter in "abcd"
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tea.yaml").write_text(TASK.replace("FILE", str(tmp_path / "rows.jsonl")))
@@ -192,12 +227,16 @@ def test_a_task_of_ones_own_in_the_real_harness(tiny_model: Path, tmp_path: Path
         chat = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
-        before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (chat, chat + answer))
+        before, after = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (chat, chat + answer)
+        )
         logs = nn.log_softmax(model(mx.array([after]))[0].astype(mx.float32))
         return sum(float(logs[i - 1, after[i]].item()) for i in range(len(before), len(after)))
 
     right = [
-        likelihood(row["question"], row["choices"][1]) > likelihood(row["question"], row["choices"][0]) for row in rows
+        likelihood(row["question"], row["choices"][1])
+        > likelihood(row["question"], row["choices"][0])
+        for row in rows
     ]
     assert json.loads(done.stdout)["tea"]["acc,none"] == sum(right) / len(right)
     for task, said in (
@@ -207,13 +246,19 @@ def test_a_task_of_ones_own_in_the_real_harness(tiny_model: Path, tmp_path: Path
     ):
         (tmp_path / "rows.yml").write_text("a: 1\n")
         done = call_allhands(*words, task)
-        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (
+            2,
+            True,
+            False,
+        ), done.stderr
 
 
 def test_benchmarks_score_the_model_with_its_adapter(
     tiny_model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for lm-evaluation-harness that asks for one likelihood, as the real one asks for many."""
+    """With a stand-in for lm-evaluation-harness that asks for one likelihood, as the real one asks
+    for many.
+    """
     asked: dict[str, Any] = {}
 
     def simple_evaluate(model: Any, **options: Any) -> Any:
@@ -250,7 +295,9 @@ def test_benchmarks_score_the_model_with_its_adapter(
     model, tokenizer, *_ = load(str(tiny_model))
     load_adapters(model, str(adapter))
     model.eval()
-    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("Tea", "Tea now"))
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("Tea", "Tea now")
+    )
     logs = nn.log_softmax(model(mx.array([after]))[0].astype(mx.float32))
     wanted = sum(float(logs[i - 1, after[i]].item()) for i in range(len(before), len(after)))
     assert found == pytest.approx(wanted, rel=1e-4)

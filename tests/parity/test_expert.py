@@ -22,15 +22,31 @@ DIVIDED = ("-n", "2", *RING, "--ep", "2")
 DROPPING = ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')
 ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
 FAMILIES: list[Case] = [
-    *(("mixtral", "full", "native"), ("mixtral", "full", "nothing"), ("mixtral", "full", "balanced")),
+    *(
+        ("mixtral", "full", "native"),
+        ("mixtral", "full", "nothing"),
+        ("mixtral", "full", "balanced"),
+    ),
     *(("mixtral", "lora", "native"), ("mixtral~linear", "quantised", "nothing")),
-    *(("qwen3_moe", "full", "plain"), ("qwen3_moe~yarn", "lora", "native"), ("qwen3_moe", "quantised", "native")),
-    *(("gpt_oss", "full", "native"), ("gpt_oss~yarn", "lora", "nothing"), ("gpt_oss", "quantised", "native")),
+    *(
+        ("qwen3_moe", "full", "plain"),
+        ("qwen3_moe~yarn", "lora", "native"),
+        ("qwen3_moe", "quantised", "native"),
+    ),
+    *(
+        ("gpt_oss", "full", "native"),
+        ("gpt_oss~yarn", "lora", "nothing"),
+        ("gpt_oss", "quantised", "native"),
+    ),
     *(("deepseek_v2", "full", "native"), ("deepseek_v2~groups", "full", "nothing")),
     *(("deepseek_v2", "quantised", "plain"), ("deepseek_v2~groups", "lora", "native")),
 ]
 OTHERS: list[Case] = [("llama", "full", "plain")]
-OF_FOUR: list[Case] = [("mixtral", "full", "native"), ("gpt_oss", "lora", "nothing"), ("deepseek_v2", "full", "plain")]
+OF_FOUR: list[Case] = [
+    ("mixtral", "full", "native"),
+    ("gpt_oss", "lora", "nothing"),
+    ("deepseek_v2", "full", "plain"),
+]
 WITH_TENSOR: list[Case] = [
     *(("mixtral", "full", "balanced experts"), ("mixtral", "quantised", "native experts")),
     *(("qwen3_moe", "full", "experts"), ("qwen3_moe", "lora", "native experts")),
@@ -65,7 +81,9 @@ def with_tensor() -> dict[Case, Any]:
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
-def test_gradients_are_those_of_the_whole_model_for_all_rows(of_two: dict[Case, Any], case: Case) -> None:
+def test_gradients_are_those_of_the_whole_model_for_all_rows(
+    of_two: dict[Case, Any], case: Case
+) -> None:
     """Rows and numbers of micro-batches differ between ranks; a rank holds half of the experts."""
     assert_right(of_two[case], held=1 / 2)
 
@@ -77,7 +95,9 @@ def test_a_rank_sends_what_its_costs_say(of_two: dict[Case, Any], case: Case) ->
 
 
 @pytest.mark.parametrize("case", WITH_TENSOR[:-1], ids=" ".join)
-def test_ranks_that_divide_matrices_have_whole_experts(with_tensor: dict[Case, Any], case: Case) -> None:
+def test_ranks_that_divide_matrices_have_whole_experts(
+    with_tensor: dict[Case, Any], case: Case
+) -> None:
     assert_right(with_tensor[case])
 
 
@@ -92,10 +112,15 @@ def test_every_family_is_compared() -> None:
         assert {name.partition("~")[0] for name, _, _ in cases} == HAVE_EXPERTS
 
 
-def test_what_has_no_experts_to_divide_is_named(of_two: dict[Case, Any], with_tensor: dict[Case, Any]) -> None:
+def test_what_has_no_experts_to_divide_is_named(
+    of_two: dict[Case, Any], with_tensor: dict[Case, Any]
+) -> None:
     assert "kind llama" in of_two[OTHERS[0]]
     assert "no block of this model has experts" in with_tensor[WITH_TENSOR[-1]]
-    assert "switch_mlp.gate_proj has 4 experts" in said_by("expert_ranks.py", 3, OF_FOUR[:1], 3)[OF_FOUR[0]]
+    assert (
+        "switch_mlp.gate_proj has 4 experts"
+        in said_by("expert_ranks.py", 3, OF_FOUR[:1], 3)[OF_FOUR[0]]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +145,34 @@ def alone(place: Path) -> Path:
         DIVIDED,
         ("-n", "2", "--ep", "2", "--tp", "2"),
         ("-n", "4", *MPI, "--ep", "2"),
-        pytest.param(("-n", "4", *RING, "--ep", "2", "--rank-weights", "[1, 2, 4, 1]"), marks=pytest.mark.long),
-        pytest.param(("-n", "4", *RING, "--ep", "4", "--micro-batch-tokens", "96"), marks=pytest.mark.long),
+        pytest.param(
+            ("-n", "4", *RING, "--ep", "2", "--rank-weights", "[1, 2, 4, 1]"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ("-n", "4", *RING, "--ep", "4", "--micro-batch-tokens", "96"), marks=pytest.mark.long
+        ),
         # Its kernels may have to be built, which takes a minute.
         pytest.param((*DIVIDED, "--compile", "on"), marks=pytest.mark.long),
-        pytest.param(("-n", "2", "--ep", "2", "--tp", "2", "--compile", "on"), marks=pytest.mark.long),
+        pytest.param(
+            ("-n", "2", "--ep", "2", "--tp", "2", "--compile", "on"), marks=pytest.mark.long
+        ),
     ],
-    ids=["ring", "matrices too", "two groups", "on a ring", "four", "in a graph", "matrices too, in a graph"],
+    ids=[
+        "ring",
+        "matrices too",
+        "two groups",
+        "on a ring",
+        "four",
+        "in a graph",
+        "matrices too, in a graph",
+    ],
 )
 def test_ranks_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
     name = "-".join(more).translate({ord(each): None for each in ",[] "})
-    train(place, name, "--fine-tune-type", "full", "--iters", "20", "--learning-rate", "0.01", *more)
+    train(
+        place, name, "--fine-tune-type", "full", "--iters", "20", "--learning-rate", "0.01", *more
+    )
     assert_same(alone, place / name)
 
 
@@ -140,7 +182,11 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, more: tuple[str, .
     [
         ("quantised", DROPPING, DIVIDED),
         ("model", (*DROPPING, "--grad-checkpoint", "--micro-batch-tokens", "64"), DIVIDED),
-        ("model", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3"), DIVIDED),
+        (
+            "model",
+            ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3"),
+            DIVIDED,
+        ),
         ("quantised", (*DROPPING, "--batch-size", "1", "--num-layers", "2"), DIVIDED),
         (
             "model",
@@ -149,14 +195,30 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, more: tuple[str, .
         ),
         ("model", DROPPING, ("-n", "2", "--ep", "2", "--tp", "2")),
         pytest.param(
-            *("model", ("--fine-tune-type", "full", "--batch-size", "1", "--compile", "on"), DIVIDED),
+            *(
+                "model",
+                ("--fine-tune-type", "full", "--batch-size", "1", "--compile", "on"),
+                DIVIDED,
+            ),
             marks=pytest.mark.long,
         ),
     ],
-    ids=["quantised, dropout", "recomputed", "few rows", "one row", "packed documents", "matrices", "graph, one row"],
+    ids=[
+        "quantised, dropout",
+        "recomputed",
+        "few rows",
+        "one row",
+        "packed documents",
+        "matrices",
+        "graph, one row",
+    ],
 )
-def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...], ranks: tuple[str, ...]) -> None:
-    name = "".join(each for each in "-".join((model, *more, *ranks)) if each.isalnum() or each == "-")
+def test_every_way_of_training_does(
+    place: Path, model: str, more: tuple[str, ...], ranks: tuple[str, ...]
+) -> None:
+    name = "".join(
+        each for each in "-".join((model, *more, *ranks)) if each.isalnum() or each == "-"
+    )
     train(place, f"one{name}", *more, model=model)
     train(place, f"two{name}", *more, *ranks, model=model)
     assert_same(place / f"one{name}", place / f"two{name}")
@@ -201,7 +263,11 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
     write_poisoned(place, experts=4)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
     found: list[Any] = []
-    for name, ranks in (("skipped-1", ()), ("skipped-2", DIVIDED), ("skipped-4", ("-n", "4", *MPI, "--ep", "2"))):
+    for name, ranks in (
+        ("skipped-1", ()),
+        ("skipped-2", DIVIDED),
+        ("skipped-4", ("-n", "4", *MPI, "--ep", "2")),
+    ):
         train(place, name, *more, *ranks, model="poisoned")
         found.append(told(place / name, "skipped", "step", "examples"))
     assert found[0] == found[1] == found[2]
@@ -233,12 +299,22 @@ def test_each_rank_holds_its_part_of_the_experts(place: Path) -> None:
     words += " --keep-last 0 --compile off --no-keep-best"
     peaks: list[float] = []
     for name, more in (("whole", ()), ("parts", ("--ep", "2"))):
-        places = ["--data", place / "texts", "--tokenizer", place / "tokenizer", "--adapter-path", place / name]
+        places = [
+            "--data",
+            place / "texts",
+            "--tokenizer",
+            place / "tokenizer",
+            "--adapter-path",
+            place / name,
+        ]
         done = run_allhands("pretrain", *places, *words.split(), "-n", "2", *RING, *more)
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()
+        ]
         peaks.append(max(max(line["peak_mlx_bytes"]) for line in lines if line["event"] == "train"))
     experts, rest = 4 * 4 * 8 * 3 * 128 * 512, 4 * (4 * 4 * 128**2 + 2 * 259 * 128)
     assert peaks[0] > 4 * experts
-    # What belongs to experts is half of it; all else is there four times, and twice more in its sum over ranks.
+    # What belongs to experts is half of it; all else is there four times, and twice more in its sum
+    # over ranks.
     assert peaks[1] < (peaks[0] + 6 * rest) / 2

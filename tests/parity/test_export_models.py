@@ -1,4 +1,6 @@
-"""Exported models: logits in PyTorch, and GGUF files read back by readers that have not written them."""
+"""Exported models: logits in PyTorch, and GGUF files read back by readers that have not written
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ SIDE = Path(__file__).parents[1] / "support" / "torch_side.py"
 KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"
 PYTHON = Path(os.environ.get("ALLHANDS_TEST_TORCH") or KNOWN)
 needs_torch = pytest.mark.skipif(
-    not PYTHON.exists(), reason="needs a Python with PyTorch: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py"
+    not PYTHON.exists(),
+    reason="needs a Python with PyTorch: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py",
 )
 IDS = mx.arange(3, 40)[None]
 
@@ -54,7 +57,7 @@ def by_torch() -> Iterator[Asked]:
         yield ask
 
 
-# --- transformers -------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 @needs_torch
@@ -90,7 +93,9 @@ def test_transformers_computes_what_was_trained(
 def test_an_architecture_with_names_that_are_not_known_is_refused(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "model_type": "internlm3", "qkv_bias": False}))
+    (base / "config.json").write_text(
+        json.dumps({**config, "model_type": "internlm3", "qkv_bias": False})
+    )
     done = call_allhands("export", "--model", base, "--to", "hf", "--out", tmp_path / "hf")
     assert done.returncode == 4
     assert "weights of internlm3 is not known" in done.stderr
@@ -119,7 +124,10 @@ def test_a_model_that_is_read_back_otherwise_is_not_published(
         save(file, tensors, *words, **how)
 
     monkeypatch.setattr(mx, "save_safetensors", damaged)
-    for words in (["export", "--to", "hf", "--out", tmp_path / "out"], ["fuse", "--save-path", tmp_path / "out"]):
+    for words in (
+        ["export", "--to", "hf", "--out", tmp_path / "out"],
+        ["fuse", "--save-path", tmp_path / "out"],
+    ):
         if words[0] == "fuse":
             adapter = tmp_path / "run"
             monkeypatch.undo()
@@ -131,13 +139,15 @@ def test_a_model_that_is_read_back_otherwise_is_not_published(
         assert not (tmp_path / "out").exists()
 
 
-# --- GGUF ---------------------------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------
 
 
 def with_words(base: Path) -> Path:
     """Give the model a tokenizer with merges that cuts words as SmolLM's does."""
     plain = Tokenizer.from_file(str(base / "tokenizer.json"))
-    vocabulary = {name: number for name, number in plain.get_vocab().items() if number not in (0, 1, 2)}
+    vocabulary = {
+        name: number for name, number in plain.get_vocab().items() if number not in (0, 1, 2)
+    }
     ends = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     # Two bytes that no UTF-8 text has make room for two words.
     spare = sorted(vocabulary.items(), key=lambda item: item[1])[-2:]
@@ -146,7 +156,10 @@ def with_words(base: Path) -> Path:
         vocabulary[word] = number
     tokenizer = Tokenizer(BPE(vocab={**vocabulary, **ends}, merges=[("t", "h"), ("th", "e")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(ends))
@@ -155,7 +168,9 @@ def with_words(base: Path) -> Path:
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_gguf_read_back_computes_and_cuts_texts_as_before(tmp_path: Path, bits: int | None) -> None:
+def test_a_gguf_read_back_computes_and_cuts_texts_as_before(
+    tmp_path: Path, bits: int | None
+) -> None:
     base = with_words(write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=False))
     adapter = write_adapter(base, tmp_path / "run")
     export(adapter, "gguf", tmp_path / "gguf")
@@ -201,7 +216,10 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
     assert len(fields["tokenizer.ggml.tokens"]) == 259
     assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
     kinds = reader.fields["tokenizer.ggml.token_type"].types
-    assert kinds == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]  # llama.cpp takes no others
+    assert kinds == [
+        gguf.GGUFValueType.ARRAY,
+        gguf.GGUFValueType.INT32,
+    ]  # llama.cpp takes no others
     assert fields["llama.context_length"] == 2048
     assert fields["tokenizer.ggml.eos_token_id"] == 2
 
@@ -264,7 +282,9 @@ def test_experts_are_named_as_llama_cpp_names_them(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("to", ["gguf", "ollama"])
-def test_what_gguf_cannot_hold_is_refused(tmp_path: Path, change: dict[str, Any], said: str, to: str) -> None:
+def test_what_gguf_cannot_hold_is_refused(
+    tmp_path: Path, change: dict[str, Any], said: str, to: str
+) -> None:
     base = write_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, **change}))
@@ -285,11 +305,15 @@ def test_fuse_writes_the_gguf_too_and_an_export_is_not_written_over(tmp_path: Pa
     export(adapter, "gguf", tmp_path / "gguf")
     file = tmp_path / "gguf" / "model.gguf"
     assert (tmp_path / "fused" / "ggml-model-f16.gguf").read_bytes() == file.read_bytes()
-    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
+    done = call_allhands(
+        "export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf"
+    )
     assert done.returncode == 2
     assert "--force" in done.stderr
     export(adapter, "gguf", tmp_path / "gguf", "--force")
-    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force")
+    done = call_allhands(
+        "export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force"
+    )
     assert done.returncode == 2
     assert (adapter / "adapters.safetensors").exists()
 
@@ -307,11 +331,17 @@ def test_a_gguf_has_the_models_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     adapter = write_adapter(base, tmp_path / "run")
     done = call_allhands("export", "--to", "gguf", "--model", base, "--out", tmp_path / "one")
     assert done.returncode == 0, done.stderr
-    done = call_allhands("export", "--to", "ollama", "--adapter-path", adapter, "--out", tmp_path / "two")
+    done = call_allhands(
+        "export", "--to", "ollama", "--adapter-path", adapter, "--out", tmp_path / "two"
+    )
     assert done.returncode == 0, done.stderr
     words = ("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "three", "--export-gguf")
     assert call_allhands(*words).returncode == 0
-    files = (tmp_path / "one/model.gguf", tmp_path / "two/model.gguf", tmp_path / "three/ggml-model-f16.gguf")
+    files = (
+        tmp_path / "one/model.gguf",
+        tmp_path / "two/model.gguf",
+        tmp_path / "three/ggml-model-f16.gguf",
+    )
     assert [named(file) for file in files] == ["Tea-Llama-1B"] * 3
 
 
@@ -343,9 +373,13 @@ def test_every_export_has_the_modes_of_the_umask(tmp_path: Path, umask: int) -> 
     before = os.umask(umask)
     try:
         for to in ("peft", "hf", "gguf", "ollama"):
-            done = call_allhands("export", "--adapter-path", run, "--to", to, "--out", tmp_path / "out" / to)
+            done = call_allhands(
+                "export", "--adapter-path", run, "--to", to, "--out", tmp_path / "out" / to
+            )
             assert done.returncode == 0, done.stderr
-        done = call_allhands("fuse", "--adapter-path", run, "--save-path", tmp_path / "out" / "fused")
+        done = call_allhands(
+            "fuse", "--adapter-path", run, "--save-path", tmp_path / "out" / "fused"
+        )
         assert done.returncode == 0, done.stderr
     finally:
         os.umask(before)

@@ -1,4 +1,6 @@
-"""Passes over fetched blocks as one graph against mlx_lm's own model: sums and gradients, of each architecture."""
+"""Passes over fetched blocks as one graph against mlx_lm's own model: sums and gradients, of each
+architecture.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def found_by(graph: FetchedGraph, tokens: mx.array) -> tuple[mx.array, dict[str,
     return loss, named
 
 
-def assert_same(one: tuple[mx.array, dict[str, mx.array]], other: tuple[mx.array, dict[str, mx.array]]) -> None:
+def assert_same(
+    one: tuple[mx.array, dict[str, mx.array]], other: tuple[mx.array, dict[str, mx.array]]
+) -> None:
     assert other[0].item() == pytest.approx(one[0].item(), rel=1e-6)
     assert other[1].keys() == one[1].keys()
     for name, array in one[1].items():
@@ -93,7 +97,9 @@ def adapted(name: str, kind: str, *, bits: int = 0, blocks: int = 1) -> Any:
         nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda _, m: divides(m))
     model.freeze()
     mx.random.seed(11)
-    linear_to_lora_layers(model, blocks, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=kind == "dora")
+    linear_to_lora_layers(
+        model, blocks, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=kind == "dora"
+    )
     for module in model.modules():
         if "lora_b" in module:
             module["lora_b"] = 0.1 * mx.random.normal(module["lora_b"].shape)
@@ -145,9 +151,16 @@ def test_fused_blocks_have_the_gradient_of_a_whole_model(
 def wide(*, bits: int = 0) -> Any:
     """A model whose blocks are larger than all that is computed with them."""
     mx.random.seed(5)
-    shape = {"hidden_size": 384, "num_hidden_layers": 16, "intermediate_size": 512, "vocab_size": 64}
+    shape = {
+        "hidden_size": 384,
+        "num_hidden_layers": 16,
+        "intermediate_size": 512,
+        "vocab_size": 64,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    model: Any = Model(ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, **shape, **heads}))
+    model: Any = Model(
+        ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, **shape, **heads})
+    )
     if bits:
         nn.quantize(model, group_size=64, bits=bits)
         model.freeze()
@@ -199,7 +212,9 @@ def batches(step: int, count: int) -> list[MicroBatch]:
     for _ in range(count):
         ids = drawn.integers(0, 60, (2, 10)).astype(np.int32)
         places, rows = np.arange(18, dtype=np.int32), np.arange(2, dtype=np.int32)
-        found.append(MicroBatch(ids[:, :-1], places, ids[:, 1:].reshape(-1), 18, rows, iteration=step))
+        found.append(
+            MicroBatch(ids[:, :-1], places, ids[:, 1:].reshape(-1), 18, rows, iteration=step)
+        )
     return found
 
 
@@ -209,14 +224,20 @@ def decaying_matrices() -> Any:
     return optimizer
 
 
-def trained(optimizer: Any, counts: Sequence[int], **options: Any) -> tuple[list[float], dict[str, mx.array]]:
+def trained(
+    optimizer: Any, counts: Sequence[int], **options: Any
+) -> tuple[list[float], dict[str, mx.array]]:
     """Losses of some steps of so many micro-batches each, and the weights after them."""
     model: Any = wide()
     if options:
         model = (sharding := options["sharding"]).parts
-        step = make_step(sharding.model, optimizer, sharding.world, StepOptions(False, compiled=False, **options))
+        step = make_step(
+            sharding.model, optimizer, sharding.world, StepOptions(False, compiled=False, **options)
+        )
     else:
-        step = make_step(model, optimizer, SingleProcess(), StepOptions(cpu_native=False, compiled=False))
+        step = make_step(
+            model, optimizer, SingleProcess(), StepOptions(cpu_native=False, compiled=False)
+        )
     every = [batches(number, count) for number, count in enumerate(counts)]
     losses: list[float] = []
     for place, mine in enumerate(every):

@@ -1,4 +1,6 @@
-"""Fully sharded ranks against one process: losses, norms, validation and weights, and what is written."""
+"""Fully sharded ranks against one process: losses, norms, validation and weights, and what is
+written.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import mlx.core as mx
 import pytest
 from memory_groups import memory_groups
 from tiny import run_allhands, write_tokenizer
-from trained import arrays, assert_same, assert_same_samples, told, train, write_models, write_poisoned
+from trained import (
+    arrays,
+    assert_same,
+    assert_same_samples,
+    told,
+    train,
+    write_models,
+    write_poisoned,
+)
 
 SHARDED = ("--strategy", "fsdp")
 pytestmark = pytest.mark.slow
@@ -38,11 +48,22 @@ def alone(place: Path) -> Path:
         pytest.param(("-n", "3", "--backend", "ring", "--compile", "on"), marks=pytest.mark.long),
         ("-n", "4", "--backend", "mpi", "--dp-shard", "2"),
         ("-n", "4", "--backend", "ring", "--dp-shard", "2"),
-        ("-n", "3", "--backend", "ring", "--rank-weights", "[1, 2, 4]", "--micro-batch-tokens", "96"),
+        (
+            "-n",
+            "3",
+            "--backend",
+            "ring",
+            "--rank-weights",
+            "[1, 2, 4]",
+            "--micro-batch-tokens",
+            "96",
+        ),
     ],
     ids=["ring", "kept", "in a graph", "two copies", "two copies on a ring", "unlike shares"],
 )
-def test_ranks_with_a_part_of_every_array_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
+def test_ranks_with_a_part_of_every_array_train_as_one_process(
+    place: Path, alone: Path, more: tuple[str, ...]
+) -> None:
     name = "-".join(more).translate({ord(each): None for each in ",[] "})
     train(place, name, "--fine-tune-type", "full", *more, *SHARDED)
     assert_same(alone, place / name)
@@ -52,13 +73,25 @@ def test_ranks_with_a_part_of_every_array_train_as_one_process(place: Path, alon
     ("model", "more"),
     [
         ("model", ("--num-layers", "2")),
-        ("untied", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3")),
+        (
+            "untied",
+            ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3"),
+        ),
         ("quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
-        pytest.param("quantised", ("--fine-tune-type", "dora", "--compile", "on"), marks=pytest.mark.long),
+        pytest.param(
+            "quantised", ("--fine-tune-type", "dora", "--compile", "on"), marks=pytest.mark.long
+        ),
         ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
         ("model", ("--optimizer", "adamw", "--learning-rate", "0.001", "--grad-checkpoint")),
     ],
-    ids=["the last blocks", "few rows", "quantised, dropout", "dora, in a graph", "packed documents", "adamw"],
+    ids=[
+        "the last blocks",
+        "few rows",
+        "quantised, dropout",
+        "dora, in a graph",
+        "packed documents",
+        "adamw",
+    ],
 )
 def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...]) -> None:
     one, other = f"one-{'-'.join(more)}"[:80], f"two-{'-'.join(more)}"[:80]
@@ -116,7 +149,9 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
     assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
 
 
-def _pretrained(place: Path, name: str, *more: str, env: dict[str, str] | None = None) -> tuple[list[float], list[int]]:
+def _pretrained(
+    place: Path, name: str, *more: str, env: dict[str, str] | None = None
+) -> tuple[list[float], list[int]]:
     """Losses of a pre-training on two ranks, and the peak of the arrays of each."""
     if not (place / "texts").exists():
         write_tokenizer(place / "tokenizer")
@@ -124,7 +159,14 @@ def _pretrained(place: Path, name: str, *more: str, env: dict[str, str] | None =
         (place / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 3}) + "\n")
     shape = "--shape llama --layers 12 --dims 256 --mlp-dims 704 --heads 4 --kv-heads 4 --block-size 16 --batch-size 2"
     words = f"{shape} --iters 3 --val-batches 0 --steps-per-report 1 --keep-last 0 --compile off --no-keep-best"
-    places = ["--data", place / "texts", "--tokenizer", place / "tokenizer", "--adapter-path", place / name]
+    places = [
+        "--data",
+        place / "texts",
+        "--tokenizer",
+        place / "tokenizer",
+        "--adapter-path",
+        place / name,
+    ]
     done = run_allhands("pretrain", *places, *words.split(), *more, env=env, timeout=200)
     assert done.returncode == 0, done.stderr
     return told(place / name, "train", "loss"), told(place / name, "train", "peak_mlx_bytes")[-1]
@@ -146,12 +188,17 @@ def test_each_rank_holds_its_part_and_a_few_blocks(place: Path) -> None:
 @pytest.mark.long
 def test_ranks_of_unlike_memory_hold_unlike_parts(place: Path) -> None:
     names = {"left": "127.0.0.1", "right": "127.0.0.2"}
-    hosts = [{"ssh": name, "ips": [address], "slots": 1, "python": sys.executable} for name, address in names.items()]
+    hosts = [
+        {"ssh": name, "ips": [address], "slots": 1, "python": sys.executable}
+        for name, address in names.items()
+    ]
     (place / "hosts.json").write_text(json.dumps(hosts))
     alone, _ = _pretrained(place, "even", "-n", "2", "--backend", "ring")
     with memory_groups(tuple(names), (3_000_000_000, 1_000_000_000), place) as groups:
         env = {"ALLHANDS_SSH": groups.ssh}
-        losses, peaks = _pretrained(place, "uneven", "--hostfile", str(place / "hosts.json"), *SHARDED, env=env)
+        losses, peaks = _pretrained(
+            place, "uneven", "--hostfile", str(place / "hosts.json"), *SHARDED, env=env
+        )
     assert losses == pytest.approx(alone, rel=1e-5)
     # Three quarters and one quarter.
     assert peaks[0] - peaks[1] == pytest.approx(4 * WEIGHTS / 2, rel=0.15)

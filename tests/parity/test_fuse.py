@@ -41,7 +41,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-def test_the_fused_model_is_the_model_with_its_adapter(base: Path, tmp_path: Path, kind: str) -> None:
+def test_the_fused_model_is_the_model_with_its_adapter(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     adapter = write_adapter(base, tmp_path / "run", kind)
     done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
     assert done.returncode == 0, done.stderr
@@ -52,7 +54,9 @@ def test_the_fused_model_is_the_model_with_its_adapter(base: Path, tmp_path: Pat
     # As mlx_lm fuses it, and nothing of the adapter is left.
     names = set(mx.load(str(tmp_path / "fused" / "model.safetensors")))
     assert names == set(mx.load(str(base / "model.safetensors")))
-    assert (tmp_path / "fused" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (tmp_path / "fused" / "tokenizer.json").read_bytes() == (
+        base / "tokenizer.json"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -61,7 +65,14 @@ def test_a_quantised_model_is_fused_with_and_without_unpacking(
     packed: Path, tmp_path: Path, kind: str, flag: str | None
 ) -> None:
     adapter = write_adapter(packed, tmp_path / "run", kind)
-    words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", *([flag] if flag else [])]
+    words = [
+        "fuse",
+        "--adapter-path",
+        adapter,
+        "--save-path",
+        tmp_path / "fused",
+        *([flag] if flag else []),
+    ]
     done = call_allhands(*words)
     assert done.returncode == 0, done.stderr
     wanted, found = logits(packed, adapter), logits(tmp_path / "fused")
@@ -79,12 +90,24 @@ def test_a_quantised_model_is_fused_with_and_without_unpacking(
         assert "quantised again" in done.stdout
 
 
-def test_weights_are_those_of_mlx_lms_fuse(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_those_of_mlx_lms_fuse(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = write_adapter(base, tmp_path / "run")
-    theirs = ["fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "theirs"]
+    theirs = [
+        "fuse",
+        "--model",
+        base,
+        "--adapter-path",
+        adapter,
+        "--save-path",
+        tmp_path / "theirs",
+    ]
     monkeypatch.setattr(sys, "argv", [str(word) for word in theirs])
     mlx_fuse.main()
-    done = call_allhands("fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "ours")
+    done = call_allhands(
+        "fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "ours"
+    )
     assert done.returncode == 0, done.stderr
     ours = mx.load(str(tmp_path / "ours" / "model.safetensors"))
     for name, value in mx.load(str(tmp_path / "theirs" / "model.safetensors")).items():
@@ -99,15 +122,24 @@ def test_half_precision_stays_half_precision(tmp_path: Path, kind: str, dtype: s
     adapter = write_adapter(tmp_path / "half", tmp_path / "run", kind)
     done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
     assert done.returncode == 0, done.stderr
-    kinds = {str(value.dtype) for value in mx.load(str(tmp_path / "fused" / "model.safetensors")).values()}
+    kinds = {
+        str(value.dtype)
+        for value in mx.load(str(tmp_path / "fused" / "model.safetensors")).values()
+    }
     assert kinds == {f"mlx.core.{dtype}"}
-    done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "wide", "--dtype", "float32")
+    done = call_allhands(
+        "fuse", "--adapter-path", adapter, "--save-path", tmp_path / "wide", "--dtype", "float32"
+    )
     assert done.returncode == 0, done.stderr
-    kinds = {str(value.dtype) for value in mx.load(str(tmp_path / "wide" / "model.safetensors")).values()}
+    kinds = {
+        str(value.dtype) for value in mx.load(str(tmp_path / "wide" / "model.safetensors")).values()
+    }
     assert kinds == {"mlx.core.float32"}
 
 
-def test_nothing_is_overwritten_unless_asked_and_nothing_but_a_model_ever(base: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_unless_asked_and_nothing_but_a_model_ever(
+    base: Path, tmp_path: Path
+) -> None:
     adapter = write_adapter(base, tmp_path / "run")
     words = ["fuse", "--adapter-path", adapter, "--save-path"]
     for out, said in ((adapter, "not a model"), (base, "overlaps the source")):
@@ -129,8 +161,12 @@ def test_nothing_is_overwritten_unless_asked_and_nothing_but_a_model_ever(base: 
     assert not list(tmp_path.glob(".fused*"))
 
 
-@pytest.mark.parametrize("wrong", ["no model", "other model", "torn", "missing", "upload", "list", "name"])
-def test_wrong_input_is_one_message_and_leaves_nothing(base: Path, tmp_path: Path, wrong: str) -> None:
+@pytest.mark.parametrize(
+    "wrong", ["no model", "other model", "torn", "missing", "upload", "list", "name"]
+)
+def test_wrong_input_is_one_message_and_leaves_nothing(
+    base: Path, tmp_path: Path, wrong: str
+) -> None:
     adapter = write_adapter(base, tmp_path / "run")
     words: list[str | Path] = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused"]
     if wrong == "no model":

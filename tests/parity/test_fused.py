@@ -1,6 +1,8 @@
-"""Fast forms of blocks against the plain ones: values and gradients, and each kernel where there is a GPU for it.
+"""Fast forms of blocks against the plain ones: values and gradients, and each kernel where there is
+a GPU for it.
 
-Without an NVIDIA GPU the forms are computed by MLX's own operations; with one the kernels are run, too.
+Without an NVIDIA GPU the forms are computed by MLX's own operations; with one the kernels are run,
+too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ ROWS, LENGTH = 3, 96
 
 def relative(actual: mx.array, expected: mx.array) -> float:
     actual, expected = actual.astype(mx.float32), expected.astype(mx.float32)
-    return float((mx.linalg.norm(actual - expected) / mx.maximum(mx.linalg.norm(expected), 1e-12)).item())
+    return float(
+        (mx.linalg.norm(actual - expected) / mx.maximum(mx.linalg.norm(expected), 1e-12)).item()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +57,15 @@ def model_for(paths: dict[str, Path], method: str, dtype: mx.Dtype) -> Any:
     elif method == "last":
         model.layers[-1].unfreeze()
     else:
-        keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]} if method == "some" else {}
+        keys = (
+            {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]}
+            if method == "some"
+            else {}
+        )
         linear_to_lora_layers(
-            model, 1 if method == "some" else len(model.layers), {"rank": 8, "scale": 5.0, "dropout": 0.0, **keys}
+            model,
+            1 if method == "some" else len(model.layers),
+            {"rank": 8, "scale": 5.0, "dropout": 0.0, **keys},
         )
         # Untrained adapters give nothing, and their first factors no gradient.
         for name, value in flatten(model.trainable_parameters()):
@@ -100,8 +110,12 @@ def test_a_model_in_fast_forms_computes_the_same(
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_weights_that_are_not_joined_may_be_others_at_each_use(paths: dict[str, Path], method: str) -> None:
-    """The model computes with what its layers have at the moment, and keeps nothing of what they had."""
+def test_weights_that_are_not_joined_may_be_others_at_each_use(
+    paths: dict[str, Path], method: str
+) -> None:
+    """The model computes with what its layers have at the moment, and keeps nothing of what they
+    had.
+    """
     model, other = (model_for(paths, method, mx.float32) for _ in range(2))
     fuse(model, LENGTH, joins=False)
     base, there = (each.layers[0].mlp.gate_proj.linear for each in (model, other))
@@ -114,7 +128,9 @@ def test_weights_that_are_not_joined_may_be_others_at_each_use(paths: dict[str, 
     assert abs(actual.item() - unchanged.item()) > 1e-4
 
 
-def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_copies_of_quantised_weights(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kept as far as there is room, of adapted layers alone; no number differs."""
     found: list[dict[str, mx.array]] = []
     for room, share in ((0, 0.0), (10**9, 1.0)):
@@ -165,8 +181,12 @@ def test_the_loss_still_takes_the_model_apart(tmp_path: Path, method: str, tied:
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_in_half_precision_the_difference_is_its_rounding(paths: dict[str, Path], method: str) -> None:
-    exact, plain, fast = (model_for(paths, method, dtype) for dtype in (mx.float32, mx.bfloat16, mx.bfloat16))
+def test_in_half_precision_the_difference_is_its_rounding(
+    paths: dict[str, Path], method: str
+) -> None:
+    exact, plain, fast = (
+        model_for(paths, method, dtype) for dtype in (mx.float32, mx.bfloat16, mx.bfloat16)
+    )
     if method != "full":
         for model in (plain, fast):  # masters stay float32
             for name, value in flatten(model.trainable_parameters()):
@@ -266,7 +286,9 @@ def test_kernel_dequantize(dtype: mx.Dtype, group: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_kernel_swiglu(dtype: mx.Dtype) -> None:
     x, cotangent = normal(37, 2 * 104, dtype=dtype, scale=3), normal(37, 104, dtype=dtype)
-    (expected,), (gradient,) = mx.vjp(ops.plain_swiglu, [x.astype(mx.float32)], [cotangent.astype(mx.float32)])
+    (expected,), (gradient,) = mx.vjp(
+        ops.plain_swiglu, [x.astype(mx.float32)], [cotangent.astype(mx.float32)]
+    )
     (actual,), (found,) = mx.vjp(ops.swiglu, [x], [cotangent])
     assert relative(actual, expected) < CLOSE[dtype]
     assert relative(found, gradient) < CLOSE[dtype]
@@ -285,11 +307,15 @@ def test_kernel_swiglu_adapted(dtype: mx.Dtype, ranks: tuple[int, int, int]) -> 
     inner, cinner = normal(rows, gate + up, dtype=dtype), normal(rows, down, dtype=dtype)
     a = normal(features, down, dtype=dtype, scale=0.3)
     first, second = (normal(rank, features, dtype=dtype, scale=0.3) for rank in (gate, up))
-    b = mx.concatenate([mx.pad(first, [(0, 0), (0, features)]), mx.pad(second, [(0, 0), (features, 0)])])
+    b = mx.concatenate(
+        [mx.pad(first, [(0, 0), (0, features)]), mx.pad(second, [(0, 0), (features, 0)])]
+    )
     wide = [array.astype(mx.float32) for array in (x, inner, b, cotangent, cinner, a)]
     with mx.stream(mx.cpu):  # which keeps all of float32 in products
         whole = wide[3] + wide[4] @ wide[5].T
-        (expected,), (gradient,) = mx.vjp(lambda x: ops.plain_swiglu(x + wide[1] @ wide[2]), [wide[0]], [whole])
+        (expected,), (gradient,) = mx.vjp(
+            lambda x: ops.plain_swiglu(x + wide[1] @ wide[2]), [wide[0]], [whole]
+        )
         mx.eval(expected, gradient)
     assert relative(kernels.swiglu_adapted(x, inner, b, (gate, up)), expected) < CLOSE[dtype]
     found, again = kernels.swiglu_adapted_vjp(x, inner, b, (gate, up), cotangent, cinner, a)
@@ -314,7 +340,9 @@ def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) 
 
     wide = [c.astype(mx.float32) for c in cotangents]
     expected, (gradient,) = mx.vjp(plain, [x.astype(mx.float32)], wide)
-    actual, (found,) = mx.vjp(lambda x: list(ops.rope_split(x, turns, heads, kv_heads)), [x], cotangents)
+    actual, (found,) = mx.vjp(
+        lambda x: list(ops.rope_split(x, turns, heads, kv_heads)), [x], cotangents
+    )
     for one, other in zip(actual, expected, strict=True):
         assert relative(one, other) < CLOSE[dtype]
     assert relative(found, gradient) < CLOSE[dtype]
@@ -356,7 +384,9 @@ def test_kernel_cross_entropy(
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "features"), [(1, 64), (530, 576), (1061, 2048), (9, 5120)])
 def test_kernel_rms_norm(dtype: mx.Dtype, rows: int, features: int) -> None:
-    x, weight, cotangent = (normal(*s, dtype=dtype) for s in ((rows, features), (features,), (rows, features)))
+    x, weight, cotangent = (
+        normal(*s, dtype=dtype) for s in ((rows, features), (features,), (rows, features))
+    )
     wide = [a.astype(mx.float32) for a in (x, weight, cotangent)]
     _, gradients = mx.vjp(lambda x, w: mx.fast.rms_norm(x, w, 1e-5), wide[:2], wide[2:])
     _, found = mx.vjp(lambda x, w: ops.rms_norm(x, w, 1e-5, trained=True), [x, weight], [cotangent])
@@ -365,7 +395,9 @@ def test_kernel_rms_norm(dtype: mx.Dtype, rows: int, features: int) -> None:
 
 
 def norms(x: mx.array, residual: mx.array, weight: mx.array) -> list[mx.array]:
-    """Both forms of the norm that give the sum as well, one after the other, in MLX's own operations."""
+    """Both forms of the norm that give the sum as well, one after the other, in MLX's own
+    operations.
+    """
     second = x + residual
     return [x + mx.fast.rms_norm(x, weight, 1e-5), second, mx.fast.rms_norm(second, weight, 1e-5)]
 
@@ -405,7 +437,9 @@ def test_kernel_add_rows_onto_a_table(dtype: mx.Dtype) -> None:
     before = np.array(table.astype(mx.float32))
     expected = before.astype(np.float64)
     np.add.at(expected, np.array(ids), np.array(rows.astype(mx.float32)).astype(np.float64))
-    found = np.array(kernels.add_rows(ids, rows, 900, onto=mx.contiguous(table + 0)).astype(mx.float32))
+    found = np.array(
+        kernels.add_rows(ids, rows, 900, onto=mx.contiguous(table + 0)).astype(mx.float32)
+    )
     assert np.abs(found - expected).max() < CLOSE[dtype] * np.abs(expected).max()
     assert np.array_equal(found[300:], before[300:])
     # As part of a larger array, whose other numbers stay, and read by what comes after it.
@@ -426,7 +460,11 @@ def shifted(array: mx.array) -> mx.array:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_kernels_take_views_that_begin_anywhere(dtype: mx.Dtype) -> None:
     """As sums over ranks are, which are parts of what has travelled."""
-    x, cotangent, weight = normal(37, 208, dtype=dtype), normal(37, 104, dtype=dtype), normal(208, dtype=dtype)
+    x, cotangent, weight = (
+        normal(37, 208, dtype=dtype),
+        normal(37, 104, dtype=dtype),
+        normal(208, dtype=dtype),
+    )
     ids = mx.random.randint(0, 37, (20,))
     moments = (normal(64, 104, dtype=dtype), mx.abs(normal(64, 104, dtype=dtype)))
     w, g = normal(64, 104, dtype=dtype), normal(64, 104, dtype=dtype)
@@ -434,18 +472,25 @@ def test_kernels_take_views_that_begin_anywhere(dtype: mx.Dtype) -> None:
     scalars = mx.array([0.5, 1, 1e-3, 0.9, 0.99, 1e-8, 1, 1, 0.1, 0.01])
 
     def computed(view: Callable[[mx.array], mx.array]) -> list[mx.array]:
-        firsts, seconds = (view(moments[0]), view(moments[1])), (view(float_moments[0]), view(float_moments[1]))
+        firsts, seconds = (
+            (view(moments[0]), view(moments[1])),
+            (view(float_moments[0]), view(float_moments[1])),
+        )
         return [
             kernels.sum_of_squares([view(x), view(cotangent)]),
             kernels.swiglu(view(x)),
             kernels.swiglu_vjp(view(x), view(cotangent))[0],
             *kernels.rms_norm(view(x), view(x), view(weight), 1e-5),
-            *kernels.rms_norm_vjp(view(x), view(weight), view(x), 1e-5, residual=None, trained=True),
+            *kernels.rms_norm_vjp(
+                view(x), view(weight), view(x), 1e-5, residual=None, trained=True
+            ),
             kernels.take_rows(view(x), ids),
             kernels.add_rows(ids, view(x)[:20], 64, onto=view(mx.zeros((64, 208), dtype=dtype))),
             *kernels.adam(view(g), view(w), firsts, scalars),
             *kernels.adam_master(view(g), view(master), seconds, scalars),
         ]
 
-    for place, (found, expected) in enumerate(zip(computed(shifted), computed(lambda x: x), strict=True)):
+    for place, (found, expected) in enumerate(
+        zip(computed(shifted), computed(lambda x: x), strict=True)
+    ):
         assert relative(found, expected) < 1e-6, place

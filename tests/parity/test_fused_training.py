@@ -1,4 +1,6 @@
-"""Whole runs with the fast forms of an NVIDIA GPU, computed here by MLX's own operations, against plain ones."""
+"""Whole runs with the fast forms of an NVIDIA GPU, computed here by MLX's own operations, against
+plain ones.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,28 @@ from allhands.runtime import accelerator
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.callbacks import Callback
 
-BLOCKS = {"lora": 6, "dropout": 6, "full": 6, "qlora": 6, "dora": 0, "packed": 6, "recomputed": 6, "corrected": 6}
+BLOCKS = {
+    "lora": 6,
+    "dropout": 6,
+    "full": 6,
+    "qlora": 6,
+    "dora": 0,
+    "packed": 6,
+    "recomputed": 6,
+    "corrected": 6,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dropout": {"lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.3}},
     "full": {"fine_tune_type": "full", "optimizer": "adamw", "weight_decay": 0.1},
     "qlora": {"model": "quantised"},
     "dora": {"fine_tune_type": "dora"},
-    "packed": {"packing": True, "isolate_documents": True, "mask_prompt": False, "max_seq_length": 96},
+    "packed": {
+        "packing": True,
+        "isolate_documents": True,
+        "mask_prompt": False,
+        "max_seq_length": 96,
+    },
     "recomputed": {"grad_checkpoint": True, "compile": "off"},
     "corrected": {"optimizer_config": {"adam": {"bias_correction": True, "eps": 1e-6}}},
 }

@@ -17,7 +17,9 @@ from tiny import run_allhands, write_model, write_tokenizer
 
 from allhands.cluster.processes import reserve_ports
 
-WORDS = "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
+WORDS = (
+    "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
+)
 OPTIONS = (
     "--shape llama --layers 2 --dims 256 --mlp-dims 512 --heads 4 --kv-heads 2 --block-size 64 --batch-size 4 "
     "--iters 12 --steps-per-report 1 --val-batches 0 --learning-rate 3e-3"
@@ -28,7 +30,9 @@ FLOAT32 = {"MLX_ENABLE_TF32": "0"}
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="CPUs are tested elsewhere"),
+    pytest.mark.skipif(
+        mx.default_device().type != mx.DeviceType.gpu, reason="CPUs are tested elsewhere"
+    ),
 ]
 
 
@@ -39,7 +43,9 @@ def data(tmp_path: Path) -> Path:
     words = random.Random(1)
     texts = [" ".join(words.choices(WORDS.split(), k=words.randint(5, 60))) for _ in range(40)]
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "data" / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return tmp_path
 
 
@@ -51,7 +57,9 @@ def _losses_of_one_and_two(
     return _one_and_two(data, words, ranks, of_two)
 
 
-def _one_and_two(data: Path, words: Sequence[str], ranks: list[dict[str, str]], of_two: str) -> list[list[float]]:
+def _one_and_two(
+    data: Path, words: Sequence[str], ranks: list[dict[str, str]], of_two: str
+) -> list[list[float]]:
     """Losses of each step of a command, by one process and by two ranks with these variables."""
 
     def train(run: tuple[str, str, dict[str, str]]) -> None:
@@ -81,10 +89,14 @@ def _over_nccl() -> list[dict[str, str]]:
     held, (port,) = reserve_ports(1, shareable=False)
     held[0].close()
     group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(port), "MLX_WORLD_SIZE": "2"}
-    return [{**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    return [
+        {**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)
+    ]
 
 
-@pytest.mark.parametrize("way", ["--strategy data", "--strategy pipeline", "--strategy fsdp", "--tp 2"])
+@pytest.mark.parametrize(
+    "way", ["--strategy data", "--strategy pipeline", "--strategy fsdp", "--tp 2"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_on_a_ring_take_the_steps_of_one(data: Path, dtype: str, way: str) -> None:
     """Sums over a ring are parts of what has travelled, which begin anywhere in memory."""
@@ -114,7 +126,9 @@ def test_two_ranks_over_nccl_take_the_steps_of_one(data: Path, options: str, way
 @pytest.mark.parametrize(
     "way", ["--strategy fsdp", "--strategy fsdp --grad-checkpoint", "--strategy pipeline", "--tp 2"]
 )
-def test_adapters_of_divided_models_learn_as_those_of_one(data: Path, way: str, bits: int | None) -> None:
+def test_adapters_of_divided_models_learn_as_those_of_one(
+    data: Path, way: str, bits: int | None
+) -> None:
     write_model(data / "model", layers=4, hidden=256, bits=bits)
     options = "--train --iters 12 --batch-size 4 --num-layers -1 --steps-per-report 1 --val-batches 0 --seed 3"
     words = ("train", "--model", str(data / "model"), *options.split(), "--learning-rate", "1e-3")
@@ -153,7 +167,9 @@ for turn in range(4):
 
 
 def test_ranks_exchange_what_a_gpu_has_yet_to_compute(tmp_path: Path) -> None:
-    """The host sends over a ring, and MLX does not have it wait for an array that was handed out before."""
+    """The host sends over a ring, and MLX does not have it wait for an array that was handed out
+    before.
+    """
     held, ports = reserve_ports(2, shareable=False)
     for each in held:
         each.close()
@@ -163,7 +179,12 @@ def test_ranks_exchange_what_a_gpu_has_yet_to_compute(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, script],
-            env={**os.environ, **FLOAT32, "MLX_HOSTFILE": str(tmp_path / "hosts.json"), "MLX_RANK": str(rank)},
+            env={
+                **os.environ,
+                **FLOAT32,
+                "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
+                "MLX_RANK": str(rank),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,7 +1,8 @@
 """Models and adapters of every architecture whose names are known, against transformers and PEFT.
 
-transformers builds and saves a model; mlx_lm reads it and saves it under its own names; what is exported from that has
-to be transformers' file again, bit by bit, and PEFT has to compute with an exported adapter what mlx_lm does.
+transformers builds and saves a model; mlx_lm reads it and saves it under its own names; what is
+exported from that has to be transformers' file again, bit by bit, and PEFT has to compute with an
+exported adapter what mlx_lm does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,18 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),  # of transformers, about settings that mlx_lm reads
 ]
-SAMPLE = ("deepseek_v3", "gemma2", "gpt2", "gpt_neox", "granitemoe", "llama", "mamba", "mixtral", "phi3", "qwen3_moe")
+SAMPLE = (
+    "deepseek_v3",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "granitemoe",
+    "llama",
+    "mamba",
+    "mixtral",
+    "phi3",
+    "qwen3_moe",
+)
 KINDS = [
     kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.long)
     for kind, known in ARCHITECTURES.items()
@@ -57,10 +69,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             theirs, ours = root / kind / "theirs", root / kind / "ours"
             if not theirs.exists():
                 ask("make", kind, theirs)
-                if kind == "gpt2":  # mlx_lm reads names as in the published file, without the first part
+                if (
+                    kind == "gpt2"
+                ):  # mlx_lm reads names as in the published file, without the first part
                     file = str(theirs / "model.safetensors")
                     tensors: Any = mx.load(file)
-                    short = {name.removeprefix("transformer."): mx.array(value) for name, value in tensors.items()}
+                    short = {
+                        name.removeprefix("transformer."): mx.array(value)
+                        for name, value in tensors.items()
+                    }
                     mx.eval(short)
                     mx.save_safetensors(file, short, metadata={"format": "pt"})
                 model, _ = load_model(theirs)
@@ -92,14 +109,18 @@ def weights(directory: Path) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_model_is_what_transformers_wrote(made: Any, by_torch: Asked, tmp_path: Path, kind: str) -> None:
+def test_an_exported_model_is_what_transformers_wrote(
+    made: Any, by_torch: Asked, tmp_path: Path, kind: str
+) -> None:
     theirs, ours = made(kind)
     done = call_allhands("export", "--model", ours, "--to", "hf", "--out", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
     wanted, found = weights(theirs), weights(tmp_path / "hf")
     assert found.keys() == wanted.keys()
     assert all(mx.array_equal(found[name], value) for name, value in wanted.items())
-    by_torch("logits", tmp_path / "hf", tmp_path / "found.npz")  # nothing missing, nothing unexpected
+    by_torch(
+        "logits", tmp_path / "hf", tmp_path / "found.npz"
+    )  # nothing missing, nothing unexpected
     with np.load(tmp_path / "found.npz") as file:
         logits = file["logits"]
     model: Any = load_model(ours)[0]
@@ -108,7 +129,9 @@ def test_an_exported_model_is_what_transformers_wrote(made: Any, by_torch: Asked
     assert np.abs(mine - logits).max() < CLOSE * logits.std()
 
 
-def adapter(base: Path, directory: Path, keys: list[str] | None, *, dora: bool = False) -> np.ndarray[Any, Any]:
+def adapter(
+    base: Path, directory: Path, keys: list[str] | None, *, dora: bool = False
+) -> np.ndarray[Any, Any]:
     """Write a random adapter; the logits that mlx_lm has with it."""
     model: Any = load_model(base)[0]
     model.freeze()
@@ -117,12 +140,20 @@ def adapter(base: Path, directory: Path, keys: list[str] | None, *, dora: bool =
     linear_to_lora_layers(model, len(model.layers), settings, use_dora=dora)
     trained = flatten(model.trainable_parameters())
     assert trained
-    values = {name: mx.random.normal(v.shape) * 0.15 + (v if name.endswith(".m") else 0) for name, v in trained}
+    values = {
+        name: mx.random.normal(v.shape) * 0.15 + (v if name.endswith(".m") else 0)
+        for name, v in trained
+    }
     model.load_weights(list(values.items()), strict=False)
     directory.mkdir()
     mx.save_safetensors(str(directory / "adapters.safetensors"), values)
     kind = "dora" if dora else "lora"
-    config = {"fine_tune_type": kind, "num_layers": len(model.layers), "lora_parameters": settings, "model": str(base)}
+    config = {
+        "fine_tune_type": kind,
+        "num_layers": len(model.layers),
+        "lora_parameters": settings,
+        "model": str(base),
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     model.eval()
     return np.array(model(mx.arange(20)[None]))
@@ -133,7 +164,9 @@ def keys_of(base: Path, what: str) -> list[str] | None:
     if what == "all":
         return None
     model: Any = load_model(base)[0]
-    embeddings = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and not n.endswith("wpe")]
+    embeddings = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and not n.endswith("wpe")
+    ]
     inside = {
         re.sub(r"^.*?\.\d+\.", "", name)
         for name, module in model.named_modules()
@@ -149,11 +182,15 @@ def test_peft_computes_an_exported_adapter_or_the_advice_of_the_refusal_works(
 ) -> None:
     theirs, ours = made(kind)
     mine = adapter(ours, tmp_path / "mine", keys_of(ours, what))
-    done = call_allhands("export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft")
+    done = call_allhands(
+        "export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft"
+    )
     if done.returncode == 4:
         assert "--to hf" in done.stderr
         assert not (tmp_path / "peft").exists()
-        done = call_allhands("export", "--adapter-path", tmp_path / "mine", "--to", "hf", "--out", tmp_path / "hf")
+        done = call_allhands(
+            "export", "--adapter-path", tmp_path / "mine", "--to", "hf", "--out", tmp_path / "hf"
+        )
         assert done.returncode == 0, done.stderr
         by_torch("logits", tmp_path / "hf", tmp_path / "found.npz")
         return
@@ -173,18 +210,27 @@ REFUSED = {"afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_
     [
         "mixtral",
         "qwen3_moe",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in (*sorted(REFUSED), "olmoe", "mellum")),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in (*sorted(REFUSED), "olmoe", "mellum")
+        ),
     ],
 )
-def test_peft_computes_adapters_of_experts(made: Any, by_peft: Asked, tmp_path: Path, kind: str) -> None:
+def test_peft_computes_adapters_of_experts(
+    made: Any, by_peft: Asked, tmp_path: Path, kind: str
+) -> None:
     theirs, ours = made(kind)
     model: Any = load_model(ours)[0]
     stacks = {
-        re.sub(r"^.*?\.\d+\.", "", name) for name, module in model.named_modules() if "Switch" in type(module).__name__
+        re.sub(r"^.*?\.\d+\.", "", name)
+        for name, module in model.named_modules()
+        if "Switch" in type(module).__name__
     }
     keys = [name for name in stacks if re.search("(gate|up|down)_proj$", name)]
     mine = adapter(ours, tmp_path / "mine", keys)
-    done = call_allhands("export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft")
+    done = call_allhands(
+        "export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft"
+    )
     assert done.returncode == 0, done.stderr
     by_peft("read", theirs, tmp_path / "peft", tmp_path / "found.npz")
     with np.load(tmp_path / "found.npz") as file:
@@ -194,10 +240,14 @@ def test_peft_computes_adapters_of_experts(made: Any, by_peft: Asked, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
-def test_dora_of_renamed_and_transposed_layers(made: Any, by_peft: Asked, tmp_path: Path, kind: str) -> None:
+def test_dora_of_renamed_and_transposed_layers(
+    made: Any, by_peft: Asked, tmp_path: Path, kind: str
+) -> None:
     theirs, ours = made(kind)
     mine = adapter(ours, tmp_path / "mine", None, dora=True)
-    done = call_allhands("export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft")
+    done = call_allhands(
+        "export", "--adapter-path", tmp_path / "mine", "--to", "peft", "--out", tmp_path / "peft"
+    )
     assert done.returncode == 0, done.stderr
     by_peft("read", theirs, tmp_path / "peft", tmp_path / "found.npz")
     with np.load(tmp_path / "found.npz") as file:
@@ -227,10 +277,14 @@ def test_a_model_that_is_not_in_the_table_is_written_only_from_files_that_prove_
         assert not (tmp_path / "hf").exists()
         adapter(base, tmp_path / "mine", ["self_attn.q_proj"])
         for words in (("--to", "peft"), ("--to", "hf")):
-            done = call_allhands("export", "--adapter-path", tmp_path / "mine", *words, "--out", tmp_path / "out")
+            done = call_allhands(
+                "export", "--adapter-path", tmp_path / "mine", *words, "--out", tmp_path / "out"
+            )
             assert done.returncode == 4
             assert "allhands fuse" in done.stderr
-        done = call_allhands("fuse", "--adapter-path", tmp_path / "mine", "--save-path", tmp_path / "fused")
+        done = call_allhands(
+            "fuse", "--adapter-path", tmp_path / "mine", "--save-path", tmp_path / "fused"
+        )
         assert done.returncode == 0, done.stderr
         return
     assert done.returncode == 0, done.stderr

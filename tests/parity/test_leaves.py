@@ -52,8 +52,14 @@ def trained(kind: str) -> Any:
             layer.input_layernorm.weight = mx.ones((64,), dtype=mx.bfloat16)
     else:
         model.freeze()
-        keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]} if kind == "some" else {}
-        linear_to_lora_layers(model, 2, {**LORA, **keys, "dropout": 0.5 if kind == "dropping" else 0.0})
+        keys = (
+            {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]}
+            if kind == "some"
+            else {}
+        )
+        linear_to_lora_layers(
+            model, 2, {**LORA, **keys, "dropout": 0.5 if kind == "dropping" else 0.0}
+        )
         for name, array in flatten(model.trainable_parameters()):
             if name.endswith("lora_b"):  # else the first factors would have no gradient
                 model.update(unflatten([(name, mx.random.normal(array.shape) * 0.05)]))
@@ -69,8 +75,12 @@ BATCH = (
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["one", "groups"])
-@pytest.mark.parametrize("kind", ["lora", "some", "quantised", "full", "untied", "norms", "recomputed", "dropping"])
-def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", ["lora", "some", "quantised", "full", "untied", "norms", "recomputed", "dropping"]
+)
+def test_gradients_are_the_same(
+    kind: str, grouped: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if grouped:
         monkeypatch.setattr(leaves, "_ONE_MOST", 0)
         monkeypatch.setattr(leaves, "_SMALL", 1024)
@@ -83,7 +93,9 @@ def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkey
     arrays: tuple[mx.array, ...] = BATCH
     if dropout is not None:
         arrays = (dropout.of(np.arange(7, dtype=np.int32), 40, 1), *BATCH)
-    loss, expected = make_gradient(model, cpu_native=False, compiled=False, dropout=dropout)(*arrays)
+    loss, expected = make_gradient(model, cpu_native=False, compiled=False, dropout=dropout)(
+        *arrays
+    )
     wanted = dict(flatten(expected))
     update = GraphUpdate(model, optim.AdamW(1e-3), None, compiled=False)
     gradient = make_joined_gradient(model, update.flat, compiled=compiled, dropout=dropout)
@@ -108,14 +120,18 @@ def products(model: Any) -> list[Product]:
     return products_of(model.modules())
 
 
-def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = trained("lora")
     fuse(model, 40)
     made = leaves.FlatParams(model)
     assert len(made.chunks) == 1
     given = []
     give = Product.give
-    monkeypatch.setattr(Product, "give", lambda self, arrays: (given.append(self), give(self, arrays)))
+    monkeypatch.setattr(
+        Product, "give", lambda self, arrays: (given.append(self), give(self, arrays))
+    )
     whole = made.joined(dict(flatten(model.trainable_parameters())))
     with made.installed(whole):
         # Two of three layers: q/k/v, o, gate/up and down.
@@ -174,9 +190,16 @@ def test_gradients_that_travel_are_several_arrays_in_the_order_of_the_model(
     matrices = [chunk for chunk in others if chunk.places[0].array.ndim > 1] if apart else others
     assert len(matrices) > 2
     # Whole but for the last, and not much larger than asked for: a layer's largest product.
-    assert all(20_000 <= chunk.size < 20_000 + 2 * 128 * 64 + 1024 or apart for chunk in matrices[:-1])
-    layers = [[int(place.name.split(".")[2]) for place in chunk.places if "layers" in place.name] for chunk in others]
-    assert [min(numbers) for numbers in layers if numbers] == sorted(min(numbers) for numbers in layers if numbers)
+    assert all(
+        20_000 <= chunk.size < 20_000 + 2 * 128 * 64 + 1024 or apart for chunk in matrices[:-1]
+    )
+    layers = [
+        [int(place.name.split(".")[2]) for place in chunk.places if "layers" in place.name]
+        for chunk in others
+    ]
+    assert [min(numbers) for numbers in layers if numbers] == sorted(
+        min(numbers) for numbers in layers if numbers
+    )
     named = dict(flatten(model.trainable_parameters()))
     found = dict(made.named(made.joined(named)))
     assert found.keys() == named.keys()
@@ -196,12 +219,21 @@ def micro_batch(number: int) -> MicroBatch:
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
-def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*, ahead: bool, staged: bool = False) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
+def test_a_step_that_was_prepared_is_the_same_step(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(
+        *, ahead: bool, staged: bool = False
+    ) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
         model = trained("lora")
         fuse(model, 40)
         model.train()
-        step = make_step(model, optim.AdamW(1e-2), SingleProcess(), StepOptions(cpu_native=False, compiled=compiled))
+        step = make_step(
+            model,
+            optim.AdamW(1e-2),
+            SingleProcess(),
+            StepOptions(cpu_native=False, compiled=compiled),
+        )
         if staged:
             step.passes._to_arrays = BatchMemory()
         batches = [micro_batch(number) for number in range(BATCHES)]
@@ -213,7 +245,9 @@ def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: 
             if here is batches[2]:  # somebody else sets weights between two steps
                 layer = model.layers[2].mlp.down_proj
                 layer.lora_b = layer.lora_b * 2
-        return losses, {name: np.array(array) for name, array in flatten(model.trainable_parameters())}
+        return losses, {
+            name: np.array(array) for name, array in flatten(model.trainable_parameters())
+        }
 
     prepared: list[bool] = []
     plain, weights = run(ahead=False)

@@ -1,4 +1,6 @@
-"""Exported GGUF files in llama.cpp itself: it cuts texts as the model's tokenizer does, and computes MLX's logits."""
+"""Exported GGUF files in llama.cpp itself: it cuts texts as the model's tokenizer does, and
+computes MLX's logits.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ from tokenizers.models import BPE
 from allhands.io.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "llama_side.py"
-PYTHON = os.environ.get("ALLHANDS_TEST_LLAMA") or (sys.executable if find_spec("llama_cpp") else None)
+PYTHON = os.environ.get("ALLHANDS_TEST_LLAMA") or (
+    sys.executable if find_spec("llama_cpp") else None
+)
 pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason="needs llama-cpp-python, here or in the Python that ALLHANDS_TEST_LLAMA names"
+    PYTHON is None,
+    reason="needs llama-cpp-python, here or in the Python that ALLHANDS_TEST_LLAMA names",
 )
 TEXTS = [
     "the thing, then 1234 don't",
@@ -36,7 +41,9 @@ TEXTS = [
 
 
 def assert_same(gguf: Path, base: Path, adapter: Path | None, temporary: Path) -> None:
-    """llama.cpp's tokens and logits of all texts are those of ``mlx_lm``, which does not compute in float16."""
+    """llama.cpp's tokens and logits of all texts are those of ``mlx_lm``, which does not compute in
+    float16.
+    """
     assert PYTHON is not None
     done = subprocess.run(
         [PYTHON, SIDE, gguf, temporary / "found.npz"],
@@ -63,10 +70,14 @@ def assert_same(gguf: Path, base: Path, adapter: Path | None, temporary: Path) -
     ("kind", "bits", "tied"),
     [("lora", None, True), ("dora", None, False), ("full", None, True), ("lora", 4, False)],
 )
-def test_llama_cpp_computes_what_was_trained(tmp_path: Path, kind: str, bits: int | None, tied: bool) -> None:
+def test_llama_cpp_computes_what_was_trained(
+    tmp_path: Path, kind: str, bits: int | None, tied: bool
+) -> None:
     base = with_words(write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=tied))
     adapter = write_adapter(base, tmp_path / "run", kind)
-    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
+    done = call_allhands(
+        "export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf"
+    )
     assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "gguf" / "model.gguf", base, adapter, tmp_path)
 
@@ -83,7 +94,12 @@ def exported(base: Path, out: Path, **change: Any) -> Path:
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_a_linearly_scaled_rotation_stays_scaled(tmp_path: Path, key: str) -> None:
     base = write_model(tmp_path / "base", layers=2, hidden=64)
-    gguf = exported(base, tmp_path / "gguf", rope_scaling={key: "linear", "factor": 4.0}, max_position_embeddings=512)
+    gguf = exported(
+        base,
+        tmp_path / "gguf",
+        rope_scaling={key: "linear", "factor": 4.0},
+        max_position_embeddings=512,
+    )
     assert_same(gguf, base, None, tmp_path)
 
 
@@ -93,18 +109,37 @@ def test_experts_and_texts_cut_as_sentencepiece_does(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     config = {**json.loads((base / "config.json").read_text()), "model_type": "mixtral"}
     # All are asked: of two that are nearly alike rounding decides.
-    config |= {"num_local_experts": 4, "num_experts_per_tok": 4, "vocab_size": 300, "bos_token_id": 1}
+    config |= {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "vocab_size": 300,
+        "bos_token_id": 1,
+    }
     mx.random.seed(3)
     weights = dict(flatten(Model(ModelArgs.from_dict(config)).parameters()))
     mx.save_safetensors(str(base / "model.safetensors"), weights)
     ends = ["<unk>", "<|im_start|>", "<|im_end|>"]
     words = ["▁", *"theandin", "th", "the", "▁the", "an", "and", "▁and", "in"]
     names = list(dict.fromkeys([*ends, *(f"<0x{byte:02X}>" for byte in range(256)), *words]))
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("a", "n"), ("an", "d"), ("▁", "and"), ("i", "n")]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("▁", "the"),
+        ("a", "n"),
+        ("an", "d"),
+        ("▁", "and"),
+        ("i", "n"),
+    ]
     vocabulary = {name: number for number, name in enumerate(names)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(
+        BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )

@@ -1,7 +1,8 @@
-"""Rounds of local steps: against a loop of MLX's own optimizers, and against data parallelism where it is the same.
+"""Rounds of local steps: against a loop of MLX's own optimizers, and against data parallelism where
+it is the same.
 
-The reference knows nothing of ours but the micro-batches: each rank's model is trained by ``mlx.optimizers`` on the
-mean loss of its own tokens, and the weights come together in numpy.
+The reference knows nothing of ours but the micro-batches: each rank's model is trained by
+``mlx.optimizers`` on the mean loss of its own tokens, and the weights come together in numpy.
 """
 
 from __future__ import annotations
@@ -40,14 +41,25 @@ def batches_of(step: int, rank: int) -> list[Any]:
     return [micro_batch(10 * step + rank, rows=rows, width=6 + 3 * rank)] if rows else []
 
 
-def made(communicator: Any, optimizer: Any, rounds: Rounds | None, *, cpu_native: bool) -> TrainStep:
+def made(
+    communicator: Any, optimizer: Any, rounds: Rounds | None, *, cpu_native: bool
+) -> TrainStep:
     # Weights travel in several pieces.
-    how: dict[str, Any] = {} if rounds is None else {"strategy": "local", "rounds": rounds, "bucket_bytes": 6000}
-    return make_step(network(), optimizer(), communicator, StepOptions(cpu_native=cpu_native, compiled=False, **how))
+    how: dict[str, Any] = (
+        {} if rounds is None else {"strategy": "local", "rounds": rounds, "bucket_bytes": 6000}
+    )
+    return make_step(
+        network(),
+        optimizer(),
+        communicator,
+        StepOptions(cpu_native=cpu_native, compiled=False, **how),
+    )
 
 
 def weights_of(step: TrainStep) -> Weights:
-    return {name: np.array(array) for name, array in flatten(step.passes.model.trainable_parameters())}
+    return {
+        name: np.array(array) for name, array in flatten(step.passes.model.trainable_parameters())
+    }
 
 
 def trained(
@@ -86,14 +98,19 @@ def reference(size: int, steps: int, optimizer: Any, rounds: Rounds) -> list[Wei
     """The common weights after each whole round."""
     models: list[Any] = [network() for _ in range(size)]
     optimizers = [optimizer() for _ in range(size)]
-    common = {name: np.array(array, dtype=np.float64) for name, array in flatten(models[0].trainable_parameters())}
+    common = {
+        name: np.array(array, dtype=np.float64)
+        for name, array in flatten(models[0].trainable_parameters())
+    }
     momentum = {name: np.zeros_like(array) for name, array in common.items()}
     tokens, found = np.zeros(size), list[Weights]()
     for step in range(steps):
         for rank, (model, own) in enumerate(zip(models, optimizers, strict=True)):
             batches = batches_of(step, rank)
             if batches:
-                _, grads = nn.value_and_grad(model, lambda batches, model=model: mean_loss(model, batches))(batches)
+                _, grads = nn.value_and_grad(
+                    model, lambda batches, model=model: mean_loss(model, batches)
+                )(batches)
             else:
                 grads = tree_map(mx.zeros_like, model.trainable_parameters())
             own.update(model, grads)
@@ -106,9 +123,15 @@ def reference(size: int, steps: int, optimizer: Any, rounds: Rounds) -> list[Wei
             changes = [np.array(each[name], dtype=np.float64) - before for each in here]
             change = np.average(changes, axis=0, weights=tokens)
             momentum[name] = rounds.momentum * momentum[name] + change
-            common[name] = before + rounds.learning_rate * (change + rounds.momentum * momentum[name])
+            common[name] = before + rounds.learning_rate * (
+                change + rounds.momentum * momentum[name]
+            )
         for model in models:
-            model.update(unflatten([(name, mx.array(array.astype(np.float32))) for name, array in common.items()]))
+            model.update(
+                unflatten(
+                    [(name, mx.array(array.astype(np.float32))) for name, array in common.items()]
+                )
+            )
         tokens[:] = 0
         found.append(dict(common))
     return found
@@ -139,7 +162,9 @@ ROUNDS = [Rounds(3), Rounds(2, 0.7, 0.9), Rounds(2, 0.5, 0.0)]
 @pytest.mark.parametrize("cpu_native", [True, False])
 @pytest.mark.parametrize("rounds", ROUNDS, ids=["mean", "nesterov", "half"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_rounds_are_those_of_a_loop_that_shares_no_code(size: int, rounds: Rounds, cpu_native: bool) -> None:
+def test_rounds_are_those_of_a_loop_that_shares_no_code(
+    size: int, rounds: Rounds, cpu_native: bool
+) -> None:
     ours: Any = lambda: KernelAdam(1e-3, eps=1e-5, bias_correction=True)  # noqa: E731
     found = trained(size, 6, ours, rounds, cpu_native=cpu_native)
     expected = reference(size, 6, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)
@@ -147,12 +172,17 @@ def test_rounds_are_those_of_a_loop_that_shares_no_code(size: int, rounds: Round
     for number, wanted in zip(ends, expected, strict=True):
         assert_close(found[0][1][number], wanted, 1e-5)
     for number in range(6):
-        replicas = [{name: array.tobytes() for name, array in each[1][number].items()} for each in found]
+        replicas = [
+            {name: array.tobytes() for name, array in each[1][number].items()} for each in found
+        ]
         whole = (number + 1) % rounds.every == 0
         assert [each == replicas[0] for each in replicas[1:]] == [whole] * (size - 1)
         assert all(each[2][number] != whole for each in found)
         # Told alike by all ranks, also where their weights differ.
-        told = [(each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm) for each in found]
+        told = [
+            (each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm)
+            for each in found
+        ]
         assert len(set(told)) == 1
 
 
@@ -166,11 +196,16 @@ STREAMED = [
 
 
 def streamed(size: int, steps: int, rounds: Rounds) -> list[list[Weights]]:
-    """Each rank's weights after each step, by mlx's own Adam and numpy: parts that travel while others are made."""
+    """Each rank's weights after each step, by mlx's own Adam and numpy: parts that travel while
+    others are made.
+    """
     models: list[Any] = [network() for _ in range(size)]
     optimizers = [optim.Adam(1e-3, eps=1e-5, bias_correction=True) for _ in range(size)]
     fragments = fragments_of(dict(flatten(models[0].trainable_parameters())), rounds.fragments)
-    common = {name: np.array(array, dtype=np.float64) for name, array in flatten(models[0].trainable_parameters())}
+    common = {
+        name: np.array(array, dtype=np.float64)
+        for name, array in flatten(models[0].trainable_parameters())
+    }
     momentum = {name: np.zeros_like(array) for name, array in common.items()}
     tokens = np.zeros((rounds.fragments, size))
     arriving: dict[int, list[tuple[str, list[np.ndarray], np.ndarray]]] = {}
@@ -180,31 +215,47 @@ def streamed(size: int, steps: int, rounds: Rounds) -> list[list[Weights]]:
             batches = batches_of(step - 1, rank)
             grads = tree_map(mx.zeros_like, model.trainable_parameters())
             if batches:
-                _, grads = nn.value_and_grad(model, lambda batches, model=model: mean_loss(model, batches))(batches)
+                _, grads = nn.value_and_grad(
+                    model, lambda batches, model=model: mean_loss(model, batches)
+                )(batches)
             own.update(model, grads)
             mx.eval(model.parameters(), own.state)
             tokens[:, rank] += sum(int((batch.targets >= 0).sum()) for batch in batches)
-        now = [{name: np.array(a, dtype=np.float64) for name, a in flatten(m.trainable_parameters())} for m in models]
+        now = [
+            {name: np.array(a, dtype=np.float64) for name, a in flatten(m.trainable_parameters())}
+            for m in models
+        ]
         for number, names in enumerate(fragments):
-            if step % rounds.every != (number + 1) * rounds.every // rounds.fragments % rounds.every:
+            if (
+                step % rounds.every
+                != (number + 1) * rounds.every // rounds.fragments % rounds.every
+            ):
                 continue
             for name in names:
                 sent = [each[name] for each in now]
-                mean = np.average([each - common[name] for each in sent], axis=0, weights=tokens[number])
+                mean = np.average(
+                    [each - common[name] for each in sent], axis=0, weights=tokens[number]
+                )
                 arriving.setdefault(step + rounds.delay, []).append((name, sent, mean))
             tokens[number] = 0
         for name, sent, mean in arriving.pop(step, []):
             momentum[name] = rounds.momentum * momentum[name] + mean
-            common[name] = common[name] + rounds.learning_rate * (mean + rounds.momentum * momentum[name])
+            common[name] = common[name] + rounds.learning_rate * (
+                mean + rounds.momentum * momentum[name]
+            )
             for rank, model in enumerate(models):
                 array = common[name] + now[rank][name] - sent[rank]
                 model.update(unflatten([(name, mx.array(array.astype(np.float32)))]))
-        found.append([{n: np.array(a) for n, a in flatten(model.trainable_parameters())} for model in models])
+        found.append(
+            [{n: np.array(a) for n, a in flatten(model.trainable_parameters())} for model in models]
+        )
     return found
 
 
 @pytest.mark.parametrize("cpu_native", [True, False])
-@pytest.mark.parametrize("rounds", STREAMED, ids=["two", "two-nesterov", "three-delayed", "two-delayed", "delayed"])
+@pytest.mark.parametrize(
+    "rounds", STREAMED, ids=["two", "two-nesterov", "three-delayed", "two-delayed", "delayed"]
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fragments_in_turn_are_those_of_a_loop_that_shares_no_code(
     size: int, rounds: Rounds, cpu_native: bool, monkeypatch: pytest.MonkeyPatch
@@ -220,8 +271,12 @@ def test_fragments_in_turn_are_those_of_a_loop_that_shares_no_code(
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
-def test_a_round_of_fragments_can_be_closed_at_any_time(codec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, while and after one travels: then all ranks have the same weights, and nothing of a change is lost."""
+def test_a_round_of_fragments_can_be_closed_at_any_time(
+    codec: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, while and after one travels: then all ranks have the same weights, and nothing of a
+    change is lost.
+    """
     monkeypatch.setattr("allhands.parallel.local._LEAST_BYTES", 500)
     rounds = Rounds(4, fragments=2, delay=2)
 
@@ -249,7 +304,15 @@ def test_a_round_of_fragments_can_be_closed_at_any_time(codec: str | None, monke
     found: list[Any] = run_ranks(3, one)
     assert not [each for each in found if isinstance(each, BaseException)], found
     for each in zip(*found, strict=True):
-        assert len({tuple((name, array.tobytes()) for name, array in weights.items()) for weights in each}) == 1
+        assert (
+            len(
+                {
+                    tuple((name, array.tobytes()) for name, array in weights.items())
+                    for weights in each
+                }
+            )
+            == 1
+        )
     one_step = trained(3, 1, lambda: SGD(0.1), None, cpu_native=True)[0][1][0]
     assert_close(found[0][0], one_step, 1e-6 if codec is None else 1e-3)
 
@@ -257,12 +320,18 @@ def test_a_round_of_fragments_can_be_closed_at_any_time(codec: str | None, monke
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_changes_of_weights_travel_packed(size: int, name: str) -> None:
-    """Replicas stay equal, and what rounding leaves out of a round's change is small and is kept for the next."""
+    """Replicas stay equal, and what rounding leaves out of a round's change is small and is kept
+    for the next.
+    """
     rounds, codec = Rounds(2, 0.7, 0.9), CODECS[name]
 
     def one(communicator: ThreadCommunicator) -> Any:
-        options = StepOptions(cpu_native=True, compiled=False, strategy="local", rounds=rounds, codec=codec)
-        step = make_step(network(), KernelAdam(1e-3, eps=1e-5, bias_correction=True), communicator, options)
+        options = StepOptions(
+            cpu_native=True, compiled=False, strategy="local", rounds=rounds, codec=codec
+        )
+        step = make_step(
+            network(), KernelAdam(1e-3, eps=1e-5, bias_correction=True), communicator, options
+        )
         for number in range(6):
             step(batches_of(number, communicator.rank))
         left = [each for each in step.strategy.left if each is not None]
@@ -272,7 +341,15 @@ def test_changes_of_weights_travel_packed(size: int, name: str) -> None:
     start = {each: np.array(array) for each, array in flatten(network().trainable_parameters())}
     found: list[Any] = run_ranks(size, one)
     assert not [each for each in found if isinstance(each, BaseException)]
-    assert len({tuple((each, array.tobytes()) for each, array in weights.items()) for weights, _ in found}) == 1
+    assert (
+        len(
+            {
+                tuple((each, array.tobytes()) for each, array in weights.items())
+                for weights, _ in found
+            }
+        )
+        == 1
+    )
     weights, left = found[0]
     off = sum(np.square(weights[each] - expected[-1][each]).sum() for each in weights) ** 0.5
     moved = sum(np.square(expected[-1][each] - start[each]).sum() for each in weights) ** 0.5
@@ -283,11 +360,18 @@ def test_changes_of_weights_travel_packed(size: int, name: str) -> None:
 
 def test_an_outer_step_of_one_rank_is_one_too() -> None:
     rounds = Rounds(2, 0.7, 0.9)
-    step = made(SingleProcess(), lambda: KernelAdam(1e-3, eps=1e-5, bias_correction=True), rounds, cpu_native=True)
+    step = made(
+        SingleProcess(),
+        lambda: KernelAdam(1e-3, eps=1e-5, bias_correction=True),
+        rounds,
+        cpu_native=True,
+    )
     for number in range(4):
         step(batches_of(number, 0))
     assert_close(
-        weights_of(step), reference(1, 4, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)[-1], 1e-5
+        weights_of(step),
+        reference(1, 4, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)[-1],
+        1e-5,
     )
 
 
@@ -305,7 +389,9 @@ def test_a_round_can_be_closed_early_and_the_next_is_whole() -> None:
         return closed, within
 
     (first, within), (second, _) = run_ranks(2, one)
-    assert {name: array.tobytes() for name, array in first.items()} == {n: a.tobytes() for n, a in second.items()}
+    assert {name: array.tobytes() for name, array in first.items()} == {
+        n: a.tobytes() for n, a in second.items()
+    }
     assert_close(first, trained(2, 1, lambda: SGD(0.1), None, cpu_native=True)[0][1][0], 1e-6)
     assert within == [True, True, True, False]
 
@@ -315,7 +401,11 @@ def test_no_rank_updates_where_the_gradient_of_one_is_not_finite(cpu_native: boo
     def one(communicator: ThreadCommunicator) -> Any:
         model = network()
         options = StepOptions(
-            cpu_native=cpu_native, compiled=False, strategy="local", rounds=Rounds(2), non_finite="skip"
+            cpu_native=cpu_native,
+            compiled=False,
+            strategy="local",
+            rounds=Rounds(2),
+            non_finite="skip",
         )
         step = make_step(model, KernelAdamW(1e-2), communicator, options)
         before = weights_of(step)

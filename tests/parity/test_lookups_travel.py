@@ -1,4 +1,5 @@
-"""Rows that an embedding looked up, exchanged in place of its table's gradient: the numbers of the whole gradient.
+"""Rows that an embedding looked up, exchanged in place of its table's gradient: the numbers of the
+whole gradient.
 
 On two processes over MLX's ring; on NVIDIA GPUs it is NCCL that is used so.
 """
@@ -102,7 +103,10 @@ KINDS = ("tied", "untied", "beside", "dropping")
 CASES = [
     (kind, overlap, ahead, ahead, shard)
     for kind in KINDS
-    for overlap, ahead, shard in ((False, False, False), *itertools.product([True], [False, True], [False, True]))
+    for overlap, ahead, shard in (
+        (False, False, False),
+        *itertools.product([True], [False, True], [False, True]),
+    )
 ]
 
 
@@ -120,7 +124,9 @@ def test_weights_are_those_of_whole_gradients(kind: str, shard: bool, ahead: boo
     steps, weights = all_cases()[kind, True, ahead, ahead, shard]
     expected, reference = all_cases()[kind, False, False, False, False]
     np.testing.assert_allclose([s[0] for s in steps], [s[0] for s in expected], rtol=1e-6)
-    np.testing.assert_allclose([s[1] for s in steps], [s[1] for s in expected], rtol=2e-4)  # squares summed in float32
+    np.testing.assert_allclose(
+        [s[1] for s in steps], [s[1] for s in expected], rtol=2e-4
+    )  # squares summed in float32
     assert weights.keys() == reference.keys()
     for name, values in reference.items():
         np.testing.assert_allclose(weights[name], values, atol=5e-7, err_msg=name)
@@ -132,7 +138,9 @@ def test_weights_are_those_of_whole_gradients(kind: str, shard: bool, ahead: boo
 @pytest.mark.parametrize(
     ("kind", "besides"), [("tied", True), ("untied", False), ("beside", True), ("dropping", False)]
 )
-def test_the_table_itself_travels_only_where_it_has_another_gradient(kind: str, besides: bool) -> None:
+def test_the_table_itself_travels_only_where_it_has_another_gradient(
+    kind: str, besides: bool
+) -> None:
     """It is the only array of its size, and fits no bucket beside others."""
     size, rows = 514 * 96, [[80], [80, 96]]
     first, _, accumulating, *_ = all_cases()[kind, True, False, False, False][0]

@@ -33,8 +33,12 @@ def case(rows: int, *, scale: float = 1.0, padding: int = 0) -> Case:
     return hidden, weight, mx.array(targets, dtype=mx.int32)
 
 
-def reference(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[float, Float64, Float64]:
-    """Loss sum and both gradients in float64: ``(softmax - onehot) @ W`` and ``(softmax - onehot).T @ H``."""
+def reference(
+    hidden: mx.array, weight: mx.array, targets: mx.array
+) -> tuple[float, Float64, Float64]:
+    """Loss sum and both gradients in float64: ``(softmax - onehot) @ W`` and ``(softmax - onehot).T
+    @ H``.
+    """
     h, w, t = (np.array(a) for a in (hidden, weight, targets))
     h, w, kept = h.astype(np.float64), w.astype(np.float64), t >= 0
     logits = h @ w.T
@@ -50,7 +54,9 @@ def reference(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[fl
 
 def assert_close(actual: mx.array | None, expected: Float64) -> None:
     assert actual is not None
-    np.testing.assert_allclose(np.array(actual), expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.array(actual), expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["usual", "large"])
@@ -66,7 +72,9 @@ def test_eager_form(rows: int, scale: float) -> None:
     assert value.item() == pytest.approx(loss, rel=2e-6)
     assert_close(first, grad_hidden)
     assert second is None
-    value, first, second = eager_linear_cross_entropy(hidden, weight, targets, train_weight=False, with_grad=False)
+    value, first, second = eager_linear_cross_entropy(
+        hidden, weight, targets, train_weight=False, with_grad=False
+    )
     assert (first, second) == (None, None)
     assert value.item() == pytest.approx(loss, rel=2e-6)
 
@@ -81,7 +89,12 @@ def test_eager_form_leaves_its_inputs_alone() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "padding", "compiled"),
-    [*((rows, 0, False) for rows in ROWS), (100, 33, False), (ROWS[-1], 300, False), (ROWS[-1], 300, True)],
+    [
+        *((rows, 0, False) for rows in ROWS),
+        (100, 33, False),
+        (ROWS[-1], 300, False),
+        (ROWS[-1], 300, True),
+    ],
 )
 def test_graph_form(rows: int, padding: int, compiled: bool) -> None:
     hidden, weight, targets = case(rows, padding=padding)
@@ -111,10 +124,14 @@ def test_graph_form_carries_a_factor_and_what_lies_before_it() -> None:
     square = mx.array(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)) / 5, dtype=mx.float32)
 
     def chunked(matrix: mx.array, head: mx.array) -> mx.array:
-        return 0.25 * linear_cross_entropy(mx.tanh(hidden @ matrix), head, targets, train_weight=True)
+        return 0.25 * linear_cross_entropy(
+            mx.tanh(hidden @ matrix), head, targets, train_weight=True
+        )
 
     def plain(matrix: mx.array, head: mx.array) -> mx.array:
-        return 0.25 * nn.losses.cross_entropy(mx.tanh(hidden @ matrix) @ head.T, targets, reduction="sum")
+        return 0.25 * nn.losses.cross_entropy(
+            mx.tanh(hidden @ matrix) @ head.T, targets, reduction="sum"
+        )
 
     actual = mx.value_and_grad(chunked, argnums=(0, 1))(square, weight)
     expected = mx.value_and_grad(plain, argnums=(0, 1))(square, weight)

@@ -1,7 +1,8 @@
 """What each method of training does to the weights, measured on runs of a tiny model.
 
-References are mlx_lm's model with a loop in the plainest words (``plain_loop``), formulas, and the files a run
-leaves behind. Data sets as large as a batch keep the order of samples out of the comparison.
+References are mlx_lm's model with a loop in the plainest words (``plain_loop``), formulas, and the
+files a run leaves behind. Data sets as large as a batch keep the order of samples out of the
+comparison.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from allhands.train.step import StepOptions, make_step
 from allhands.train.updater import Rules
 
 Train = Callable[..., Run]
-# Adam's default of 1e-8 makes an update out of a gradient's rounding error: see test_data_parallel.py.
+# Adam's default of 1e-8 makes an update out of a gradient's rounding error: see
+# test_data_parallel.py.
 ADAM = {"adam": {"eps": 1e-6}}
 ADAPTERS = {"rank": 8, "scale": 2.0, "dropout": 0.0}
 SAME_LOSS = {"rtol": 0, "atol": 1e-5}
 SAME_WEIGHTS = 5e-6
-PROJECTIONS = {f"self_attn.{p}_proj" for p in "qkvo"} | {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+PROJECTIONS = {f"self_attn.{p}_proj" for p in "qkvo"} | {
+    f"mlp.{p}_proj" for p in ("gate", "up", "down")
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six chats to train on, four to validate, four to test."""
-    return write_chat_data(tmp_path_factory.mktemp("methods-data"), train=6, valid=4, test=4, longest=30)
+    return write_chat_data(
+        tmp_path_factory.mktemp("methods-data"), train=6, valid=4, test=4, longest=30
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,9 @@ def train_chats(model: Path, data: Path) -> list[Example]:
 
 @pytest.fixture
 def train(model: Path, data: Path, tmp_path: Path) -> Train:
-    """Train with a few flags of its own: by default 6 updates of Adam on all six chats, without validation."""
+    """Train with a few flags of its own: by default 6 updates of Adam on all six chats, without
+    validation.
+    """
     runs = iter(range(100))
 
     def run(**flags: Any) -> Run:
@@ -85,13 +93,19 @@ def train(model: Path, data: Path, tmp_path: Path) -> Train:
     return run
 
 
-# --- what is trained --------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "leaves"), [("lora", {"lora_a", "lora_b"}), ("dora", {"lora_a", "lora_b", "m"})])
-def test_adapters_are_on_every_linear_layer_of_the_last_blocks(train: Train, method: str, leaves: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("method", "leaves"), [("lora", {"lora_a", "lora_b"}), ("dora", {"lora_a", "lora_b", "m"})]
+)
+def test_adapters_are_on_every_linear_layer_of_the_last_blocks(
+    train: Train, method: str, leaves: set[str]
+) -> None:
     last = train(fine_tune_type=method, num_layers=1, iters=1)
-    assert set(last.weights) == {f"model.layers.1.{path}.{leaf}" for path in PROJECTIONS for leaf in leaves}
+    assert set(last.weights) == {
+        f"model.layers.1.{path}.{leaf}" for path in PROJECTIONS for leaf in leaves
+    }
     assert last.weights["model.layers.1.mlp.down_proj.lora_a"].shape == (64, 8)
     # More than there are by default: 16 means all of two.
     assert len(train(fine_tune_type=method, iters=1).weights) == 2 * len(last.weights)
@@ -117,9 +131,13 @@ def test_full_changes_everything(train: Train, model: Path, tmp_path: Path, tied
         assert mx.abs(value - before[name]).max().item() > 1e-4, name
 
 
-def test_full_with_num_layers_changes_only_those_blocks(train: Train, model: Path, train_chats: list[Example]) -> None:
+def test_full_with_num_layers_changes_only_those_blocks(
+    train: Train, model: Path, train_chats: list[Example]
+) -> None:
     run = train(fine_tune_type="full", num_layers=1)
-    assert set(run.weights) == {n for n in read_weights(model / "model.safetensors") if n.startswith("model.layers.1.")}
+    assert set(run.weights) == {
+        n for n in read_weights(model / "model.safetensors") if n.startswith("model.layers.1.")
+    }
     reference: Any = full_model(model)
     reference.freeze()
     reference.layers[-1].unfreeze()
@@ -132,9 +150,13 @@ def test_quantised_model_trains_as_the_same_model_dequantised(
     train: Train, tmp_path: Path, method: str, train_chats: list[Example]
 ) -> None:
     quantised = write_model(tmp_path / "quantised", layers=2, bits=4)
-    dense = get_model(str(quantised), tmp_path / "dense", Conversion(dequantize=True, dtype="float32"))
+    dense = get_model(
+        str(quantised), tmp_path / "dense", Conversion(dequantize=True, dtype="float32")
+    )
     run = train(model=str(quantised), fine_tune_type=method)
-    np.testing.assert_allclose(run.losses, train(model=str(dense), fine_tune_type=method).losses, **SAME_LOSS)
+    np.testing.assert_allclose(
+        run.losses, train(model=str(dense), fine_tune_type=method).losses, **SAME_LOSS
+    )
     # mlx_lm multiplies with the quantised weights themselves.
     reference = adapted_model(quantised, scale=2.0, dora=method == "dora")
     losses, weights = train_plainly(reference, optim.Adam(1e-3, eps=1e-6), [train_chats] * 6)
@@ -142,7 +164,7 @@ def test_quantised_model_trains_as_the_same_model_dequantised(
     assert distance(run.weights, weights) <= SAME_WEIGHTS
 
 
-# --- how a step is computed --------------------------------------------------------------------------
+# --- how a step is computed -----------------------------------------------------------------------
 
 
 def test_recomputing_activations_changes_nothing(train: Train) -> None:
@@ -182,7 +204,9 @@ def test_activations_are_recomputed_in_the_backward_pass() -> None:
 def test_accumulation_equals_one_larger_batch(train: Train) -> None:
     """An epoch of three batches of two holds the samples of one batch of six, whatever their order."""
     large = train(batch_size=6, iters=6, max_grad_norm=0.1)
-    small = train(batch_size=2, iters=18, max_grad_norm=0.1, grad_accumulation_steps=3, steps_per_report=3)
+    small = train(
+        batch_size=2, iters=18, max_grad_norm=0.1, grad_accumulation_steps=3, steps_per_report=3
+    )
     np.testing.assert_allclose(small.losses, large.losses, **SAME_LOSS)
     assert distance(small.weights, large.weights) <= SAME_WEIGHTS
     norms = ([report["grad_norm"] for report in run.reports] for run in (small, large))
@@ -196,7 +220,11 @@ def test_clipping_scales_the_whole_gradient_to_the_norm(train: Train, model: Pat
     reported: list[float] = []
     for limit in (None, 0.25):
         run = train(**options, max_grad_norm=limit)
-        moved.append(np.concatenate([np.array(run.weights[name] - before[name]).ravel() for name in sorted(before)]))
+        moved.append(
+            np.concatenate(
+                [np.array(run.weights[name] - before[name]).ravel() for name in sorted(before)]
+            )
+        )
         reported.append(run.reports[0]["grad_norm"])
     norm = np.linalg.norm(moved[0]) / 0.5
     assert norm > 0.5
@@ -205,7 +233,9 @@ def test_clipping_scales_the_whole_gradient_to_the_norm(train: Train, model: Pat
     np.testing.assert_allclose(moved[1], moved[0] * 0.25 / norm, atol=1e-6)
 
 
-def test_training_is_in_training_mode_without_validation_too(train: Train, model: Path, tmp_path: Path) -> None:
+def test_training_is_in_training_mode_without_validation_too(
+    train: Train, model: Path, tmp_path: Path
+) -> None:
     """A model whose answer says in which mode it is: without hidden states every word is as likely."""
     own = write_model(tmp_path / "own", layers=1)
     code = (
@@ -226,8 +256,12 @@ def test_training_is_in_training_mode_without_validation_too(train: Train, model
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
-def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Example], compiled: bool) -> None:
-    """Where steps are compiled (GPU) places are padded with targets of -1; three updates, two shapes."""
+def test_step_as_a_graph_equals_the_eager_one(
+    model: Path, train_chats: list[Example], compiled: bool
+) -> None:
+    """Where steps are compiled (GPU) places are padded with targets of -1; three updates, two
+    shapes.
+    """
     results: list[tuple[list[float], dict[str, mx.array]]] = []
     for cpu_native in (True, False):
         network: Any = adapted_model(model, scale=2.0)
@@ -247,18 +281,27 @@ def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Exa
             assert all((batch.targets < 0).any() for batch in batches)
         sums = [step(batches) for _ in range(3)]
         assert {s.num_targets for s in sums} == {sum(sum(mask) for _, mask in train_chats)}
-        results.append(([s.loss_sum / s.num_targets for s in sums], dict(tree_flatten(network.trainable_parameters()))))
+        results.append(
+            (
+                [s.loss_sum / s.num_targets for s in sums],
+                dict(tree_flatten(network.trainable_parameters())),
+            )
+        )
     (eager_losses, eager_weights), (losses, weights) = results
     np.testing.assert_allclose(losses, eager_losses, **SAME_LOSS)
     assert losses[2] < losses[0]
     assert distance(weights, eager_weights) <= SAME_WEIGHTS
 
 
-def test_compiled_gradient_draws_new_dropout_each_time(model: Path, train_chats: list[Example]) -> None:
+def test_compiled_gradient_draws_new_dropout_each_time(
+    model: Path, train_chats: list[Example]
+) -> None:
     batch = [mx.array(a) for a in _arrays(_micro_batch(train_chats))]
     network: Any = adapted_model(model, scale=2.0, dropout=0.5)
     # Zero at first, so that nothing that is dropped would show.
-    network.apply_to_modules(lambda _, m: m.update({"lora_b": m.lora_b + 0.05}) if "lora_b" in m else None)
+    network.apply_to_modules(
+        lambda _, m: m.update({"lora_b": m.lora_b + 0.05}) if "lora_b" in m else None
+    )
     network.train()
     compiled = make_gradient(network, cpu_native=False)
     losses: list[float] = []
@@ -275,7 +318,9 @@ def test_compiled_gradient_follows_the_weights(model: Path, train_chats: list[Ex
     network = full_model(model)
     compiled = make_gradient(network, cpu_native=False)
     first = compiled(*batch)[0].item()
-    network.update(full_model(write_model(model.parent / "other", layers=2, tied=False, seed=9)).parameters())
+    network.update(
+        full_model(write_model(model.parent / "other", layers=2, tied=False, seed=9)).parameters()
+    )
     second, grads = compiled(*batch)
     loss, expected = make_gradient(network, cpu_native=True)(*batch)
     assert abs(second.item() - first) > 1
@@ -297,11 +342,13 @@ def _micro_batch(examples: list[Example]) -> MicroBatch:
         inputs[row, : len(ids) - 1] = ids[:-1]
         positions += range(row * width, row * width + len(ids) - 1)
         targets += ids[1:]
-    arrays = [np.array(values, dtype=np.int32) for values in (positions, targets, range(len(examples)))]
+    arrays = [
+        np.array(values, dtype=np.int32) for values in (positions, targets, range(len(examples)))
+    ]
     return MicroBatch(inputs, arrays[0], arrays[1], len(targets), arrays[2])
 
 
-# --- optimizers and schedules -------------------------------------------------------------------------
+# --- optimizers and schedules ---------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[], optim.Optimizer]]] = {
     "adam": ({"optimizer_config": ADAM}, lambda: optim.Adam(1e-3, eps=1e-6)),
@@ -313,7 +360,10 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[], optim.Optimizer]]] = {
         {"learning_rate": 0.1, "optimizer_config": {"sgd": {"momentum": 0.5}}},
         lambda: optim.SGD(0.1, momentum=0.5),
     ),
-    "muon": ({"optimizer_config": {}, "weight_decay": 0.0}, lambda: optim.Muon(1e-3, weight_decay=0.0)),
+    "muon": (
+        {"optimizer_config": {}, "weight_decay": 0.0},
+        lambda: optim.Muon(1e-3, weight_decay=0.0),
+    ),
     "adafactor": (
         {"optimizer_config": {}, "learning_rate": 1e-2},
         lambda: optim.Adafactor(1e-2, relative_step=False),
@@ -347,29 +397,46 @@ def test_warm_up_and_cosine(train: Train) -> None:
 
 
 def test_linear_schedule_counts_updates_not_batches(train: Train) -> None:
-    run = train(lr_schedule="linear", iters=10, batch_size=2, grad_accumulation_steps=2, steps_per_report=2)
+    run = train(
+        lr_schedule="linear", iters=10, batch_size=2, grad_accumulation_steps=2, steps_per_report=2
+    )
     np.testing.assert_allclose(_rates(run), [1e-3 * (1 - k / 5) for k in range(5)], rtol=1e-5)
 
 
 def test_schedule_of_mlx_lm_with_its_arguments(train: Train) -> None:
-    schedule = {"name": "cosine_decay", "warmup": 2, "warmup_init": 1e-4, "arguments": [1e-3, 4, 1e-5]}
+    schedule = {
+        "name": "cosine_decay",
+        "warmup": 2,
+        "warmup_init": 1e-4,
+        "arguments": [1e-3, 4, 1e-5],
+    }
     rates = _rates(train(lr_schedule=schedule))
     warm = [1e-4 + (1e-3 - 1e-4) * k / 2 for k in range(3)]
     cosine = [1e-5 + (1e-3 - 1e-5) * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(3)]
     np.testing.assert_allclose(rates, warm + cosine, rtol=1e-5)
 
 
-# --- how long, and from where ---------------------------------------------------------------------------
+# --- how long, and from where ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("epochs", "batch_size", "batches"), [(1, 4, 2), (1.5, 4, 3), (0.1, 4, 1), (2, 6, 2)])
-def test_epochs_are_whole_batches(train: Train, epochs: float, batch_size: int, batches: int) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "batch_size", "batches"), [(1, 4, 2), (1.5, 4, 3), (0.1, 4, 1), (2, 6, 2)]
+)
+def test_epochs_are_whole_batches(
+    train: Train, epochs: float, batch_size: int, batches: int
+) -> None:
     run = train(epochs=epochs, batch_size=batch_size, iters=None)
     assert len(run.losses) == run.ended["step"] == batches
 
 
 def test_early_stopping_keeps_the_best(train: Train) -> None:
-    flags = {"iters": 40, "val_batches": -1, "steps_per_eval": 2, "save_every": 2, "learning_rate": 2e-2}
+    flags = {
+        "iters": 40,
+        "val_batches": -1,
+        "steps_per_eval": 2,
+        "save_every": 2,
+        "learning_rate": 2e-2,
+    }
     run = train(**flags, early_stopping_patience=2)
     assert run.ended["reason"] == "stopped early"
     assert run.ended["step"] < 40
@@ -381,7 +448,13 @@ def test_early_stopping_keeps_the_best(train: Train) -> None:
     kept = read_weights(run.directory / "best" / "adapters.safetensors")
     assert distance(kept, read_weights(run.directory / f"{best:07d}_adapters.safetensors")) == 0
     assert distance(kept, run.weights) > 1e-3
-    assert distance(run.weights, read_weights(run.directory / f"{run.ended['step']:07d}_adapters.safetensors")) == 0
+    assert (
+        distance(
+            run.weights,
+            read_weights(run.directory / f"{run.ended['step']:07d}_adapters.safetensors"),
+        )
+        == 0
+    )
 
 
 def test_best_of_an_earlier_run_is_not_mistaken_for_this_ones(train: Train, tmp_path: Path) -> None:
@@ -404,26 +477,44 @@ def test_small_improvements_do_not_count(train: Train) -> None:
 
 
 def test_losses_are_those_of_the_written_adapter(train: Train, model: Path, data: Path) -> None:
-    """Validation before training, after it, and the test loss, against mlx_lm with numpy's cross-entropy."""
+    """Validation before training, after it, and the test loss, against mlx_lm with numpy's
+    cross-entropy.
+    """
     run = train(val_batches=-1, test=True, test_batches=-1, mask_prompt=True)
     base, _ = mlx_lm_load(model)
-    valid, test = (chats(model, data / f"{split}.jsonl", mask_prompt=True) for split in ("valid", "test"))
+    valid, test = (
+        chats(model, data / f"{split}.jsonl", mask_prompt=True) for split in ("valid", "test")
+    )
     assert run.valid_losses[0] == pytest.approx(numpy_loss(base, valid), abs=1e-5)
     trained = load_adapters(base, str(run.directory))
     assert run.valid_losses[-1] == pytest.approx(numpy_loss(trained, valid), abs=1e-5)
     assert run.ended["test_loss"] == pytest.approx(numpy_loss(trained, test), abs=1e-5)
     alone = build_config(
-        {"model": str(model), "data": str(data), "test": True, "mask_prompt": True, "adapter_path": str(run.directory)}
+        {
+            "model": str(model),
+            "data": str(data),
+            "test": True,
+            "mask_prompt": True,
+            "adapter_path": str(run.directory),
+        }
         | {"lora_parameters": ADAPTERS}
     )
     from allhands.run.session import RunContext, run_finetune
 
-    assert run_finetune(alone, RunContext()).ended.test_loss == pytest.approx(run.ended["test_loss"], abs=1e-6)
+    assert run_finetune(alone, RunContext()).ended.test_loss == pytest.approx(
+        run.ended["test_loss"], abs=1e-6
+    )
 
 
-def test_resuming_starts_from_those_weights(train: Train, model: Path, train_chats: list[Example]) -> None:
+def test_resuming_starts_from_those_weights(
+    train: Train, model: Path, train_chats: list[Example]
+) -> None:
     first = train(iters=3)
-    second = train(iters=1, resume_adapter_file=str(first.directory / "adapters.safetensors"), learning_rate=1e-30)
+    second = train(
+        iters=1,
+        resume_adapter_file=str(first.directory / "adapters.safetensors"),
+        learning_rate=1e-30,
+    )
     assert distance(first.weights, second.weights) == 0
     base, _ = mlx_lm_load(model)
     assert second.losses == pytest.approx(
@@ -432,14 +523,19 @@ def test_resuming_starts_from_those_weights(train: Train, model: Path, train_cha
     # SGD has no memory of its own: three updates and then three more are six.
     sgd = {"optimizer": "sgd", "learning_rate": 0.1, "optimizer_config": {}}
     half = train(iters=3, **sgd)
-    resumed = train(iters=3, **sgd, resume_adapter_file=str(half.directory / "0000003_adapters.safetensors"))
+    resumed = train(
+        iters=3, **sgd, resume_adapter_file=str(half.directory / "0000003_adapters.safetensors")
+    )
     assert distance(train(iters=6, **sgd).weights, resumed.weights) <= SAME_WEIGHTS
 
 
 def test_dropout_is_for_training_only_and_drawn_from_the_seed(train: Train) -> None:
     options = {"val_batches": -1, "iters": 4, "learning_rate": 1e-2}
     without = train(**options)
-    one, same, other = (train(**options, lora_parameters=ADAPTERS | {"dropout": 0.5}, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (
+        train(**options, lora_parameters=ADAPTERS | {"dropout": 0.5}, seed=seed)
+        for seed in (0, 0, 1)
+    )
     assert one.losses == same.losses
     assert distance(one.weights, same.weights) == 0
     assert one.valid_losses[0] == without.valid_losses[0]

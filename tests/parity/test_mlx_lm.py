@@ -1,4 +1,6 @@
-"""Adapters go both ways between allhands and mlx_lm, and its command lines and files are taken as they are."""
+"""Adapters go both ways between allhands and mlx_lm, and its command lines and files are taken as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -49,27 +51,50 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_data(tmp_path_factory.mktemp("mlx-lm-data"), train=6, valid=4, test=4, longest=30)
+    return write_chat_data(
+        tmp_path_factory.mktemp("mlx-lm-data"), train=6, valid=4, test=4, longest=30
+    )
 
 
 Adapter = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
-def adapter(models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
-    """The run of a method on a kind of model, trained when first asked for, far enough to see its effect."""
+def adapter(
+    models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Adapter:
+    """The run of a method on a kind of model, trained when first asked for, far enough to see its
+    effect.
+    """
     root = tmp_path_factory.mktemp("adapters")
 
     def trained(method: str, kind: str) -> Path:
         directory = root / f"{method}-{kind}"
         if not directory.exists():
-            flags: dict[str, Any] = {"model": str(models[kind]), "data": str(data), "adapter_path": str(directory)}
+            flags: dict[str, Any] = {
+                "model": str(models[kind]),
+                "data": str(data),
+                "adapter_path": str(directory),
+            }
             # At 2e-2 hidden states grow to millions, and rounding to what a test sees.
-            flags |= {"fine_tune_type": method, "train": True, "iters": 4, "batch_size": 6, "learning_rate": 5e-3}
+            flags |= {
+                "fine_tune_type": method,
+                "train": True,
+                "iters": 4,
+                "batch_size": 6,
+                "learning_rate": 5e-3,
+            }
             # Not the defaults: they must travel in adapter_config.json.
-            shape = {"rank": 4, "scale": 3.0, "dropout": 0.1, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+            shape = {
+                "rank": 4,
+                "scale": 3.0,
+                "dropout": 0.1,
+                "keys": ["self_attn.q_proj", "mlp.down_proj"],
+            }
             flags |= {"num_layers": 1, "lora_parameters": shape} if method == "dora" else {}
-            finetune(build_config({**flags, "val_batches": -1, "steps_per_eval": 2, "save_every": 2}))
+            finetune(
+                build_config({**flags, "val_batches": -1, "steps_per_eval": 2, "save_every": 2})
+            )
         return directory
 
     return trained
@@ -101,7 +126,7 @@ def run_mlx_lm(*arguments: str | Path) -> str:
     return done.stdout
 
 
-# --- ours in mlx_lm ----------------------------------------------------------------------------------
+# --- ours in mlx_lm -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "kind"), CASES)
@@ -121,7 +146,9 @@ def test_mlx_lm_loads_the_adapter_and_computes_the_same(
     assert read_run(directory).valid_losses[-1] == pytest.approx(expected, abs=2e-5)
 
 
-def test_best_adapter_is_a_directory_of_its_own(models: dict[str, Path], data: Path, adapter: Adapter) -> None:
+def test_best_adapter_is_a_directory_of_its_own(
+    models: dict[str, Path], data: Path, adapter: Adapter
+) -> None:
     directory = adapter("lora", "untied")
     network, _ = mlx_lm_load(models["untied"])
     network = load_adapters(network, str(directory / "best"))
@@ -131,7 +158,9 @@ def test_best_adapter_is_a_directory_of_its_own(models: dict[str, Path], data: P
 
 
 @pytest.mark.parametrize("place", [".", "best"])
-def test_mlx_lm_generate_takes_the_adapter(models: dict[str, Path], adapter: Adapter, place: str) -> None:
+def test_mlx_lm_generate_takes_the_adapter(
+    models: dict[str, Path], adapter: Adapter, place: str
+) -> None:
     directory = adapter("lora", "quantised") / place
     command = ["generate", "--model", models["quantised"], "--adapter-path", directory]
     out = run_mlx_lm(*command, "--prompt", "x", "--max-tokens", "3")
@@ -139,43 +168,103 @@ def test_mlx_lm_generate_takes_the_adapter(models: dict[str, Path], adapter: Ada
     assert "Generation: " in out
 
 
-def test_mlx_lm_fuse_as_a_command(models: dict[str, Path], adapter: Adapter, tmp_path: Path) -> None:
+def test_mlx_lm_fuse_as_a_command(
+    models: dict[str, Path], adapter: Adapter, tmp_path: Path
+) -> None:
     directory = adapter("lora", "untied")
-    run_mlx_lm("fuse", "--model", models["untied"], "--adapter-path", directory, "--save-path", tmp_path / "fused")
-    assert_close(logits_of_mlx_lm(tmp_path / "fused"), logits_of_mlx_lm(models["untied"], directory), 1e-4)
+    run_mlx_lm(
+        "fuse",
+        "--model",
+        models["untied"],
+        "--adapter-path",
+        directory,
+        "--save-path",
+        tmp_path / "fused",
+    )
+    assert_close(
+        logits_of_mlx_lm(tmp_path / "fused"), logits_of_mlx_lm(models["untied"], directory), 1e-4
+    )
     ours: Any = load_for_generation(str(tmp_path / "fused"), None).model
     assert_close(ours(TOKENS), logits_of_mlx_lm(models["untied"], directory), 1e-4)
 
 
 @pytest.mark.parametrize(("method", "kind"), CASES[1:])
 def test_mlx_lm_fuse(
-    models: dict[str, Path], adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str
+    models: dict[str, Path],
+    adapter: Adapter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    kind: str,
 ) -> None:
     directory, fused = adapter(method, kind), tmp_path / "fused"
-    command = ["fuse", "--model", str(models[kind]), "--adapter-path", str(directory), "--save-path", str(fused)]
+    command = [
+        "fuse",
+        "--model",
+        str(models[kind]),
+        "--adapter-path",
+        str(directory),
+        "--save-path",
+        str(fused),
+    ]
     # Quantising again would round what was trained.
     monkeypatch.setattr(sys, "argv", command + (["--dequantize"] if kind == "quantised" else []))
     mlx_lm.fuse.main()
     assert_close(logits_of_mlx_lm(fused), logits_of_mlx_lm(models[kind], directory), 1e-4)
 
 
-# --- mlx_lm's in ours -----------------------------------------------------------------------------------
+# --- mlx_lm's in ours -----------------------------------------------------------------------------
 
 
 def test_adapter_of_mlx_lm_in_allhands(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    common: list[str | Path] = ["--model", models["untied"], "--data", data, "--batch-size", "2", "--num-layers", "2"]
-    run_mlx_lm("lora", *common, "--train", "--iters", "2", "--learning-rate", "0.02", "--adapter-path", theirs)
+    common: list[str | Path] = [
+        "--model",
+        models["untied"],
+        "--data",
+        data,
+        "--batch-size",
+        "2",
+        "--num-layers",
+        "2",
+    ]
+    run_mlx_lm(
+        "lora",
+        *common,
+        "--train",
+        "--iters",
+        "2",
+        "--learning-rate",
+        "0.02",
+        "--adapter-path",
+        theirs,
+    )
     reference = logits_of_mlx_lm(models["untied"], theirs)
     assert mx.abs(reference - logits_of_mlx_lm(models["untied"])).max().item() > 0.05
     ours: Any = load_for_generation(str(models["untied"]), theirs).model
     assert_close(reference, ours(TOKENS))
-    command = ["generate", "--model", models["untied"], "--adapter-path", theirs, "--prompt", "x", "--max-tokens", "3"]
+    command = [
+        "generate",
+        "--model",
+        models["untied"],
+        "--adapter-path",
+        theirs,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "3",
+    ]
     done = call_allhands(*command)
     assert done.returncode == 0, done.stderr
     assert "Generation: " in done.stdout
     # Training goes on from it.
-    flags = {"model": str(models["untied"]), "data": str(data), "train": True, "iters": 1, "batch_size": 6}
+    flags = {
+        "model": str(models["untied"]),
+        "data": str(data),
+        "train": True,
+        "iters": 1,
+        "batch_size": 6,
+    }
     flags |= {"resume_adapter_file": str(theirs / "adapters.safetensors"), "val_batches": 0}
     resumed = read_run(finetune(build_config({**flags, "adapter_path": str(tmp_path / "on")})))
     network, _ = mlx_lm_load(models["untied"])
@@ -188,11 +277,18 @@ def test_adapter_of_mlx_lm_in_allhands(models: dict[str, Path], data: Path, tmp_
 def test_testing_takes_the_adapter_as_its_own_file_describes_it(
     models: dict[str, Path], data: Path, adapter: Adapter, method: str
 ) -> None:
-    """``--model M --adapter-path A --data D --test`` is all that mlx_lm wants, whatever the adapter's shape."""
+    """``--model M --adapter-path A --data D --test`` is all that mlx_lm wants, whatever the
+    adapter's shape.
+    """
     from allhands.run.session import RunContext, run_finetune
 
     directory = adapter(method, "untied")
-    flags = {"model": str(models["untied"]), "adapter_path": str(directory), "data": str(data), "test": True}
+    flags = {
+        "model": str(models["untied"]),
+        "adapter_path": str(directory),
+        "data": str(data),
+        "test": True,
+    }
     result = run_finetune(build_config(flags), RunContext())
     network, _ = mlx_lm_load(models["untied"])
     network = load_adapters(network, str(directory))
@@ -201,24 +297,31 @@ def test_testing_takes_the_adapter_as_its_own_file_describes_it(
     assert result.ended.test_loss == pytest.approx(expected, abs=2e-5)
 
 
-def test_adapter_of_another_model_is_refused(models: dict[str, Path], adapter: Adapter, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_refused(
+    models: dict[str, Path], adapter: Adapter, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other", layers=2, hidden=64)
     with pytest.raises(ModelError, match="does not fit the model"):
         load_for_generation(str(other), adapter("lora", "tied"))
 
 
-# --- its command lines and files ----------------------------------------------------------------------
+# --- its command lines and files ------------------------------------------------------------------
 
 
 def test_every_flag_of_mlx_lm_lora_is_a_flag_of_allhands_train() -> None:
     command = dict(verbs())["train"]
     ours = {name for parameter in command.params for name in parameter.opts}
-    theirs = {name for action in build_parser()._actions for name in action.option_strings} - {"-h", "--help"}
+    theirs = {name for action in build_parser()._actions for name in action.option_strings} - {
+        "-h",
+        "--help",
+    }
     assert len(theirs) > 25
     assert theirs <= ours
 
 
-def test_the_whole_command_line(models: dict[str, Path], data: Path, adapter: Adapter, tmp_path: Path) -> None:
+def test_the_whole_command_line(
+    models: dict[str, Path], data: Path, adapter: Adapter, tmp_path: Path
+) -> None:
     """The flags that many hands type, in that order, only the program's name is another."""
     (tmp_path / "run.yaml").write_text("optimizer: adamw\nbatch_size: 6\n")
     place = tmp_path / "out"
@@ -239,10 +342,20 @@ def test_the_whole_command_line(models: dict[str, Path], data: Path, adapter: Ad
     assert run.reports[2]["learning_rate"] == pytest.approx(5e-5)
     assert run.ended["test_loss"] > 0
     names = {path.name for path in place.iterdir()}
-    assert {"0000002_adapters.safetensors", "0000004_adapters.safetensors", "adapters.safetensors"} < names
+    assert {
+        "0000002_adapters.safetensors",
+        "0000004_adapters.safetensors",
+        "adapters.safetensors",
+    } < names
     assert {"adapter_config.json", "metrics.jsonl", "loss.png", "logs"} < names
     config = json.loads((place / "adapter_config.json").read_text())
-    given = {"optimizer": "adamw", "batch_size": 2, "seed": 7, "grad_checkpoint": True, "max_seq_length": 64}
+    given = {
+        "optimizer": "adamw",
+        "batch_size": 2,
+        "seed": 7,
+        "grad_checkpoint": True,
+        "max_seq_length": 64,
+    }
     assert given.items() <= config.items()
     assert config["lora_parameters"].items() >= shape.items()
     start, end = read_weights(resumed), run.weights
@@ -293,7 +406,9 @@ lr_schedule:
 """
 
 
-def test_lora_config_yaml_runs_as_it_is(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
+def test_lora_config_yaml_runs_as_it_is(
+    models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
     """But for ``num_layers``: 16 is more than the tiny model has, which mlx_lm refuses too."""
     text = LORA_CONFIG.format(model=models["untied"], data=data, place=tmp_path / "out")
     (tmp_path / "lora_config.yaml").write_text(text)
@@ -304,7 +419,10 @@ def test_lora_config_yaml_runs_as_it_is(models: dict[str, Path], data: Path, tmp
     assert {name.rsplit(".", 1)[0] for name in run.weights} == paths
     assert [report["learning_rate"] for report in run.reports] == pytest.approx([1e-7, 1e-5])
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["optimizer_config"] == yaml.safe_load(text.replace("1e-6", "1.0e-6"))["optimizer_config"]
+    assert (
+        config["optimizer_config"]
+        == yaml.safe_load(text.replace("1e-6", "1.0e-6"))["optimizer_config"]
+    )
 
 
 def test_lora_config_yaml_with_a_data_set_of_the_hub_is_understood(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Gradients that travel beside what is computed, and passes handed out ahead: the numbers of one after the other.
+"""Gradients that travel beside what is computed, and passes handed out ahead: the numbers of one
+after the other.
 
 On two processes over MLX's ring; on NVIDIA GPUs it is NCCL that is used so.
 """
@@ -99,12 +100,27 @@ os._exit(0)
 """
 
 
-# Of what travels packed: whether it overlaps and hands out ahead, lone batches, a divided optimizer.
-PACKED = ((False, False, False), (False, False, True), (True, False, False), (True, True, False), (True, True, True))
-# Whether it overlaps, hands out ahead, is poisoned, is told of lone batches, divides the optimizer; the clipped norm.
+# Of what travels packed: whether it overlaps and hands out ahead, lone batches, a divided
+# optimizer.
+PACKED = (
+    (False, False, False),
+    (False, False, True),
+    (True, False, False),
+    (True, True, False),
+    (True, True, True),
+)
+# Whether it overlaps, hands out ahead, is poisoned, is told of lone batches, divides the optimizer;
+# the clipped norm.
 CASES: list[tuple[Any, ...]] = [
-    *((overlap, ahead, False, False, False, 1.0) for overlap in (False, True) for ahead in (False, True)),
-    *((overlap, ahead, True, False, False, 1.0) for overlap, ahead in ((False, False), (False, True), (True, True))),
+    *(
+        (overlap, ahead, False, False, False, 1.0)
+        for overlap in (False, True)
+        for ahead in (False, True)
+    ),
+    *(
+        (overlap, ahead, True, False, False, 1.0)
+        for overlap, ahead in ((False, False), (False, True), (True, True))
+    ),
     *((True, True, poisoned, True, False, 1.0) for poisoned in (False, True)),
     *((False, False, poisoned, False, False, None) for poisoned in (False, True)),
     *(
@@ -132,14 +148,22 @@ def packed_cases() -> dict[tuple[Any, ...], Any]:
 
 @cache
 def all_cases() -> dict[tuple[Any, ...], Any]:
-    """What two processes found in every case, one case after the other: a start costs more than ten of them."""
+    """What two processes found in every case, one case after the other: a start costs more than ten
+    of them.
+    """
     return told_by_two(PROGRAM, CASES)
 
 
 def ran(
-    overlap: bool, ahead: bool, poisoned: bool, sole: bool = False, shard: bool = False, clipped: float | None = 1.0
+    overlap: bool,
+    ahead: bool,
+    poisoned: bool,
+    sole: bool = False,
+    shard: bool = False,
+    clipped: float | None = 1.0,
 ) -> Any:
-    """Losses, counts and norms of each step, weights and optimizer after the last, and when an exchange was begun.
+    """Losses, counts and norms of each step, weights and optimizer after the last, and when an
+    exchange was begun.
 
     The same on both ranks. ``sole``: batches are told of which each rank has one.
     """
@@ -168,10 +192,13 @@ def test_a_pass_handed_out_ahead_survives_an_update_that_is_left_out(overlap: bo
 
 
 def test_an_exchange_is_begun_while_its_pass_is_handed_out() -> None:
-    """Where every rank has one micro-batch, so that all begin it: for the 4th step's batch and those after it."""
+    """Where every rank has one micro-batch, so that all begin it: for the 4th step's batch and
+    those after it.
+    """
     steps, weights, begun = ran(True, True, False, True)
     expected, reference, _ = ran(False, False, False)
-    # Nothing is handed out in the second step, which looks how long an exchange takes, and after the last.
+    # Nothing is handed out in the second step, which looks how long an exchange takes, and after
+    # the last.
     assert begun == [False, False, True, True, True, False]
     assert steps == expected
     assert weights == reference
@@ -198,7 +225,9 @@ def test_ranks_that_keep_a_part_of_the_optimizer_train_the_same_model(
     assert weights == reference
     assert [step[:3] for step in steps] == [step[:3] for step in expected]
     # Of the step that is left out only a loss need be NaN.
-    norms = [(step[3], other[3]) for step, other in zip(steps, expected, strict=True) if not other[4]]
+    norms = [
+        (step[3], other[3]) for step, other in zip(steps, expected, strict=True) if not other[4]
+    ]
     assert [norm for norm, _ in norms] == pytest.approx([norm for _, norm in norms], rel=1e-5)
     assert [bool(step[4]) for step in steps] == [bool(step[4]) for step in expected]
 
@@ -217,7 +246,9 @@ def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> No
 def test_packed_gradients_are_the_same_whenever_they_travel(
     overlap: bool, sole: bool, shard: bool, poisoned: bool, compress: str
 ) -> None:
-    """Weights, optimizer and what is left out: also after an update that was left out, when one ahead was begun."""
+    """Weights, optimizer and what is left out: also after an update that was left out, when one
+    ahead was begun.
+    """
     steps, weights, _ = packed_cases()[overlap, overlap, poisoned, sole, shard, None, compress]
     expected, reference, _ = packed_cases()[False, False, poisoned, False, False, None, compress]
     assert weights == reference
@@ -266,5 +297,7 @@ os._exit(0)
 
 
 def test_a_bucket_is_computed_in_the_order_in_which_it_is_put_together() -> None:
-    """MLX computes the last of the arrays that it is handed first; both ranks say what they had for each."""
+    """MLX computes the last of the arrays that it is handed first; both ranks say what they had for
+    each.
+    """
     assert told_by_two(ORDER, [()])[()] == [3.0, 30.0, 300.0, 3000.0]

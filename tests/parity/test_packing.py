@@ -1,4 +1,6 @@
-"""Packed rows against the documents computed alone, in loss and gradient, for several architectures."""
+"""Packed rows against the documents computed alone, in loss and gradient, for several
+architectures.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ ARCHITECTURES = {
     "llama": (llama, {"model_type": "llama", "tie_word_embeddings": True}),
     "qwen3": (qwen3, {"model_type": "qwen3", "tie_word_embeddings": False}),
     # A window of 4 in two layers of three: documents are longer than it.
-    "gemma3": (gemma3_text, {"model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 3}),
+    "gemma3": (
+        gemma3_text,
+        {"model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 3},
+    ),
 }
 
 
@@ -52,7 +57,9 @@ def documents(seed: int, count: int) -> TokenSet:
     return TokenSet.of_examples([(random.integers(1, 96, n), np.arange(n) > 0) for n in lengths])
 
 
-def sums(model: object, batches: list[MicroBatch], form: str = "lazy") -> tuple[float, int, dict[str, np.ndarray]]:
+def sums(
+    model: object, batches: list[MicroBatch], form: str = "lazy"
+) -> tuple[float, int, dict[str, np.ndarray]]:
     """Loss sum, targets and gradients of the sum over ``batches``."""
     gradient = make_gradient(model, cpu_native=form == "eager", compiled=form == "compiled")  # type: ignore[arg-type]
     batches = [pad_targets(batch) for batch in batches] if form == "compiled" else batches
@@ -71,8 +78,13 @@ def alone(tokens: TokenSet, block: int) -> list[MicroBatch]:
     for i in range(len(tokens)):
         ids, _ = tokens.example(i)
         start = int(tokens.offsets[i])
-        # Input place p of the stream lies in row p // block: a cut falls before each multiple of the block.
-        cuts = [0, *(c - start for c in range((start // block + 1) * block, start + len(ids) - 1, block)), len(ids) - 1]
+        # Input place p of the stream lies in row p // block: a cut falls before each multiple of
+        # the block.
+        cuts = [
+            0,
+            *(c - start for c in range((start // block + 1) * block, start + len(ids) - 1, block)),
+            len(ids) - 1,
+        ]
         pieces += [ids[a : b + 1] for a, b in pairwise(cuts)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     cut = TokenSet.of_examples([(piece, np.arange(len(piece)) > 0) for piece in pieces])
@@ -92,7 +104,9 @@ def test_isolated_documents_teach_what_they_teach_alone(name: str, form: str) ->
     assert packed_count == count == len(tokens.tokens) - len(tokens)
     assert packed_loss == pytest.approx(loss, rel=2e-6)
     for key, grad in grads.items():
-        np.testing.assert_allclose(packed[key], grad, rtol=2e-4, atol=2e-5 * np.abs(grad).max() + 1e-7, err_msg=key)
+        np.testing.assert_allclose(
+            packed[key], grad, rtol=2e-4, atol=2e-5 * np.abs(grad).max() + 1e-7, err_msg=key
+        )
 
 
 def test_without_isolation_documents_do_see_each_other() -> None:

@@ -1,6 +1,7 @@
 """Adapters that PyTorch and PEFT read and write, against the same in MLX: logits of one model.
 
-They are asked in a Python that has both: $ALLHANDS_TEST_TORCH, or the environment that benchmarks/cpu_lora.py makes.
+They are asked in a Python that has both: $ALLHANDS_TEST_TORCH, or the environment that
+benchmarks/cpu_lora.py makes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SIDE = Path(__file__).parents[1] / "support" / "peft_side.py"
 KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"
 PYTHON = Path(os.environ.get("ALLHANDS_TEST_TORCH") or KNOWN)
 pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="needs a Python with PyTorch and PEFT: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py"
+    not PYTHON.exists(),
+    reason="needs a Python with PyTorch and PEFT: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py",
 )
 ByTorch = Callable[..., dict[str, np.ndarray[Any, Any]]]
 
@@ -64,7 +66,8 @@ def assert_alike(base: Path, adapter: Path, theirs: dict[str, np.ndarray[Any, An
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "embedding"), [("lora", 3, False), ("lora", 2, False), ("dora", 3, False), ("lora", 2, True)]
+    ("kind", "num_layers", "embedding"),
+    [("lora", 3, False), ("lora", 2, False), ("dora", 3, False), ("lora", 2, True)],
 )
 def test_peft_computes_what_was_exported(
     base: Path, by_torch: ByTorch, tmp_path: Path, kind: str, num_layers: int, embedding: bool
@@ -77,13 +80,23 @@ def test_peft_computes_what_was_exported(
     settings = {"rank": 4, "scale": 2.5, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, num_layers, settings, use_dora=kind == "dora")
     trained = flatten(model.trainable_parameters())
-    weights = {name: mx.random.normal(v.shape) * 0.2 + (v if name.endswith(".m") else 0) for name, v in trained}
+    weights = {
+        name: mx.random.normal(v.shape) * 0.2 + (v if name.endswith(".m") else 0)
+        for name, v in trained
+    }
     mine = tmp_path / "mine"
     mine.mkdir()
     mx.save_safetensors(str(mine / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": kind, "num_layers": num_layers, "lora_parameters": settings, "model": str(base)}
+    config = {
+        "fine_tune_type": kind,
+        "num_layers": num_layers,
+        "lora_parameters": settings,
+        "model": str(base),
+    }
     (mine / "adapter_config.json").write_text(json.dumps(config))
-    done = call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
+    done = call_allhands(
+        "export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft"
+    )
     assert done.returncode == 0, done.stderr
     assert_alike(base, mine, by_torch("read", base, tmp_path / "peft", tmp_path / "found.npz"))
 
@@ -103,12 +116,24 @@ def test_peft_computes_what_was_exported(
             "alpha_pattern": {"down_proj": 6, "1.self_attn.q_proj": 3},
         },
         {"target_modules": r".*\.[02]\..*(up|q)_proj", "r": 4, "init_lora_weights": "orthogonal"},
-        {"target_modules": ["q_proj", "embed_tokens"], "r": 4, "lora_alpha": 8, "ensure_weight_tying": True},
-        {"target_modules": ["q_proj", "lm_head"], "r": 4, "lora_alpha": 8, "ensure_weight_tying": True},
+        {
+            "target_modules": ["q_proj", "embed_tokens"],
+            "r": 4,
+            "lora_alpha": 8,
+            "ensure_weight_tying": True,
+        },
+        {
+            "target_modules": ["q_proj", "lm_head"],
+            "r": 4,
+            "lora_alpha": 8,
+            "ensure_weight_tying": True,
+        },
     ],
     ids=["lora", "all-rslora", "dora", "patterns", "regex", "tied", "tied-by-head"],
 )
-def test_what_peft_wrote_is_imported(base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_what_peft_wrote_is_imported(
+    base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     config = {"task_type": "CAUSAL_LM", **settings}
     theirs = by_torch("write", base, tmp_path / "peft", tmp_path / "found.npz", json.dumps(config))
     done = call_allhands("import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine")
@@ -130,9 +155,24 @@ def test_what_peft_wrote_is_imported(base: Path, by_torch: ByTorch, tmp_path: Pa
 def test_what_is_refused_can_be_used_as_the_message_says(
     base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
-    config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8, **settings}
+    config = {
+        "task_type": "CAUSAL_LM",
+        "target_modules": ["q_proj"],
+        "r": 4,
+        "lora_alpha": 8,
+        **settings,
+    }
     theirs = by_torch("write", base, tmp_path / "peft", tmp_path / "found.npz", json.dumps(config))
-    words = ["import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine", "--model", base]
+    words = [
+        "import",
+        tmp_path / "peft",
+        "--from",
+        "peft",
+        "--out",
+        tmp_path / "mine",
+        "--model",
+        base,
+    ]
     done = call_allhands(*words)
     assert done.returncode == 4
     assert said in done.stderr
@@ -142,7 +182,9 @@ def test_what_is_refused_can_be_used_as_the_message_says(
     by_torch(verb, base, tmp_path / "peft", tmp_path / "merged.npz", tmp_path / "merged")
     written = tmp_path / "merged" / "config.json"
     written.write_text(
-        json.dumps({**json.loads((base / "config.json").read_text()), **json.loads(written.read_text())})
+        json.dumps(
+            {**json.loads((base / "config.json").read_text()), **json.loads(written.read_text())}
+        )
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(base / name, tmp_path / "merged")

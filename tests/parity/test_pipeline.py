@@ -1,4 +1,6 @@
-"""Pipelines of real processes against one process: losses, norms, validation and weights, and what is written."""
+"""Pipelines of real processes against one process: losses, norms, validation and weights, and what
+is written.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,20 @@ def alone(place: Path) -> Path:
         ("-n", "4", "--backend", "mpi", "--pp", "2"),
         ("-n", "2", "--backend", "ring", "--batch-size", "8", "--micro-batch-tokens", "4096"),
     ],
-    ids=["ring", "mpi", "compiled", "uneven", "zero bubble", "interleaved", "two pipelines", "one micro-batch"],
+    ids=[
+        "ring",
+        "mpi",
+        "compiled",
+        "uneven",
+        "zero bubble",
+        "interleaved",
+        "two pipelines",
+        "one micro-batch",
+    ],
 )
-def test_ranks_with_some_blocks_each_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
+def test_ranks_with_some_blocks_each_train_as_one_process(
+    place: Path, alone: Path, more: tuple[str, ...]
+) -> None:
     name = "-".join(more).replace(",", "")
     train(place, name, *more, *PIPELINE)
     assert_same(alone, place / name)
@@ -70,7 +83,9 @@ def last_alone(place: Path) -> Path:
     ],
     ids=["native", "compiled", "a stage alone", "in two stages", "zero bubble", "interleaved"],
 )
-def test_stages_that_train_nothing_pass_on_alone(place: Path, last_alone: Path, more: tuple[str, ...]) -> None:
+def test_stages_that_train_nothing_pass_on_alone(
+    place: Path, last_alone: Path, more: tuple[str, ...]
+) -> None:
     """LoRA on the last two of six blocks: the stages before have no backward pass."""
     name = "last-" + "-".join(more).replace(",", "")
     train(place, name, *more, "--backend", "ring", "--num-layers", "2", *PIPELINE)
@@ -83,12 +98,28 @@ def test_stages_that_train_nothing_pass_on_alone(place: Path, last_alone: Path, 
         ("model", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2")),
         ("untied", ("--fine-tune-type", "full", "--compile", "on")),
         ("model", ("--fine-tune-type", "full", "--compile", "on")),
-        ("quantised", ("--fine-tune-type", "dora", "--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        (
+            "quantised",
+            (
+                "--fine-tune-type",
+                "dora",
+                "--lora-parameters",
+                '{"rank": 4, "scale": 4.0, "dropout": 0.3}',
+            ),
+        ),
         ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
         ("model", ("--grad-checkpoint",)),
         ("model", ("--grad-checkpoint", "--compile", "on")),
     ],
-    ids=["full", "untied", "tied, compiled", "quantised, dropout", "packed documents", "recomputed", "in a graph"],
+    ids=[
+        "full",
+        "untied",
+        "tied, compiled",
+        "quantised, dropout",
+        "packed documents",
+        "recomputed",
+        "in a graph",
+    ],
 )
 def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...]) -> None:
     one, other = f"one-{'-'.join(more)}"[:80], f"two-{'-'.join(more)}"[:80]
@@ -101,7 +132,19 @@ def test_two_pipelines_train_all_weights(place: Path) -> None:
     """Ranks with the same blocks add up their gradients before any rank adds up the numbers of all."""
     how = ("--fine-tune-type", "full", "--max-restarts", "0")
     train(place, "full", *how, model="untied")
-    train(place, "full-twice", *how, "-n", "4", "--backend", "mpi", *PIPELINE, "--pp", "2", model="untied")
+    train(
+        place,
+        "full-twice",
+        *how,
+        "-n",
+        "4",
+        "--backend",
+        "mpi",
+        *PIPELINE,
+        "--pp",
+        "2",
+        model="untied",
+    )
     assert_same(place / "full", place / "full-twice")
 
 
@@ -129,7 +172,10 @@ def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, al
         (("-n", "2", *PIPELINE, "--compress", "int8"), "--compress"),
         (("-n", "4", "--backend", "ring", *PIPELINE, "--pp", "2"), "--backend ring"),
         (("-n", "2", *PIPELINE, "--pp-schedule", "zb"), "--pp-schedule"),
-        (("-n", "4", *PIPELINE, "--pp-schedule", "zb", "--compile", "on", "--dp-shard", "2"), "--dp-shard"),
+        (
+            ("-n", "4", *PIPELINE, "--pp-schedule", "zb", "--compile", "on", "--dp-shard", "2"),
+            "--dp-shard",
+        ),
     ],
 )
 def test_what_makes_no_pipeline_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
@@ -141,8 +187,12 @@ def test_a_pipeline_evaluates_and_answers_as_one_process(place: Path, alone: Pat
     ranks = ("-n", "2", "--backend", "ring", *PIPELINE)
     found: list[list[str]] = []
     for more in ((), ranks):
-        evaluated = run_allhands("eval", *where, "--data", place / "data", "--split", "valid", "--json", *more)
-        asked = run_allhands("generate", *where, "--prompt", "hello", "--max-tokens", "24", "--temp", "0", *more)
+        evaluated = run_allhands(
+            "eval", *where, "--data", place / "data", "--split", "valid", "--json", *more
+        )
+        asked = run_allhands(
+            "generate", *where, "--prompt", "hello", "--max-tokens", "24", "--temp", "0", *more
+        )
         assert evaluated.returncode == asked.returncode == 0, evaluated.stderr + asked.stderr
         loss = json.loads(evaluated.stdout)["loss"]
         found.append([f"{loss:.5f}", asked.stdout.partition("=====")[0]])
@@ -164,5 +214,15 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
         found.append(told(place / f"skipped-{ranks}", "skipped", "step", "examples"))
     assert found[0] == found[1] == found[2]
     assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
-    refused = train(place, "stopped", "--data", str(place / "with-z"), "-n", "2", *PIPELINE, model="poisoned", code=6)
+    refused = train(
+        place,
+        "stopped",
+        "--data",
+        str(place / "with-z"),
+        "-n",
+        "2",
+        *PIPELINE,
+        model="poisoned",
+        code=6,
+    )
     assert "(training example" in refused

@@ -1,4 +1,6 @@
-"""What a pipeline writes of a full model: in parts, none of which is a whole, and the same as one process writes."""
+"""What a pipeline writes of a full model: in parts, none of which is a whole, and the same as one
+process writes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,14 @@ def assert_equal(one: dict[str, mx.array], other: dict[str, mx.array]) -> None:
 
 
 def pretrain(place: Path, name: str, *more: str) -> Path:
-    where = ("--data", place / "data", "--tokenizer", place / "tokenizer", "--adapter-path", place / name)
+    where = (
+        "--data",
+        place / "data",
+        "--tokenizer",
+        place / "tokenizer",
+        "--adapter-path",
+        place / name,
+    )
     done = run_allhands("pretrain", *SHAPE.split(), *TRAINING.split(), *where, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return place / name
@@ -62,8 +71,12 @@ def as_mlx_lm_loads(model: Path, out: Path) -> dict[str, mx.array]:
     return arrays(out)
 
 
-@pytest.mark.parametrize("more", [("--no-tied",), ("--tied", "--compile", "off")], ids=["untied", "tied"])
-def test_a_model_in_parts_is_one_that_mlx_lm_loads(place: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "more", [("--no-tied",), ("--tied", "--compile", "off")], ids=["untied", "tied"]
+)
+def test_a_model_in_parts_is_one_that_mlx_lm_loads(
+    place: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     one = pretrain(place, f"one{len(more)}", *more)
     run = pretrain(place, f"parts{len(more)}", "-n", "3", *PIPELINE, "--pp-split", "1,2,1", *more)
     for name, kept in (("model", "checkpoints/step-0000004"), ("model-best", "best")):
@@ -78,17 +91,33 @@ def test_a_model_in_parts_is_one_that_mlx_lm_loads(place: Path, tmp_path: Path, 
         assert_equal(loaded, arrays(run / kept / "adapters.safetensors"))
         alone = arrays(one / name / "model.safetensors")
         assert loaded.keys() == alone.keys()
-        assert all(mx.allclose(loaded[key], alone[key], rtol=1e-4, atol=1e-5).item() for key in alone)
+        assert all(
+            mx.allclose(loaded[key], alone[key], rtol=1e-4, atol=1e-5).item() for key in alone
+        )
 
 
 @pytest.mark.parametrize("write", [1, 2, 3])
 def test_a_kill_in_a_save_leaves_the_model_before(place: Path, tmp_path: Path, write: int) -> None:
     plan = tmp_path / "faults.json"
-    plan.write_text(json.dumps([{"rank": 0, "step": 4, "kind": "kill", "at": "save", "write": write}]))
-    where = ("--data", place / "data", "--tokenizer", place / "tokenizer", "--adapter-path", tmp_path / "run")
+    plan.write_text(
+        json.dumps([{"rank": 0, "step": 4, "kind": "kill", "at": "save", "write": write}])
+    )
+    where = (
+        "--data",
+        place / "data",
+        "--tokenizer",
+        place / "tokenizer",
+        "--adapter-path",
+        tmp_path / "run",
+    )
     more = ("-n", "2", *PIPELINE, "--max-restarts", "0")
     done = run_allhands(
-        "pretrain", *SHAPE.split(), *TRAINING.split(), *where, *more, env={"ALLHANDS_FAULTS": str(plan)}
+        "pretrain",
+        *SHAPE.split(),
+        *TRAINING.split(),
+        *where,
+        *more,
+        env={"ALLHANDS_FAULTS": str(plan)},
     )
     assert done.returncode == 137, done.stderr
     loaded = as_mlx_lm_loads(tmp_path / "run/model", tmp_path / "found.safetensors")
@@ -114,11 +143,29 @@ def test_full_training_is_saved_alike_with_and_without_shared_files(
     """And goes on from there, with other stages too."""
     (tmp_path / "blind.py").write_text(BLIND)
     blind = ("launch", "-n", "2", "--backend", "ring", "--", sys.executable, tmp_path / "blind.py")
-    where = ("--model", place / "model", "--data", place / "data", "--fine-tune-type", "full", "--num-layers", "-1")
+    where = (
+        "--model",
+        place / "model",
+        "--data",
+        place / "data",
+        "--fine-tune-type",
+        "full",
+        "--num-layers",
+        "-1",
+    )
     files = ("adapters.safetensors", "best/adapters.safetensors")
     found: list[list[bytes]] = []
     for name, start in (("seen", ()), ("blind", blind)):
-        given = ("train", "--train", *TRAINING.split(), *where, *more, *PIPELINE[:2], "--adapter-path", tmp_path / name)
+        given = (
+            "train",
+            "--train",
+            *TRAINING.split(),
+            *where,
+            *more,
+            *PIPELINE[:2],
+            "--adapter-path",
+            tmp_path / name,
+        )
         done = run_allhands(*start, *given, *(() if start else ("-n", "2", *PIPELINE[2:])))
         assert done.returncode == 0, done.stdout + done.stderr
         found.append([(tmp_path / name / file).read_bytes() for file in files])
@@ -127,7 +174,9 @@ def test_full_training_is_saved_alike_with_and_without_shared_files(
     if not more:
         kept = ("checkpoints/step-0000002", "checkpoints/step-0000004")
         assert all((tmp_path / "seen" / each / "adapters.safetensors").is_file() for each in kept)
-        assert [path.name for path in (tmp_path / "seen" / "best").glob("adapters*")] == ["adapters.safetensors"]
+        assert [path.name for path in (tmp_path / "seen" / "best").glob("adapters*")] == [
+            "adapters.safetensors"
+        ]
         longer = TRAINING.replace("--iters 4", "--iters 6").split()
         words = ("train", "--train", *longer, *where, "--strategy", "pipeline", "-n", "3")
         done = run_allhands(*words, "--adapter-path", tmp_path / "seen", "--resume", "auto")

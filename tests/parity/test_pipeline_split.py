@@ -1,4 +1,6 @@
-"""Stages by memory and speed: what ranks agree on, that it trains as one process does, and that a restart keeps it."""
+"""Stages by memory and speed: what ranks agree on, that it trains as one process does, and that a
+restart keeps it.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(place: Path, name: str, *more: str, code: int = 0, **ranks: list[float]) -> str:
-    """Train into the folder ``name`` on ranks that have and measure what is given; what the command has said."""
+    """Train into the folder ``name`` on ranks that have and measure what is given; what the command
+    has said.
+    """
     env = {"PYTHONPATH": str(place), "TEST_RANKS": json.dumps(ranks)} if ranks else {}
-    given = [*OPTIONS.split(), "--model", place / "model", "--data", place / "data", "--adapter-path", place / name]
+    given = [
+        *OPTIONS.split(),
+        "--model",
+        place / "model",
+        "--data",
+        place / "data",
+        "--adapter-path",
+        place / name,
+    ]
     for field in ("--iters", "--num-layers"):
         if field in more:
             del given[(at := given.index(field)) : at + 2]
@@ -95,7 +107,9 @@ def recorded(run: Path) -> list[int]:
     ],
     ids=["noise", "slow", "fast"],
 )
-def test_faster_ranks_have_more_blocks(place: Path, ranks: dict[str, Any], expected: list[int]) -> None:
+def test_faster_ranks_have_more_blocks(
+    place: Path, ranks: dict[str, Any], expected: list[int]
+) -> None:
     name = "-".join(map(str, expected))
     said = train(place, name, *PIPELINE, **ranks)
     assert stages(said) == expected == recorded(place / name)
@@ -114,20 +128,37 @@ def test_unlike_stages_have_a_reason(place: Path) -> None:
     said = train(place, "last", *PIPELINE, "--num-layers", "2")
     assert stages(said) == [4, 2]
     assert re.search(r"stages: 4 \+ 2 blocks \(.*first 4 blocks", said)
-    assert re.search(r"stages: 3 \+ 3 blocks$", train(place, "full", *PIPELINE, "--fine-tune-type", "full"), re.M)
+    assert re.search(
+        r"stages: 3 \+ 3 blocks$", train(place, "full", *PIPELINE, "--fine-tune-type", "full"), re.M
+    )
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb"])
 def test_other_schedules_are_divided_by_memory_too(place: Path, schedule: str) -> None:
     said = train(
-        place, schedule, *PIPELINE, "--pp-schedule", schedule, "--compile", "on", rooms=[10**9, 3 * SMALL // 2]
+        place,
+        schedule,
+        *PIPELINE,
+        "--pp-schedule",
+        schedule,
+        "--compile",
+        "on",
+        rooms=[10**9, 3 * SMALL // 2],
     )
     found = stages(said)
     assert len(found) == (4 if schedule == "interleaved" else 2)
     assert sum(found[::2]) > sum(found[1::2])
     assert losses(place / schedule) == pytest.approx(losses(place / "alone"), rel=2e-5)
     refused = train(
-        place, f"{schedule}-refused", *PIPELINE, "--pp-schedule", schedule, "--compile", "on", code=4, rooms=[1, 1]
+        place,
+        f"{schedule}-refused",
+        *PIPELINE,
+        "--pp-schedule",
+        schedule,
+        "--compile",
+        "on",
+        code=4,
+        rooms=[1, 1],
     )
     assert re.search(r"rank 1 .* would need [1-9]", refused)
 
@@ -136,7 +167,9 @@ def test_stages_that_were_asked_for_have_to_have_room(place: Path) -> None:
     said = train(place, "asked", *PIPELINE, "--pp-split", "2,4", rooms=[10**9, SMALL // 2])
     assert re.search(r"rank 1 with .* would need", said)
     assert losses(place / "asked") == pytest.approx(losses(place / "alone"), rel=2e-5)
-    refused = train(place, "asked-refused", *PIPELINE, "--pp-split", "2,4", code=4, rooms=[10**9, SMALL // 10])
+    refused = train(
+        place, "asked-refused", *PIPELINE, "--pp-split", "2,4", code=4, rooms=[10**9, SMALL // 10]
+    )
     assert "--pp-split 2,4" in refused
     assert not (place / "asked-refused" / "metrics.jsonl").exists()
 
@@ -154,7 +187,9 @@ def test_a_restart_keeps_its_split_and_other_ranks_have_their_own(place: Path) -
     assert stages(said) == before == recorded(place / "again")
     assert "checkpoint" in said
     train(place, "whole", *PIPELINE, speeds=[1.0, 0.5])
-    one, other = (mx.load(str(place / name / "adapters.safetensors")) for name in ("whole", "again"))
+    one, other = (
+        mx.load(str(place / name / "adapters.safetensors")) for name in ("whole", "again")
+    )
     assert isinstance(one, dict)
     assert isinstance(other, dict)
     assert all(mx.array_equal(one[key], other[key]).item() for key in one)

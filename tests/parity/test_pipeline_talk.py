@@ -30,10 +30,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("talk")
     write_model(folder / "model", layers=4, hidden=64)
     write_chat_data(folder / "data")
-    where = ("--model", folder / "model", "--data", folder / "data", "--adapter-path", folder / "run")
-    how = (
-        "--train --iters 60 --batch-size 8 --num-layers -1 --learning-rate 0.003 --val-batches 0 --seed 3 --mask-prompt"
+    where = (
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "data",
+        "--adapter-path",
+        folder / "run",
     )
+    how = "--train --iters 60 --batch-size 8 --num-layers -1 --learning-rate 0.003 --val-batches 0 --seed 3 --mask-prompt"
     done = run_allhands("train", *where, *how.split())
     assert done.returncode == 0, done.stderr
     return folder
@@ -62,7 +67,9 @@ class Session:
         """What is on the screen up to ``words``, which are taken away."""
         deadline = time.monotonic() + timeout_s
         while words not in self.heard:
-            ready, _, _ = select.select([self.screen], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.screen], [], [], max(0.0, deadline - time.monotonic())
+            )
             assert ready, self.heard
             try:
                 self.heard += os.read(self.screen, 65536).decode(errors="replace")
@@ -112,12 +119,28 @@ def talking(place: Path, *more: str) -> Generator[Session]:
 
 
 def piped(place: Path, *more: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "allhands", "chat", "--model", place / "model", "--max-tokens", "12", *more]
-    return subprocess.run(command, input=LINES, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "allhands",
+        "chat",
+        "--model",
+        place / "model",
+        "--max-tokens",
+        "12",
+        *more,
+    ]
+    return subprocess.run(
+        command, input=LINES, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize(
-    "more", [("--temp", "0"), ("--temp", "0.9", "--top-p", "0.95", "--seed", "5", "--system-prompt", "Be kind.")]
+    "more",
+    [
+        ("--temp", "0"),
+        ("--temp", "0.9", "--top-p", "0.95", "--seed", "5", "--system-prompt", "Be kind."),
+    ],
 )
 def test_ranks_say_what_one_process_says(place: Path, more: tuple[str, ...]) -> None:
     adapter = ("--adapter-path", place / "run")
@@ -157,7 +180,9 @@ def test_keys_at_a_terminal_mean_what_they_mean_in_one_process(place: Path) -> N
             session.until(">> ")
         session.type("half a line")
         session.until("half a line")
-        time.sleep(0.5)  # Python's own input() misses a signal that comes just before it waits for a key
+        time.sleep(
+            0.5
+        )  # Python's own input() misses a signal that comes just before it waits for a key
         session.type("\x03")
         session.until("Ctrl-C stops an answer")
         session.until(">> ")
@@ -196,7 +221,12 @@ def test_a_terminal_that_is_gone_ends_all_ranks(place: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "more", "code", "words"),
     [
-        ("generate", (*PIPELINE, "-p", "x", "--chat-template", "chatml", "--ignore-chat-template"), 2, "--chat-temp"),
+        (
+            "generate",
+            (*PIPELINE, "-p", "x", "--chat-template", "chatml", "--ignore-chat-template"),
+            2,
+            "--chat-temp",
+        ),
         ("generate", (*PIPELINE, "-p", "x", "--adapter-path", "none"), 4, "none"),
         ("generate", (*PIPELINE, "-p", " "), 2, "--prompt"),
         ("chat", ("--pp-split", "1,3"), 2, "--pp-split"),

@@ -28,9 +28,19 @@ from allhands.errors import AllhandsError, ModelError
 from allhands.io.trees import flatten
 from allhands.model.load import load_model
 
-TEXT = "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
+TEXT = (
+    "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
+)
 WORDS = tuple(TEXT.split(" "))
-SHAPE = {"shape": "llama", "layers": 2, "dims": 32, "mlp_dims": 64, "heads": 4, "kv_heads": 2, "block_size": 48}
+SHAPE = {
+    "shape": "llama",
+    "layers": 2,
+    "dims": 32,
+    "mlp_dims": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "block_size": 48,
+}
 SMALL = {
     "batch_size": 4,
     "iters": 12,
@@ -54,12 +64,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "tokenizer")
     (folder / "data").mkdir()
     (folder / "data" / "train.txt").write_text("<|endoftext|>".join(stories(1, 40)))
-    (folder / "data" / "valid.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in stories(2, 5)))
+    (folder / "data" / "valid.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in stories(2, 5))
+    )
     return folder
 
 
 def flags(place: Path, out: Path, **more: Any) -> dict[str, Any]:
-    places = {"data": str(place / "data"), "tokenizer": str(place / "tokenizer"), "adapter_path": str(out)}
+    places = {
+        "data": str(place / "data"),
+        "tokenizer": str(place / "tokenizer"),
+        "adapter_path": str(out),
+    }
     return {"train": True, **places, **SHAPE, **SMALL, **more}
 
 
@@ -78,10 +94,14 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Path:
-    return pretrain(flags(place, place / "alone", sample_prompts=["once upon", "the"], sample_tokens=20))
+    return pretrain(
+        flags(place, place / "alone", sample_prompts=["once upon", "the"], sample_tokens=20)
+    )
 
 
-def test_the_result_is_a_model_that_mlx_lm_loads_and_generates_from(place: Path, alone: Path) -> None:
+def test_the_result_is_a_model_that_mlx_lm_loads_and_generates_from(
+    place: Path, alone: Path
+) -> None:
     loaded: Any = mlx_lm.load(str(alone / "model"))
     model, tokenizer = loaded[:2]
     assert mlx_lm.generate(model, tokenizer, "once upon", max_tokens=5)
@@ -111,7 +131,11 @@ def test_the_best_weights_are_a_model_too(place: Path, tmp_path: Path) -> None:
     assert 0 < best["step"] < 12
     mine, kept, last = (
         read_weights(run / file)
-        for file in ("model-best/model.safetensors", "best/adapters.safetensors", "model/model.safetensors")
+        for file in (
+            "model-best/model.safetensors",
+            "best/adapters.safetensors",
+            "model/model.safetensors",
+        )
     )
     assert mine.keys() == last.keys()
     for name, array in kept.items():
@@ -127,10 +151,16 @@ def test_bits_per_byte_are_the_loss_over_the_texts_bytes(alone: Path) -> None:
     # A token a byte, and two special tokens a text at most.
     for report in events(alone, "valid"):
         bits = report["loss"] / math.log(2)
-        assert bits * num_bytes <= report["bits_per_byte"] * num_bytes <= bits * (num_bytes + 2 * 5) * 1.001
+        assert (
+            bits * num_bytes
+            <= report["bits_per_byte"] * num_bytes
+            <= bits * (num_bytes + 2 * 5) * 1.001
+        )
 
 
-def test_samples_are_taken_with_each_validation_and_change_nothing(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_samples_are_taken_with_each_validation_and_change_nothing(
+    place: Path, alone: Path, tmp_path: Path
+) -> None:
     found = events(alone, "sampled")
     assert [(event["step"], event["prompt"]) for event in found] == [
         (step, prompt) for step in (0, 6, 12) for prompt in ("once upon", "the")
@@ -139,7 +169,16 @@ def test_samples_are_taken_with_each_validation_and_change_nothing(place: Path, 
     silent = pretrain(flags(place, tmp_path / "silent", sample_prompts=[]))
     assert events(silent, "sampled") == []
     assert losses(silent) == losses(alone)
-    often = pretrain(flags(place, tmp_path / "often", iters=4, sample_prompts=["a"], sample_every=2, sample_tokens=3))
+    often = pretrain(
+        flags(
+            place,
+            tmp_path / "often",
+            iters=4,
+            sample_prompts=["a"],
+            sample_every=2,
+            sample_tokens=3,
+        )
+    )
     assert [event["step"] for event in events(often, "sampled")] == [0, 2, 4]
 
 
@@ -155,28 +194,48 @@ def test_a_dataset_of_the_hub_by_its_name(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")  # nobody is asked whether the Hub answers
     run = pretrain(flags(place, tmp_path / "hub", data="owner/stories"))
     assert losses(run) == losses(alone)
-    assert [event["loss"] for event in events(run, "valid")] == [event["loss"] for event in events(alone, "valid")]
+    assert [event["loss"] for event in events(run, "valid")] == [
+        event["loss"] for event in events(alone, "valid")
+    ]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_processes_train_the_same_model(place: Path, alone: Path, tmp_path: Path, optimizer: str) -> None:
-    one = alone if optimizer == "adamw" else pretrain(flags(place, tmp_path / "one", optimizer=optimizer))
+def test_two_processes_train_the_same_model(
+    place: Path, alone: Path, tmp_path: Path, optimizer: str
+) -> None:
+    one = (
+        alone
+        if optimizer == "adamw"
+        else pretrain(flags(place, tmp_path / "one", optimizer=optimizer))
+    )
     values = flags(place, tmp_path / "two", optimizer=optimizer)
     del values["train"]
-    options = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    options = [
+        text
+        for name, value in values.items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
     done = run_allhands("pretrain", *options, "-n", "2", "--backend", "ring")
     assert done.returncode == 0, done.stderr
     assert "method      pre-training" in done.stdout
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(one), rtol=2e-4)
-    mine, theirs = (read_weights(run / "model" / "model.safetensors") for run in (one, tmp_path / "two"))
+    mine, theirs = (
+        read_weights(run / "model" / "model.safetensors") for run in (one, tmp_path / "two")
+    )
     assert mine.keys() == theirs.keys()
     for name, array in mine.items():
         np.testing.assert_allclose(np.array(array), np.array(theirs[name]), atol=2e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_ends_with_the_same_bits(place: Path, alone: Path, tmp_path: Path, optimizer: str) -> None:
-    whole = alone if optimizer == "adamw" else pretrain(flags(place, tmp_path / "whole", optimizer=optimizer))
+def test_a_resumed_run_ends_with_the_same_bits(
+    place: Path, alone: Path, tmp_path: Path, optimizer: str
+) -> None:
+    whole = (
+        alone
+        if optimizer == "adamw"
+        else pretrain(flags(place, tmp_path / "whole", optimizer=optimizer))
+    )
     run = tmp_path / "run"
     pretrain(flags(place, run, optimizer=optimizer, keep_last=5))
     part = run / "checkpoints" / "step-0000006"
@@ -190,7 +249,11 @@ def test_a_resumed_run_ends_with_the_same_bits(place: Path, alone: Path, tmp_pat
 def test_another_shape_is_not_gone_on_with(place: Path, alone: Path) -> None:
     values = flags(place, alone, dims=64, resume="auto")
     del values["train"]
-    options = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    options = [
+        text
+        for name, value in values.items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
     done = run_allhands("pretrain", *options)
     assert done.returncode == 2
     assert "made with 32, this is 64" in done.stderr
@@ -208,8 +271,12 @@ def test_other_families(place: Path, tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="a CPU computes in float32")
-def test_in_half_precision_with_copies_the_curve_is_that_of_float32(place: Path, alone: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.gpu, reason="a CPU computes in float32"
+)
+def test_in_half_precision_with_copies_the_curve_is_that_of_float32(
+    place: Path, alone: Path, tmp_path: Path
+) -> None:
     rough = pretrain(flags(place, tmp_path / "rough", dtype="bfloat16", compile="on"))
     np.testing.assert_allclose(losses(rough), losses(alone), rtol=0.02)
     weights = read_weights(rough / "model" / "model.safetensors")
@@ -218,17 +285,23 @@ def test_in_half_precision_with_copies_the_curve_is_that_of_float32(place: Path,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="a CPU computes the same bits anyway")
+@pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.gpu, reason="a CPU computes the same bits anyway"
+)
 def test_a_deterministic_run_has_the_same_bits_each_time(place: Path, tmp_path: Path) -> None:
     """In processes of their own: MLX asks once whether attention goes to cuDNN."""
     values = flags(place, Path(), dims=256, block_size=256, iters=60, val_batches=0, save_every=60)
     for name in ("one", "two"):
-        given = {key: value for key, value in values.items() if key != "train"} | {"adapter_path": tmp_path / name}
+        given = {key: value for key, value in values.items() if key != "train"} | {
+            "adapter_path": tmp_path / name
+        }
         options = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
         done = run_allhands("pretrain", *options, "--deterministic")
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    one, two = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    one, two = (
+        (tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")
+    )
     assert one == two
 
 
@@ -239,7 +312,9 @@ def test_files_of_other_kinds_and_in_parts(place: Path, alone: Path, tmp_path: P
     parquet.write_table(pa.table({"text": texts[:25]}), folder / "train" / "a.parquet")
     (folder / "train" / "b.txt").write_text("<|endoftext|>".join(texts[25:]))
     (folder / "valid-1.jsonl").write_text((place / "data" / "valid.jsonl").read_text())
-    result = allhands.pretrain(progress=False, **flags(place, tmp_path / "run", data=str(folder), iters=3))
+    result = allhands.pretrain(
+        progress=False, **flags(place, tmp_path / "run", data=str(folder), iters=3)
+    )
     assert losses(result.adapter_path)[0] == losses(alone)[0]
 
 
@@ -249,7 +324,9 @@ def test_a_directory_called_model_that_is_somebodys_own_stays(place: Path, tmp_p
     values = flags(place, tmp_path, fine_tune_type="lora")
     plain = {key: values[key] for key in ("train", "data", "adapter_path", "batch_size")}
     (tmp_path / "metrics.jsonl").write_text("")
-    finetune(build_config({**plain, "model": str(alone_model(place)), "iters": 1, "val_batches": 0}))
+    finetune(
+        build_config({**plain, "model": str(alone_model(place)), "iters": 1, "val_batches": 0})
+    )
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
 
@@ -295,7 +372,9 @@ def test_the_command_says_it_too(place: Path, tmp_path: Path, name: str) -> None
     """What the options alone say, and what the first look at the files does."""
     change, message = WRONG[name]
     values = {**flags(place, tmp_path / "run"), **change}
-    options = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if v is not None and k != "train"]
+    options = [
+        f"--{k.replace('_', '-')}={v}" for k, v in values.items() if v is not None and k != "train"
+    ]
     done = run_allhands("pretrain", *options)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,7 +1,8 @@
-"""A run that is stopped or killed and resumed is the run that never was: bit by bit on as many ranks as before.
+"""A run that is stopped or killed and resumed is the run that never was: bit by bit on as many
+ranks as before.
 
-Everything runs in this process on a tiny model: a kill is an exception that nothing in the program knows, after which
-only files are left. Real kills of real processes are in tests/fault.
+Everything runs in this process on a tiny model: a kill is an exception that nothing in the program
+knows, after which only files are left. Real kills of real processes are in tests/fault.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def flags(models: dict[str, Path], data: Path, tmp_path: Path) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The run of ``flags`` as it is when nobody disturbs it; only to be read."""
     return train(options(models["dense"], data, tmp_path_factory.mktemp("undisturbed") / "whole"))
 
@@ -102,7 +105,9 @@ def options(model: Path, data: Path, directory: Path) -> dict[str, Any]:
     }
 
 
-def train(flags: dict[str, Any], kill_at: int | None = None, stop_at: int | None = None, **more: Any) -> Path:
+def train(
+    flags: dict[str, Any], kill_at: int | None = None, stop_at: int | None = None, **more: Any
+) -> Path:
     """One start of a run in this process; its directory."""
     config = build_config(flags | more)
     callbacks = [] if kill_at is None else [Kill(kill_at)]
@@ -132,7 +137,9 @@ def content(directory: Path, best: bool = True) -> dict[str, Any]:
         ],
         "valid": [(r.step, r.iteration, r.loss, r.best) for r in history.valid],
         "best": bits(directory / "best" / "adapters.safetensors") if best else None,
-        "state": {k: state[k] for k in ("step", "iteration", "trained_tokens", "best_loss", "best_step")},
+        "state": {
+            k: state[k] for k in ("step", "iteration", "trained_tokens", "best_loss", "best_step")
+        },
     }
 
 
@@ -147,7 +154,10 @@ def bits(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     with safe_open(file, framework="np") as opened:
         assert set(opened.keys()) == set(header)
     body = text[8 + size :]
-    return {n: (e["dtype"], tuple(e["shape"]), body[slice(*e["data_offsets"])]) for n, e in header.items()}
+    return {
+        n: (e["dtype"], tuple(e["shape"]), body[slice(*e["data_offsets"])])
+        for n, e in header.items()
+    }
 
 
 METHODS = {
@@ -159,8 +169,13 @@ METHODS = {
 
 
 OPTIMIZERS = ("adam", "adamw", "muon", "adafactor", "sgd")
-# Each method and each optimizer; what a method trains has no say in how an optimizer's state is kept.
-QUICK = {("lora", name) for name in OPTIMIZERS} | {(name, "adamw") for name in METHODS} | {("full", "muon")}
+# Each method and each optimizer; what a method trains has no say in how an optimizer's state is
+# kept.
+QUICK = (
+    {("lora", name) for name in OPTIMIZERS}
+    | {(name, "adamw") for name in METHODS}
+    | {("full", "muon")}
+)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +188,9 @@ QUICK = {("lora", name) for name in OPTIMIZERS} | {(name, "adamw") for name in M
 def test_killed_and_resumed_is_never_killed(
     method: str, optimizer: str, flags: dict[str, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Killed within an epoch and within an accumulation, twice; the second time after the first resumed run's save."""
+    """Killed within an epoch and within an accumulation, twice; the second time after the first
+    resumed run's save.
+    """
     flags |= METHODS[method] | {"optimizer": optimizer}
     flags["model"] = str(models.get(flags["model"], flags["model"]))
     whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
@@ -187,7 +204,9 @@ def test_killed_and_resumed_is_never_killed(
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], undisturbed: Path) -> None:
+def test_stopped_and_resumed_is_never_stopped(
+    at: int, flags: dict[str, Any], undisturbed: Path
+) -> None:
     """A signal saves at once, also where a report or a validation would have been due next."""
     whole = content(undisturbed)
     with pytest.raises(Interrupted, match="--resume"):
@@ -196,11 +215,16 @@ def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], un
 
 
 @pytest.mark.parametrize("at", [5, 1])
-def test_stopped_at_a_validation_that_decides(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
-    """The last validation, which finds the best adapter, or the one at which patience ends, is made after all."""
+def test_stopped_at_a_validation_that_decides(
+    at: int, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last validation, which finds the best adapter, or the one at which patience ends, is made
+    after all.
+    """
     patience = {"early_stopping_patience": 1, "early_stopping_min_delta": 10.0} if at == 1 else {}
     whole = content(
-        train(flags, adapter_path=str(tmp_path / "whole"), keep_best=not patience, **patience), best=not patience
+        train(flags, adapter_path=str(tmp_path / "whole"), keep_best=not patience, **patience),
+        best=not patience,
     )
     with pytest.raises(Interrupted):
         train(flags, stop_at=at, keep_best=not patience, **patience)
@@ -211,7 +235,9 @@ def test_stopped_at_a_validation_that_decides(at: int, flags: dict[str, Any], tm
     assert ended.reason == ("stopped early" if patience else "finished")
 
 
-def test_without_accumulation_and_with_a_constant_rate(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_without_accumulation_and_with_a_constant_rate(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     flags |= {"grad_accumulation_steps": 1, "lr_schedule": None, "warmup_steps": 0, "save_every": 1}
     whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
     for step in range(1, BATCHES):
@@ -228,20 +254,28 @@ def test_compiled_steps_too(flags: dict[str, Any], tmp_path: Path) -> None:
     assert content(train(flags, resume="auto")) == whole
 
 
-def test_without_resume_it_is_another_run(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
-    """The comparison can fail: the old way, from the weights alone, loses optimizer, schedule and place."""
+def test_without_resume_it_is_another_run(
+    flags: dict[str, Any], undisturbed: Path, tmp_path: Path
+) -> None:
+    """The comparison can fail: the old way, from the weights alone, loses optimizer, schedule and
+    place.
+    """
     whole = content(undisturbed)
     with pytest.raises(Killed):
         train(flags, kill_at=3)
     weights = Path(flags["adapter_path"]) / "adapters.safetensors"
-    old_way = content(train(flags, resume_adapter_file=str(weights), adapter_path=str(tmp_path / "old")))
+    old_way = content(
+        train(flags, resume_adapter_file=str(weights), adapter_path=str(tmp_path / "old"))
+    )
     assert old_way["weights"] != whole["weights"]
 
 
 def test_parts_of_an_optimizer_are_written_as_one(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three ranks of which each keeps a third, then two of which each keeps half, then one that keeps everything."""
+    """Three ranks of which each keeps a third, then two of which each keeps half, then one that
+    keeps everything.
+    """
     monkeypatch.setattr(shards, "_LEAST", 64)
     flags |= {
         "optimizer": "adamw",
@@ -263,22 +297,33 @@ def test_parts_of_an_optimizer_are_written_as_one(
     train(flags, resume="auto")
     ours, theirs = read_metrics(run), read_metrics(whole)
     losses = [{r.step: r.loss for r in history.valid} for history in (ours, theirs)]
-    assert losses[0] == pytest.approx({step: losses[1].get(step, loss) for step, loss in losses[0].items()}, abs=2e-6)
+    assert losses[0] == pytest.approx(
+        {step: losses[1].get(step, loss) for step, loss in losses[0].items()}, abs=2e-6
+    )
     assert len(losses[0].keys() & losses[1].keys()) >= 3
-    files = [sorted((place / "checkpoints").glob("step-*"))[-1] / "optimizer.safetensors" for place in (run, whole)]
+    files = [
+        sorted((place / "checkpoints").glob("step-*"))[-1] / "optimizer.safetensors"
+        for place in (run, whole)
+    ]
     assert distance(*map(read_weights, files)) < 1e-5
-    assert distance(*(read_weights(place / "adapters.safetensors") for place in (run, whole))) < 5e-6
+    assert (
+        distance(*(read_weights(place / "adapters.safetensors") for place in (run, whole))) < 5e-6
+    )
 
 
 def test_another_number_of_ranks_within_rounding(flags: dict[str, Any], tmp_path: Path) -> None:
-    """One rank, then three, then two: dropout and order follow the samples, so only sums are rounded otherwise."""
+    """One rank, then three, then two: dropout and order follow the samples, so only sums are
+    rounded otherwise.
+    """
     flags |= {"optimizer_config": {"adam": {"eps": 1e-6}}, "learning_rate": 1e-3}
     whole = train(flags, adapter_path=str(tmp_path / "whole"))
     with pytest.raises(Killed):
         train(flags, kill_at=2)
     for size, kill_at in ((3, 4), (2, None)):
         outcomes = ranks(size, build_config(flags | {"resume": "auto"}), kill_at)
-        assert all(isinstance(outcome, Killed if kill_at else Path) for outcome in outcomes), outcomes
+        assert all(isinstance(outcome, Killed if kill_at else Path) for outcome in outcomes), (
+            outcomes
+        )
     run = Path(flags["adapter_path"])
     ours, theirs = read_metrics(run), read_metrics(whole)
     assert [r.step for r in ours.train] == [r.step for r in theirs.train]
@@ -297,23 +342,35 @@ def ranks(size: int, config: TrainConfig, kill_at: int | None) -> list[Any]:
     def work(communicator: Any) -> Path:
         rank = communicator.rank
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
-        own = config if rank == 0 else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
-        return run_finetune(own, RunContext(mesh=mesh, connect=lambda: communicator), callbacks).adapter_path
+        own = (
+            config
+            if rank == 0
+            else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
+        )
+        return run_finetune(
+            own, RunContext(mesh=mesh, connect=lambda: communicator), callbacks
+        ).adapter_path
 
     return run_ranks(size, work)
 
 
-def test_into_another_directory_with_the_curve(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+def test_into_another_directory_with_the_curve(
+    flags: dict[str, Any], undisturbed: Path, tmp_path: Path
+) -> None:
     whole = content(undisturbed)
     with pytest.raises(Killed):
         train(flags, kill_at=3)
     checkpoint = max(Path(flags["adapter_path"]).glob("checkpoints/step-*"))
     before = sorted(path.name for path in checkpoint.parent.iterdir())
-    assert content(train(flags, resume=str(checkpoint), adapter_path=str(tmp_path / "new"))) == whole
+    assert (
+        content(train(flags, resume=str(checkpoint), adapter_path=str(tmp_path / "new"))) == whole
+    )
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == before
 
 
-def test_from_an_older_checkpoint_the_later_ones_are_set_aside(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_from_an_older_checkpoint_the_later_ones_are_set_aside(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     """Killed after it has gone back, it must not go on from the branch that was left."""
     flags |= {"grad_accumulation_steps": 1, "keep_last": 9, "lr_schedule": None, "warmup_steps": 0}
     directory = train(flags)
@@ -327,7 +384,9 @@ def test_from_an_older_checkpoint_the_later_ones_are_set_aside(flags: dict[str, 
     assert aside == ["best", "step-0000006", "step-0000009", "step-0000011"]
 
 
-def test_the_best_checkpoint_can_be_resumed(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_can_be_resumed(
+    flags: dict[str, Any], undisturbed: Path, tmp_path: Path
+) -> None:
     whole = content(undisturbed)
     best = json.loads((undisturbed / "best" / "manifest.json").read_text())["step"]
     assert best == whole["state"]["best_step"] > 0
@@ -342,7 +401,9 @@ def test_a_longer_run_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
     assert content(train(flags, resume="auto"))["weights"] == whole["weights"]
 
 
-def test_a_run_that_is_past_its_end(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_past_its_end(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(flags)
     before = bits(run / "adapters.safetensors")
     from rich.console import Console
@@ -380,20 +441,27 @@ def test_a_new_run_sets_the_old_one_aside(flags: dict[str, Any]) -> None:
     old = bits(directory / "checkpoints" / "step-0000003" / "adapters.safetensors")
     train(flags, iters=5, seed=5)
     assert bits(directory / "checkpoints.1" / "step-0000003" / "adapters.safetensors") == old
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000002", "step-0000003"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
+        "step-0000002",
+        "step-0000003",
+    ]
 
 
 def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first attempt dies before it has set anything aside; the second must do so, the third must not."""
+    """The first attempt dies before it has set anything aside; the second must do so, the third
+    must not.
+    """
     flags |= {"grad_accumulation_steps": 1, "lr_schedule": None, "warmup_steps": 0, "save_every": 2}
     old = content(train(flags, seed=5))
     config = build_config(flags | {"iters": 6})
 
     def attempt(number: int, kill_at: int | None = None) -> Path:
         callbacks = [] if kill_at is None else [Kill(kill_at)]
-        return run_finetune(config, RunContext(run_id="new", attempt=number), callbacks).adapter_path
+        return run_finetune(
+            config, RunContext(run_id="new", attempt=number), callbacks
+        ).adapter_path
 
     with monkeypatch.context() as patch:
         patch.setattr("allhands.run.session.prepare", dying)
@@ -403,9 +471,16 @@ def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
         attempt(2, kill_at=5)
     directory = attempt(3)
     assert [r.step for r in read_metrics(directory).train] == [3, 6]
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000004", "step-0000006"]
-    assert bits(directory / "checkpoints.1" / "step-0000011" / "adapters.safetensors") == old["checkpoint"]
-    # As a note advises: the old run goes on, with its own curve and best adapter, and the new one is set aside.
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
+        "step-0000004",
+        "step-0000006",
+    ]
+    assert (
+        bits(directory / "checkpoints.1" / "step-0000011" / "adapters.safetensors")
+        == old["checkpoint"]
+    )
+    # As a note advises: the old run goes on, with its own curve and best adapter, and the new one
+    # is set aside.
     back = train(flags, seed=5, iters=12, resume=str(directory / "checkpoints.1"))
     assert [r.step for r in read_metrics(back).train] == [3, 6, 9, 11, 12]
     assert bits(back / "best.1" / "adapters.safetensors")
@@ -432,7 +507,9 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_a_setting_that_makes_another_run_is_refused(key: str, flags: dict[str, Any], begun: Path) -> None:
+def test_a_setting_that_makes_another_run_is_refused(
+    key: str, flags: dict[str, Any], begun: Path
+) -> None:
     with pytest.raises(ConfigError, match="not be the same run") as caught:
         train(flags | {"adapter_path": str(begun)}, resume="auto", **{key: CHANGES[key]})
     assert caught.value.where == f"--{key.replace('_', '-')}"
@@ -452,7 +529,9 @@ def test_other_data_and_another_model_are_refused(
     train(flags, resume="auto", data=str(copied))
 
 
-def test_a_change_that_is_allowed_is_told(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_is_allowed_is_told(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     from rich.console import Console
 
     train(flags, iters=6)
@@ -473,7 +552,13 @@ def test_every_setting_has_its_rule() -> None:
 
 
 def test_retention(flags: dict[str, Any]) -> None:
-    flags |= {"grad_accumulation_steps": 1, "save_every": 1, "keep_last": 2, "keep_every": 4, "keep_best": False}
+    flags |= {
+        "grad_accumulation_steps": 1,
+        "save_every": 1,
+        "keep_last": 2,
+        "keep_every": 4,
+        "keep_best": False,
+    }
     directory = train(flags, val_batches=0)
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert kept == ["step-0000004", "step-0000008", "step-0000010", "step-0000011"]

@@ -1,4 +1,6 @@
-"""Delayed gradients that are killed, stopped and resumed: bit by bit on as many ranks, and on from there on others."""
+"""Delayed gradients that are killed, stopped and resumed: bit by bit on as many ranks, and on from
+there on others.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_checkpoints_and_validations_change_nothing(flags: dict[str, Any], tmp_p
 
 
 def test_another_number_of_ranks_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
-    """The sums that are still to be applied are of all ranks; what a rank expects is of its own part."""
+    """The sums that are still to be applied are of all ranks; what a rank expects is of its own
+    part.
+    """
     one = finished(1, flags | {"adapter_path": str(tmp_path / "one")})
     for size, iters in ((3, 3), (2, 6), (1, STEPS)):
         # The schedule is of the whole run.
@@ -78,15 +82,25 @@ def test_another_number_of_ranks_goes_on(flags: dict[str, Any], tmp_path: Path) 
     assert distance(*(read_weights(each / "adapters.safetensors") for each in (one, alone))) > 1e-4
     last = sorted(run.glob("checkpoints/*"))[-1]
     assert json.loads((last / "state.json").read_text())["step"] == STEPS
-    late = {name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/late/")}
+    late = {
+        name
+        for name in read_weights(last / "optimizer.safetensors")
+        if name.startswith("outer/late/")
+    }
     assert len(late) == 1 + len(read_weights(run / "adapters.safetensors"))
-    own = {name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/each-rank/late/")}
+    own = {
+        name
+        for name in read_weights(last / "optimizer.safetensors")
+        if name.startswith("outer/each-rank/late/")
+    }
     assert len(own) == len(late) + 1  # and the last norm
 
 
 def test_without_a_delay_again_and_back(flags: dict[str, Any]) -> None:
     for iters, delay in ((3, 1), (6, 0), (8, 1)):
-        finished(2, flags | {"iters": iters, "resume": "auto", "sync_delay": delay, "lr_schedule": None})
+        finished(
+            2, flags | {"iters": iters, "resume": "auto", "sync_delay": delay, "lr_schedule": None}
+        )
     losses = [report.loss for report in read_metrics(Path(flags["adapter_path"])).valid]
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]

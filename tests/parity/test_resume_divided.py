@@ -1,4 +1,5 @@
-"""Saved by ranks that divide the optimizer in one way or not at all, resumed by others: the same run.
+"""Saved by ranks that divide the optimizer in one way or not at all, resumed by others: the same
+run.
 
 On the same number of ranks with the same division bit for bit, on others to the rounding of sums.
 """
@@ -70,8 +71,18 @@ def arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("divided")
     data = write_chat_data(root / "data", train=11, valid=4, longest=30)
-    more = {"optimizer": "adamw", "learning_rate": 1e-3, "compile": "on", "grad_accumulation_steps": 1}
-    more |= {"iters": WHOLE, "save_every": HALF, "optimizer_config": {"adamw": {"eps": 1e-6}}, "val_batches": 0}
+    more = {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "compile": "on",
+        "grad_accumulation_steps": 1,
+    }
+    more |= {
+        "iters": WHOLE,
+        "save_every": HALF,
+        "optimizer_config": {"adamw": {"eps": 1e-6}},
+        "val_batches": 0,
+    }
     return options(write_model(root / "model", layers=2), data, root / "run") | more
 
 
@@ -85,11 +96,15 @@ def undisturbed(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
 
 
 def pairs() -> list[Any]:
-    """All of them; every day each way once as the saving one and once as the resumed one, and with itself."""
+    """All of them; every day each way once as the saving one and once as the resumed one, and with
+    itself.
+    """
     daily = {(way, way) for way in WAYS} | set(zip(WAYS, WAYS[1:] + WAYS[:1], strict=True))
     daily |= {((3, "zero1"), (2, "zero1")), ((2, "zero1"), (3, "zero1"))}
     return [
-        pytest.param(one, other, marks=[] if (one, other) in daily else pytest.mark.long, id=f"{one}-{other}")
+        pytest.param(
+            one, other, marks=[] if (one, other) in daily else pytest.mark.long, id=f"{one}-{other}"
+        )
         for one, other in product(WAYS, WAYS)
     ]
 
@@ -98,7 +113,9 @@ def pairs() -> list[Any]:
 def test_saved_in_one_way_and_resumed_in_another(
     saved: Way, resumed: Way, flags: dict[str, Any], undisturbed: dict[Way, Path], tmp_path: Path
 ) -> None:
-    half = shutil.copytree(checkpoints_in(undisturbed[saved])[1], tmp_path / "from" / "checkpoints" / "step-0000004")
+    half = shutil.copytree(
+        checkpoints_in(undisturbed[saved])[1], tmp_path / "from" / "checkpoints" / "step-0000004"
+    )
     manifest = json.loads((half / "manifest.json").read_text())
     of_ranks = {each["file"] for array in manifest["arrays"] for each in array["slices"]} - {
         WEIGHTS_FILE,

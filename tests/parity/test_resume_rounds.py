@@ -1,4 +1,5 @@
-"""Rounds of local steps that are killed, stopped and resumed: bit by bit on as many ranks, and on from there on others.
+"""Rounds of local steps that are killed, stopped and resumed: bit by bit on as many ranks, and on
+from there on others.
 
 Ranks are threads; kills of real processes are in tests/fault.
 """
@@ -74,7 +75,9 @@ def start(
     stop_at: int | None = None,
     slow_s: float = 0.0,
 ) -> list[Any]:
-    """One start on ``size`` ranks: what came of each; all die at a beat, or are asked to stop after a step."""
+    """One start on ``size`` ranks: what came of each; all die at a beat, or are asked to stop after
+    a step.
+    """
     config = build_config(flags)
 
     def work(communicator: Any) -> Path:
@@ -86,11 +89,21 @@ def start(
                 raise Killed
 
         def stop() -> int:
-            return signal.SIGTERM if stop_at is not None and done["step"] >= stop_at and rank == size - 1 else 0
+            return (
+                signal.SIGTERM
+                if stop_at is not None and done["step"] >= stop_at and rank == size - 1
+                else 0
+            )
 
-        own = config if rank == 0 else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
+        own = (
+            config
+            if rank == 0
+            else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
+        )
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
-        context = RunContext(mesh=mesh, connect=lambda: communicator, beat=beat, stop_requested=stop)
+        context = RunContext(
+            mesh=mesh, connect=lambda: communicator, beat=beat, stop_requested=stop
+        )
         return run_finetune(own, context).adapter_path
 
     return run_ranks(size, work)
@@ -112,7 +125,10 @@ def everything(directory: Path) -> dict[str, Any]:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    return [json.loads((path / "state.json").read_text())["step"] for path in sorted(directory.glob("checkpoints/*"))]
+    return [
+        json.loads((path / "state.json").read_text())["step"]
+        for path in sorted(directory.glob("checkpoints/*"))
+    ]
 
 
 @pytest.mark.parametrize("outer", [{}, DILOCO], ids=["mean", "nesterov"])
@@ -122,7 +138,12 @@ def test_killed_and_resumed_is_never_killed(
 ) -> None:
     flags |= outer | {"keep_last": 9}
     undisturbed = whole(size, flags, tmp_path)
-    assert saved_steps(tmp_path / "whole") == [3, 6, 9, 11]  # at ends of rounds, and of the training
+    assert saved_steps(tmp_path / "whole") == [
+        3,
+        6,
+        9,
+        11,
+    ]  # at ends of rounds, and of the training
     valid = read_metrics(tmp_path / "whole").valid
     assert [report.step for report in valid] == [0, 6, 9, 11]
     for at in (("update", 4), ("load", 6), ("compute", 8)):
@@ -141,7 +162,9 @@ FRAGMENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, DILOCO, {"compress": "int8"}], ids=["mean", "nesterov", "packed"])
+@pytest.mark.parametrize(
+    "more", [{}, DILOCO, {"compress": "int8"}], ids=["mean", "nesterov", "packed"]
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fragments_that_are_killed_on_their_way_and_resumed_are_never_killed(
     size: int, more: dict[str, Any], flags: dict[str, Any], tmp_path: Path
@@ -169,7 +192,9 @@ def test_a_stop_waits_for_the_end_of_a_round_of_fragments(at: int, flags: dict[s
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
-def test_a_stop_waits_for_the_end_of_a_round_that_is_soon(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stop_waits_for_the_end_of_a_round_that_is_soon(
+    at: int, flags: dict[str, Any], tmp_path: Path
+) -> None:
     undisturbed = whole(2, flags, tmp_path)
     outcomes = start(2, flags, stop_at=at)
     assert all(isinstance(each, Interrupted) for each in outcomes), outcomes
@@ -187,7 +212,9 @@ def test_a_stop_closes_a_round_that_is_long(flags: dict[str, Any]) -> None:
     assert saved_steps(run)[-1] == STEPS
     # Nothing is trained on twice, and nothing is left out.
     state = json.loads((sorted(run.glob("checkpoints/*"))[-1] / "state.json").read_text())
-    assert state["trained_tokens"] == sum(report.trained_tokens for report in read_metrics(run).train[-1:])
+    assert state["trained_tokens"] == sum(
+        report.trained_tokens for report in read_metrics(run).train[-1:]
+    )
 
 
 @pytest.mark.parametrize("outer", [{}, DILOCO, DILOCO | {"sync_fragments": 3, "sync_delay": 1}])
@@ -203,7 +230,11 @@ def test_another_number_of_ranks_goes_on(outer: dict[str, Any], flags: dict[str,
         finished(size, flags | {"iters": iters, "resume": "auto"})
         last = sorted(run.glob("checkpoints/*"))[-1]
         assert json.loads((last / "state.json").read_text())["step"] == iters, number
-        outers = [name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/")]
+        outers = [
+            name
+            for name in read_weights(last / "optimizer.safetensors")
+            if name.startswith("outer/")
+        ]
         assert bool(outers) == bool(outer)
     losses = [report.loss for report in read_metrics(run).valid]
     assert losses[-1] < losses[0]

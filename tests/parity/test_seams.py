@@ -1,4 +1,6 @@
-"""The seams of a step: an objective and a strategy of one's own, as docs/architecture.md shows them."""
+"""The seams of a step: an objective and a strategy of one's own, as docs/architecture.md shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ VOCABULARY = 96
 
 def example(name: str) -> dict[str, Any]:
     """What the example of that name in the documentation defines."""
-    (code,) = re.findall(rf"```python\n# example: {name}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
+    (code,) = re.findall(
+        rf"```python\n# example: {name}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S
+    )
     defined: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, f"{DOCS}:{name}", "exec"), defined)
     return defined
@@ -43,8 +47,18 @@ def example(name: str) -> dict[str, Any]:
 
 def network() -> Any:
     mx.random.seed(3)
-    shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5}
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-5,
+    }
     model: Any = Model(ModelArgs.from_dict(shape | heads))
     mx.eval(model.parameters())
     model.train()
@@ -52,7 +66,11 @@ def network() -> Any:
 
 
 def micro_batch(number: int, rows: int = 2, width: int = 12) -> MicroBatch:
-    ids = np.random.default_rng(number).integers(0, VOCABULARY, size=(rows, width + 1)).astype(np.int32)
+    ids = (
+        np.random.default_rng(number)
+        .integers(0, VOCABULARY, size=(rows, width + 1))
+        .astype(np.int32)
+    )
     places = np.arange(rows * width, dtype=np.int32)
     targets = ids[:, 1:].reshape(-1).copy()
     targets[: number % 5] = -1  # ranks hold unequal numbers of trained tokens
@@ -69,7 +87,12 @@ def trained(
     results, weights = list[StepResult](), list[dict[str, bytes]]()
     for number in range(steps):
         results.append(step([micro_batch(10 * number + communicator.rank)]))
-        weights.append({name: np.array(array).tobytes() for name, array in flatten(model.trainable_parameters())})
+        weights.append(
+            {
+                name: np.array(array).tobytes()
+                for name, array in flatten(model.trainable_parameters())
+            }
+        )
     return results, weights
 
 
@@ -79,11 +102,15 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType("example_module")
     vars(module).update(example("strategy"))
     monkeypatch.setitem(sys.modules, "example_module", module)
-    monkeypatch.setitem(STRATEGIES, "local", Entry("local steps", DataCosts(), "example_module:local_steps"))
+    monkeypatch.setitem(
+        STRATEGIES, "local", Entry("local steps", DataCosts(), "example_module:local_steps")
+    )
     return module.LocalSteps
 
 
-@pytest.mark.parametrize("optimizer", [lambda: SGD(0.1), lambda: KernelAdamW(1e-2)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [lambda: SGD(0.1), lambda: KernelAdamW(1e-2)], ids=["sgd", "adamw"]
+)
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_local_steps_with_a_sum_each_step_are_data_parallel_training(
     local: Any, monkeypatch: pytest.MonkeyPatch, cpu_native: bool, optimizer: Any
@@ -117,17 +144,28 @@ WHOLE = [name for name, entry in STRATEGIES.items() if entry.exact and not entry
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("cpu_native", [True, False])
-def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cpu_native: bool) -> None:
+def test_every_strategy_in_the_registry_trains_as_one_process_does(
+    name: str, cpu_native: bool
+) -> None:
     if STRATEGIES[name].unfit(TrainingNeeds("adamw", cpu_native)):
         pytest.skip("the registry says that it does not fit here")
 
     def one(communicator: ThreadCommunicator) -> Any:
-        return trained(communicator, name, 3, cpu_native=cpu_native, optimizer=lambda: KernelAdamW(1e-2, eps=1e-5))[0]
+        return trained(
+            communicator,
+            name,
+            3,
+            cpu_native=cpu_native,
+            optimizer=lambda: KernelAdamW(1e-2, eps=1e-5),
+        )[0]
 
     results = run_ranks(2, one)
     model = network()
     step = make_step(
-        model, KernelAdamW(1e-2, eps=1e-5), SingleProcess(), StepOptions(cpu_native=cpu_native, compiled=False)
+        model,
+        KernelAdamW(1e-2, eps=1e-5),
+        SingleProcess(),
+        StepOptions(cpu_native=cpu_native, compiled=False),
     )
     whole = [step([micro_batch(10 * number), micro_batch(10 * number + 1)]) for number in range(3)]
     for mine in results:
@@ -137,8 +175,12 @@ def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cp
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if not entry.divides_model])
-def test_the_traffic_that_the_registry_tells_is_what_travels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, entry in STRATEGIES.items() if not entry.divides_model]
+)
+def test_the_traffic_that_the_registry_tells_is_what_travels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of arrays that all divide evenly; a few numbers of the step travel besides."""
     monkeypatch.setattr(shards, "_LEAST", 1)
 
@@ -173,20 +215,36 @@ def test_an_objective_of_ones_own_counts_over_ranks_and_micro_batches(cpu_native
         logits = np.array(model(mx.array(batch.inputs))).reshape(-1, VOCABULARY)[batch.positions]
         right += int((logits.argmax(axis=-1) == batch.targets).sum())
     assert right > 0
-    plain = make_step(network(), SGD(0.1), SingleProcess(), StepOptions(cpu_native=cpu_native, compiled=False))(batches)
+    plain = make_step(
+        network(), SGD(0.1), SingleProcess(), StepOptions(cpu_native=cpu_native, compiled=False)
+    )(batches)
     alone = counted(SingleProcess(), batches)
     shares = [batches[:1], batches[1:]]
-    two: list[Any] = run_ranks(2, lambda communicator: counted(communicator, shares[communicator.rank]))
+    two: list[Any] = run_ranks(
+        2, lambda communicator: counted(communicator, shares[communicator.rank])
+    )
     for found in (alone, *two):
         assert found.further == (right,)
         assert found.loss_sum == pytest.approx(plain.loss_sum, rel=1e-5)
         assert found.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
 
 
-def test_its_metrics_are_reported_of_training_and_validation(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_its_metrics_are_reported_of_training_and_validation(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     objective = example("objective")["WithAccuracy"]()
-    options: dict[str, Any] = {"model": str(tiny_model), "data": str(tiny_data), "adapter_path": str(tmp_path / "run")}
-    options |= {"iters": 4, "steps_per_report": 2, "val_batches": 2, "learning_rate": 1e-3, "progress": False}
+    options: dict[str, Any] = {
+        "model": str(tiny_model),
+        "data": str(tiny_data),
+        "adapter_path": str(tmp_path / "run"),
+    }
+    options |= {
+        "iters": 4,
+        "steps_per_report": 2,
+        "val_batches": 2,
+        "learning_rate": 1e-3,
+        "progress": False,
+    }
     allhands.finetune(**options, objective=objective)
     history = read_metrics(tmp_path / "run")
     found = [report.metrics["accuracy"] for report in (*history.train, *history.valid)]

@@ -1,4 +1,6 @@
-"""Models cut into stages against mlx_lm's own: loss and gradients, each architecture that may be cut."""
+"""Models cut into stages against mlx_lm's own: loss and gradients, each architecture that may be
+cut.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def tokens_of(name: str) -> mx.array:
 
 
 def loss_of(logits: mx.array, tokens: mx.array) -> mx.array:
-    return nn.losses.cross_entropy(logits[:, :-1].astype(mx.float32), tokens[:, 1:], reduction="sum")
+    return nn.losses.cross_entropy(
+        logits[:, :-1].astype(mx.float32), tokens[:, 1:], reduction="sum"
+    )
 
 
 def flat(tree: Any) -> dict[str, mx.array]:
@@ -83,7 +87,9 @@ def in_stages(name: str, num_stages: int) -> tuple[mx.array, dict[str, mx.array]
     for stage, entered in zip(reversed(stages), reversed(given), strict=True):
         names, values = zip(*tree_flatten(stage.model.trainable_parameters()), strict=True)
 
-        def run(received: mx.array, *arrays: mx.array, stage: Stage = stage, names: Any = names) -> mx.array:
+        def run(
+            received: mx.array, *arrays: mx.array, stage: Stage = stage, names: Any = names
+        ) -> mx.array:
             stage.model.update(tree_unflatten(list(zip(names, arrays, strict=True))))
             with stage.computing(received):
                 if stage.blocks.is_last:
@@ -128,7 +134,9 @@ def test_a_stage_keeps_the_weights_of_its_blocks_alone() -> None:
     whole, first, last = names
     assert first | last == whole
     assert not first & last
-    assert {name for name in first if "embed" not in name} == {name for name in whole if ".layers.0." in name}
+    assert {name for name in first if "embed" not in name} == {
+        name for name in whole if ".layers.0." in name
+    }
 
 
 @pytest.mark.parametrize("split", [(3, 4), (6,), (0, 6), (2, 2, 2)])

@@ -1,6 +1,8 @@
-"""A step is one optimizer update wherever a run is told of; an iteration is one batch, as in mlx_lm's options.
+"""A step is one optimizer update wherever a run is told of; an iteration is one batch, as in
+mlx_lm's options.
 
-Ten batches of which four make an update, and the last update of two: what counts one for the other is seen.
+Ten batches of which four make an update, and the last update of two: what counts one for the other
+is seen.
 """
 
 from __future__ import annotations
@@ -28,7 +30,16 @@ BATCHES, OF_STEP = 10, 4
 ITERATIONS = [4, 8, 10]
 SETTINGS = [
     *("--batch-size", "4", "--grad-accumulation-steps", str(OF_STEP), "--learning-rate", "1e-3"),
-    *("--steps-per-report", "4", "--steps-per-eval", "5", "--save-every", "4", "--val-batches", "1"),
+    *(
+        "--steps-per-report",
+        "4",
+        "--steps-per-eval",
+        "5",
+        "--save-every",
+        "4",
+        "--val-batches",
+        "1",
+    ),
     *("--max-seq-length", "64", "--max-restarts", "1"),
 ]
 
@@ -47,8 +58,18 @@ class Trainings:
     root: Path
     console: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, name: str, ranks: int, *more: str, faults: list[dict[str, Any]] | None = None) -> Path:
-        words = ["train", "--train", "--model", str(self.model), "--data", str(self.data), *SETTINGS]
+    def __call__(
+        self, name: str, ranks: int, *more: str, faults: list[dict[str, Any]] | None = None
+    ) -> Path:
+        words = [
+            "train",
+            "--train",
+            "--model",
+            str(self.model),
+            "--data",
+            str(self.data),
+            *SETTINGS,
+        ]
         words += ["--adapter-path", str(self.root / name)]
         words += [] if "--iters" in more else ["--iters", str(BATCHES)]
         env: dict[str, str] = {}
@@ -82,8 +103,15 @@ def test_reports_count_updates_and_iterations(run: Path, trainings: Trainings) -
     started, ended = history.started, history.ended
     assert started is not None
     assert ended is not None
-    assert (started.step, started.total_steps, started.iteration, started.total_iterations) == (0, 3, 0, BATCHES)
-    assert [(one.step, one.iteration) for one in history.train] == list(zip([1, 2, 3], ITERATIONS, strict=True))
+    assert (started.step, started.total_steps, started.iteration, started.total_iterations) == (
+        0,
+        3,
+        0,
+        BATCHES,
+    )
+    assert [(one.step, one.iteration) for one in history.train] == list(
+        zip([1, 2, 3], ITERATIONS, strict=True)
+    )
     # Every five batches: with the update that completes them.
     assert [(one.step, one.iteration) for one in history.valid] == [(0, 0), (2, 8), (3, 10)]
     assert history.saved[-1].step == 3
@@ -101,7 +129,9 @@ def test_a_rate_times_its_time_is_what_was_done(run: Path) -> None:
     spent = 0.0
     for report in history.train:  # one a step
         assert report.iteration is not None
-        assert report.iterations_per_s * report.step_time_s == pytest.approx(report.iteration - before)
+        assert report.iterations_per_s * report.step_time_s == pytest.approx(
+            report.iteration - before
+        )
         trained = report.trained_tokens - tokens
         assert report.trained_tokens_per_s * report.step_time_s == pytest.approx(trained, rel=1e-6)
         assert report.compute_s + report.comm_s + report.data_wait_s <= report.step_time_s * 1.001
@@ -158,7 +188,14 @@ def test_who_reads_the_run_says_the_same(run: Path) -> None:
     assert summary is not None
     assert (summary.step, summary.total_steps) == (3, 3)
     told = tracked(history)
-    assert [(step, data["iteration"]) for step, data in told] == [(1, 4), (2, 8), (3, 10), (0, 0), (2, 8), (3, 10)]
+    assert [(step, data["iteration"]) for step, data in told] == [
+        (1, 4),
+        (2, 8),
+        (3, 10),
+        (0, 0),
+        (2, 8),
+        (3, 10),
+    ]
     rates = [data["iterations_per_second"] for _, data in told[:3]]
     assert rates == pytest.approx(
         [count / one.step_time_s for count, one in zip((4, 4, 2), history.train, strict=True)]
@@ -175,8 +212,23 @@ def test_who_reads_the_run_says_the_same(run: Path) -> None:
 
 
 def test_the_plan_counts_as_the_run_does(trainings: Trainings) -> None:
-    words = ["plan", "--model", str(trainings.model), "--data", str(trainings.data), *SETTINGS, "--iters", str(BATCHES)]
-    words += ["--device", "M1 Pro 32GB", "--json", "--adapter-path", str(trainings.root / "planned")]
+    words = [
+        "plan",
+        "--model",
+        str(trainings.model),
+        "--data",
+        str(trainings.data),
+        *SETTINGS,
+        "--iters",
+        str(BATCHES),
+    ]
+    words += [
+        "--device",
+        "M1 Pro 32GB",
+        "--json",
+        "--adapter-path",
+        str(trainings.root / "planned"),
+    ]
     done = run_allhands(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
@@ -187,13 +239,20 @@ def test_the_plan_counts_as_the_run_does(trainings: Trainings) -> None:
 
 
 def test_resumed_in_the_middle(run: Path, trainings: Trainings) -> None:
-    """From the checkpoint of step 2: the data go on with batch 8, and the end is the same bit for bit."""
+    """From the checkpoint of step 2: the data go on with batch 8, and the end is the same bit for
+    bit.
+    """
     name = f"resumed-{ranks_of(run)}"
     again = trainings(name, ranks_of(run), "--resume", str(run / "checkpoints" / "step-0000002"))
     history, whole = read_metrics(again), read_metrics(run)
     started = history.started
     assert started is not None
-    assert (started.step, started.iteration, started.total_steps, started.total_iterations) == (2, 8, 3, BATCHES)
+    assert (started.step, started.iteration, started.total_steps, started.total_iterations) == (
+        2,
+        8,
+        3,
+        BATCHES,
+    )
     assert "resumed     from step 2" in trainings.console[name]
     assert [(one.step, one.iteration, one.loss) for one in history.train] == [
         (one.step, one.iteration, one.loss) for one in whole.train
@@ -217,7 +276,9 @@ def test_more_batches_after_a_smaller_last_step(trainings: Trainings) -> None:
 def test_failures_on_purpose_and_restarts_count_steps(trainings: Trainings) -> None:
     plan = [{"rank": 1, "step": 2, "kind": "kill"}]
     run = trainings("killed", 2, faults=plan)
-    (note,) = [json.loads(path.read_text()) for path in (trainings.root / "killed.json.fired").iterdir()]
+    (note,) = [
+        json.loads(path.read_text()) for path in (trainings.root / "killed.json.fired").iterdir()
+    ]
     assert note["step"] == 2
     events = read_events(run)
     (restart,) = [one for one in events if one["kind"] == "restarting"]
@@ -228,13 +289,23 @@ def test_failures_on_purpose_and_restarts_count_steps(trainings: Trainings) -> N
     assert history.restarts[0][0] == restart["step"]
     assert history.ended is not None
     assert (history.ended.step, history.ended.iteration) == (3, BATCHES)
-    assert bits(run / "adapters.safetensors") == bits(trainings("undisturbed", 2) / "adapters.safetensors")
+    assert bits(run / "adapters.safetensors") == bits(
+        trainings("undisturbed", 2) / "adapters.safetensors"
+    )
 
 
 def test_a_failure_after_the_last_step_is_refused(trainings: Trainings) -> None:
     """Step 5 is none of three, although there are more batches."""
     (trainings.root / "late.json").write_text(json.dumps([{"rank": 0, "step": 5, "kind": "kill"}]))
-    words = ["train", "--train", "--model", str(trainings.model), "--data", str(trainings.data), *SETTINGS]
+    words = [
+        "train",
+        "--train",
+        "--model",
+        str(trainings.model),
+        "--data",
+        str(trainings.data),
+        *SETTINGS,
+    ]
     words += ["--iters", str(BATCHES), "--adapter-path", str(trainings.root / "late")]
     done = run_allhands(*words, env={"ALLHANDS_FAULTS": str(trainings.root / "late.json")})
     assert done.returncode == 2

@@ -1,4 +1,6 @@
-"""Ranks that divide the matrices of blocks against one process: gradients of every family, and whole trainings."""
+"""Ranks that divide the matrices of blocks against one process: gradients of every family, and
+whole trainings.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,33 @@ RANKS = Path(__file__).parents[1] / "support" / "tensor_ranks.py"
 DIVIDED = ("-n", "2", "--tp", "2")
 ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
 FAMILIES = [
-    *(("llama~tied", "full", "native"), ("llama", "lora", "plain"), ("llama", "quantised", "native")),
+    *(
+        ("llama~tied", "full", "native"),
+        ("llama", "lora", "plain"),
+        ("llama", "quantised", "native"),
+    ),
     *(("qwen2", "full", "plain"), ("qwen2~untied", "quantised", "native")),
-    *(("qwen3", "full", "native"), ("qwen3~wide heads", "lora", "native"), ("qwen3", "quantised", "plain")),
-    *(("qwen3_moe", "full", "plain"), ("qwen3_moe~yarn", "lora", "native"), ("qwen3_moe", "quantised", "native")),
-    *(("mixtral", "full", "native"), ("mixtral~linear", "quantised", "plain"), ("mixtral", "lora", "native")),
+    *(
+        ("qwen3", "full", "native"),
+        ("qwen3~wide heads", "lora", "native"),
+        ("qwen3", "quantised", "plain"),
+    ),
+    *(
+        ("qwen3_moe", "full", "plain"),
+        ("qwen3_moe~yarn", "lora", "native"),
+        ("qwen3_moe", "quantised", "native"),
+    ),
+    *(
+        ("mixtral", "full", "native"),
+        ("mixtral~linear", "quantised", "plain"),
+        ("mixtral", "lora", "native"),
+    ),
     ("mixtral", "full", "balanced"),
-    *(("gpt_oss", "full", "native"), ("gpt_oss~yarn", "lora", "plain"), ("gpt_oss", "quantised", "native")),
+    *(
+        ("gpt_oss", "full", "native"),
+        ("gpt_oss~yarn", "lora", "plain"),
+        ("gpt_oss", "quantised", "native"),
+    ),
     *(("deepseek_v2", "full", "native"), ("deepseek_v2~groups", "full", "plain")),
     *(("deepseek_v2", "quantised", "plain"), ("deepseek_v2~groups", "lora", "native")),
 ]
@@ -35,7 +57,11 @@ OTHERS = [
     ("gemma2", "full", "plain"),
     ("llama+", "quantised", "plain"),
 ]
-OF_FOUR = [("llama~tied", "full", "native"), ("deepseek_v2", "lora", "plain"), ("mixtral", "full", "plain")]
+OF_FOUR = [
+    ("llama~tied", "full", "native"),
+    ("deepseek_v2", "lora", "plain"),
+    ("mixtral", "full", "plain"),
+]
 
 
 def said_by(ranks: int, cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
@@ -56,15 +82,25 @@ def of_four() -> dict[tuple[str, str, str], Any]:
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
-def test_gradients_are_those_of_the_whole_model(of_two: dict[Any, Any], case: tuple[str, str, str]) -> None:
+def test_gradients_are_those_of_the_whole_model(
+    of_two: dict[Any, Any], case: tuple[str, str, str]
+) -> None:
     loss, gradients, squares = of_two[case]
-    assert (loss < 1e-6, gradients < 5e-6, squares < 2e-5) == (True, True, True), (loss, gradients, squares)
+    assert (loss < 1e-6, gradients < 5e-6, squares < 2e-5) == (True, True, True), (
+        loss,
+        gradients,
+        squares,
+    )
 
 
 @pytest.mark.parametrize("case", OF_FOUR[:2], ids=" ".join)
 def test_four_ranks_divide_a_model_too(of_four: dict[Any, Any], case: tuple[str, str, str]) -> None:
     loss, gradients, squares = of_four[case]
-    assert (loss < 1e-6, gradients < 5e-6, squares < 2e-5) == (True, True, True), (loss, gradients, squares)
+    assert (loss < 1e-6, gradients < 5e-6, squares < 2e-5) == (True, True, True), (
+        loss,
+        gradients,
+        squares,
+    )
 
 
 def test_every_family_is_compared() -> None:
@@ -72,8 +108,13 @@ def test_every_family_is_compared() -> None:
 
 
 def test_a_sum_that_is_left_out_is_noticed(of_two: dict[Any, Any]) -> None:
-    for case, name in ((OTHERS[0], "layers.0.self_attn.q_norm.weight"), (OTHERS[1], "q_proj.lora_a")):
-        assert of_two[case].startswith("NumericsError: the gradient of model.layers.0."), of_two[case]
+    for case, name in (
+        (OTHERS[0], "layers.0.self_attn.q_norm.weight"),
+        (OTHERS[1], "q_proj.lora_a"),
+    ):
+        assert of_two[case].startswith("NumericsError: the gradient of model.layers.0."), of_two[
+            case
+        ]
         assert name in of_two[case]
 
 
@@ -104,7 +145,9 @@ def alone(place: Path) -> Path:
     [
         pytest.param(("-n", "4", "--backend", "mpi", "--tp", "2"), id="two copies"),
         # Its kernels may have to be built, which takes a minute.
-        pytest.param(("-n", "2", "--tp", "2", "--compile", "on"), id="in a graph", marks=pytest.mark.long),
+        pytest.param(
+            ("-n", "2", "--tp", "2", "--compile", "on"), id="in a graph", marks=pytest.mark.long
+        ),
     ],
 )
 def test_ranks_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
@@ -117,11 +160,21 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, more: tuple[str, .
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        ("quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}', "--backend", "ring")),
+        (
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}', "--backend", "ring"),
+        ),
         (
             "model",
             (
-                *("--packing", "--isolate-documents", "--max-seq-length", "64", "--grad-accumulation-steps", "2"),
+                *(
+                    "--packing",
+                    "--isolate-documents",
+                    "--max-seq-length",
+                    "64",
+                    "--grad-accumulation-steps",
+                    "2",
+                ),
                 *("--grad-checkpoint", "--backend", "mpi"),
             ),
         ),

@@ -1,4 +1,6 @@
-"""Two ways of dividing at once, on four ranks, against one process: losses, norms, validation, weights, checkpoints."""
+"""Two ways of dividing at once, on four ranks, against one process: losses, norms, validation,
+weights, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,28 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "model", "more"),
     [
-        ("shard x tensor", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
-        ("pipe x tensor", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
-        ("pipe x shard", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        (
+            "shard x tensor",
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}'),
+        ),
+        (
+            "pipe x tensor",
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}'),
+        ),
+        (
+            "pipe x shard",
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}'),
+        ),
         # Some ranks have no row, or another number of micro-batches than the others.
         ("shard x tensor", "untied", ("--fine-tune-type", "full", "--batch-size", "1")),
-        ("pipe x shard", "untied", ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64")),
+        (
+            "pipe x shard",
+            "untied",
+            ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64"),
+        ),
         pytest.param(
             "pipe x shard",
             "untied",
@@ -58,8 +76,17 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
             ("--num-layers", "1", "--pp-schedule", "zb", "--compile", "on"),
             marks=pytest.mark.long,
         ),
-        pytest.param("pipe x shard", "model", ("--num-layers", "1", "--pp-split", "1,3"), marks=pytest.mark.long),
-        ("pipe x shard", "model", ("--fine-tune-type", "full", "--pp-schedule", "interleaved", "--reshard", "off")),
+        pytest.param(
+            "pipe x shard",
+            "model",
+            ("--num-layers", "1", "--pp-split", "1,3"),
+            marks=pytest.mark.long,
+        ),
+        (
+            "pipe x shard",
+            "model",
+            ("--fine-tune-type", "full", "--pp-schedule", "interleaved", "--reshard", "off"),
+        ),
         pytest.param(
             "pipe x tensor",
             "model",
@@ -72,11 +99,23 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
             ("--packing", "--isolate-documents", "--max-seq-length", "64"),
             marks=pytest.mark.long,
         ),
-        pytest.param("pipe x tensor", "model", ("--fine-tune-type", "full", "--compile", "on"), marks=pytest.mark.long),
-        pytest.param("pipe x shard", "model", ("--fine-tune-type", "full", "--compile", "on"), marks=pytest.mark.long),
+        pytest.param(
+            "pipe x tensor",
+            "model",
+            ("--fine-tune-type", "full", "--compile", "on"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "pipe x shard",
+            "model",
+            ("--fine-tune-type", "full", "--compile", "on"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
-def test_every_way_of_training_does(place: Path, way: str, model: str, more: tuple[str, ...]) -> None:
+def test_every_way_of_training_does(
+    place: Path, way: str, model: str, more: tuple[str, ...]
+) -> None:
     words = " ".join(more)
     one, other = f"one {words}"[:80], f"{way} {words}"[:80]
     if not (place / one).exists():
@@ -89,11 +128,17 @@ def _of_one(more: tuple[str, ...]) -> list[str]:
     """Options without those that only divided ranks have, and their values."""
     ours = ("--pp-schedule", "--pp-split", "--reshard")
     before = ("", *more[:-1])
-    return [word for word, last in zip(more, before, strict=True) if word not in ours and last not in ours]
+    return [
+        word
+        for word, last in zip(more, before, strict=True)
+        if word not in ours and last not in ours
+    ]
 
 
 def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
-    """Each goes on under another one, and as one process; what one process saved goes on under each."""
+    """Each goes on under another one, and as one process; what one process saved goes on under
+    each.
+    """
     train(place, "adam", *ADAM)
     train(place, "half", *ADAM, "--iters", "2")
     names = list(WAYS)
@@ -111,7 +156,9 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
             assert_same(place / "adam", place / run)
 
 
-@pytest.mark.parametrize("way", ["pipe x shard", pytest.param("shard x tensor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "way", ["pipe x shard", pytest.param("shard x tensor", marks=pytest.mark.long)]
+)
 def test_samples_are_those_of_one_process(place: Path, way: str) -> None:
     assert_same_samples(place, WAYS[way])
 
@@ -137,11 +184,16 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, w
         (("-n", "4", "--strategy", "pipeline", "--pp", "3", "--tp", "2"), "--pp 3 --tp 2"),
         (("-n", "2", "--strategy", "pipeline", "--tp", "2"), "--tp 2"),
         (("-n", "4", "--strategy", "fsdp", "--dp-shard", "4", "--tp", "2"), "--tp 2 --dp-shard 4"),
-        (("-n", "4", "--strategy", "pipeline", "--dp-shard", "2", "--optimizer", "muon"), "--dp-shard 2"),
+        (
+            ("-n", "4", "--strategy", "pipeline", "--dp-shard", "2", "--optimizer", "muon"),
+            "--dp-shard 2",
+        ),
         (("-n", "4", "--strategy", "pipeline", "--reshard", "off"), "--reshard"),
         (("-n", "4", "--strategy", "zero1", "--tp", "2"), "--tp 2"),
         (("-n", "4", "--strategy", "fsdp", "--cp", "2"), "--cp 2"),
     ],
 )
-def test_what_does_not_go_together_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    place: Path, more: tuple[str, ...], words: str
+) -> None:
     assert words in train(place, "refused", *more, code=2)

@@ -12,8 +12,29 @@ from trained import arrays, write_models
 
 from allhands.distributed.shards import Shards
 
-TWO = ("--train", "-n", "2", "--backend", "ring", "--optimizer", "adamw", "--iters", "2", "--num-layers", "-1")
-MORE = ("--lora-parameters", '{"rank": 64}', "--val-batches", "0", "--gradient-check", "off", "--log-level", "verbose")
+TWO = (
+    "--train",
+    "-n",
+    "2",
+    "--backend",
+    "ring",
+    "--optimizer",
+    "adamw",
+    "--iters",
+    "2",
+    "--num-layers",
+    "-1",
+)
+MORE = (
+    "--lora-parameters",
+    '{"rank": 64}',
+    "--val-batches",
+    "0",
+    "--gradient-check",
+    "off",
+    "--log-level",
+    "verbose",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +58,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--ep", "2", "--fine-tune-type", "full"), "mixture", 0.6),
     ],
 )
-def test_ranks_say_what_they_update(place: Path, way: tuple[str, ...], model: str, part: float | None) -> None:
+def test_ranks_say_what_they_update(
+    place: Path, way: tuple[str, ...], model: str, part: float | None
+) -> None:
     name = " ".join(way)
-    words = ("--model", place / model, "--data", place / "data", "--adapter-path", place / name, *way)
+    words = (
+        "--model",
+        place / model,
+        "--data",
+        place / "data",
+        "--adapter-path",
+        place / name,
+        *way,
+    )
     done = run_allhands("train", *TWO, *MORE, *words)
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if "chosen: optimizer: " in line)
     *own, every = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", line)[:2])
-    assert every == sum(array.size for array in arrays(place / name / "adapters.safetensors").values())
+    assert every == sum(
+        array.size for array in arrays(place / name / "adapters.safetensors").values()
+    )
     if part is None:
         assert not own
     else:

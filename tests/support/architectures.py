@@ -1,15 +1,21 @@
-"""A small configuration of our own for every architecture that mlx_lm has, and variants with settings of real models.
+"""A small configuration of our own for every architecture that mlx_lm has, and variants with
+settings of real models.
 
-The file beside this one has, for each module of ``mlx_lm.models``, configurations by name: the first, ``""``, is added
-to what all have in common, the others are added to that. Beside a model's own settings there are
+The file beside this one has, for each module of ``mlx_lm.models``, configurations by name: the
+first, ``""``, is added to what all have in common, the others are added to that. Beside a model's
+own settings there are
 
 - ``$text``: the architecture whose configuration is wrapped as ``text_config``;
-- ``$short``, ``$long``: the lengths of rows, alike where a row is computed otherwise if it is padded (by rotations that
-  depend on the length, and by phi3small, whose attention is not causal in mlx_lm);
+- ``$short``, ``$long``: the lengths of rows, alike where a row is computed otherwise if it is
+  padded (by rotations that depend on the length, and by phi3small, whose attention is not causal in
+  mlx_lm);
 - ``$keys``: the layers that get adapters, where not all can;
-- ``$beyond``: the ways of training that mlx_lm itself cannot compute, ``""`` for all, with the beginning of its error;
-- ``$refused``: what allhands refuses, a way, a form, or ``+`` for recomputation, with the beginning of its message;
-- ``$kinks``: where a gradient jumps, so that rounding alone can change it much: there weights may be drawn again.
+- ``$beyond``: the ways of training that mlx_lm itself cannot compute, ``""`` for all, with the
+  beginning of its error;
+- ``$refused``: what allhands refuses, a way, a form, or ``+`` for recomputation, with the beginning
+  of its message;
+- ``$kinks``: where a gradient jumps, so that rounding alone can change it much: there weights may
+  be drawn again.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ SHORT, LONG = (
     (13, 19),
     (153, 160),
 )  # tokens: more than any length or window in a configuration that does not say otherwise
-# Compared in `make test`: each computes something else otherwise than a Llama. The long tests compare all.
+# Compared in `make test`: each computes something else otherwise than a Llama. The long tests
+# compare all.
 SAMPLE = (
     "llama~dynamic",
     "gemma4_text",
@@ -54,9 +61,10 @@ class Architecture:
         long: tokens of each long row.
         keys: of the layers that get adapters; ``None``: all.
         kinks: where its gradient jumps, if anywhere.
-        beyond: ways of training that mlx_lm cannot compute, with the beginning of its error; all of them at ``""``.
-        refused: ways of training, forms, or ``+`` for recomputation, that allhands refuses, with the beginning of its
-            message.
+        beyond: ways of training that mlx_lm cannot compute, with the beginning of its error; all of
+            them at ``""``.
+        refused: ways of training, forms, or ``+`` for recomputation, that allhands refuses, with
+            the beginning of its message.
     """
 
     name: str
@@ -133,12 +141,16 @@ def named(patterns: Sequence[str]) -> list[str]:
 
 
 def installed() -> list[str]:
-    """The modules of the installed ``mlx_lm.models`` that have a model: told from their text, nothing is imported."""
+    """The modules of the installed ``mlx_lm.models`` that have a model: told from their text,
+    nothing is imported.
+    """
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None
     assert spec.origin is not None
     models = Path(spec.origin).parent / "models"
-    return sorted(path.stem for path in models.glob("*.py") if {"Model", "ModelArgs"} <= _defined(path))
+    return sorted(
+        path.stem for path in models.glob("*.py") if {"Model", "ModelArgs"} <= _defined(path)
+    )
 
 
 def _defined(path: Path) -> set[str]:

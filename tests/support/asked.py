@@ -1,4 +1,5 @@
-"""A program that answers questions until nobody asks any more, because its imports cost more than its answers.
+"""A program that answers questions until nobody asks any more, because its imports cost more than
+its answers.
 
 The other side of it is :func:`answer_all`, which needs the standard library alone.
 """
@@ -17,17 +18,28 @@ from typing import Any
 
 
 class Asked:
-    """``program`` under ``python``; a context manager. A question is a list of words, its answer any JSON."""
+    """``program`` under ``python``; a context manager. A question is a list of words, its answer
+    any JSON.
+    """
 
     def __init__(self, python: Path | str, program: Path) -> None:
         self._process = subprocess.Popen(
-            [python, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [python, program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
 
     def __enter__(self) -> Asked:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.kill()
         self._process.communicate()
 
@@ -45,7 +57,9 @@ class Asked:
 
 
 def answer_all(answer: Callable[..., Any]) -> None:
-    """Answer each question of standard input with a line; whatever else is printed goes to standard error."""
+    """Answer each question of standard input with a line; whatever else is printed goes to standard
+    error.
+    """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

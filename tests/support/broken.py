@@ -1,7 +1,8 @@
-"""A cluster to be broken: three computers with files, homes and firewalls of their own, and a person before them.
+"""A cluster to be broken: three computers with files, homes and firewalls of their own, and a
+person before them.
 
-``allhands cluster check`` examines them as it would for that person, remedies are typed as the person would type them,
-and after every test all is as it was.
+``allhands cluster check`` examines them as it would for that person, remedies are typed as the
+person would type them, and after every test all is as it was.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ _PASSWORD = "swordfish"
 _SHADOW = "$6$brokencluster$a8gmvXuO0tEccrGk5i/tFW../ufF4.n0IxoebPuktymjrYJmcR4tv6P5e61ybH9SVjSrEQ2Q7O2TVgydSCNDf/"
 _CHECK_S, _REPAIR_S, _UP_S = 240.0, 120.0, 10.0
 # What a person answers, by the end of the question.
-_ANSWERS = ((r"\(yes/no(/\[fingerprint\])?\)\? ?$", "yes"), (r"assword: ?$", _PASSWORD), (r"\[y/N\] $", "y"))
+_ANSWERS = (
+    (r"\(yes/no(/\[fingerprint\])?\)\? ?$", "yes"),
+    (r"assword: ?$", _PASSWORD),
+    (r"\[y/N\] $", "y"),
+)
 Told = tuple[str, str, tuple[str, ...]]
 
 
@@ -60,8 +65,8 @@ class Broken:
     """The computers, what a test does to them, and what is said about them.
 
     Attributes:
-        own: the directory of which every computer, and the person, has another one under the same name; in it are
-            ``home``, ``work``, ``model`` and ``data``.
+        own: the directory of which every computer, and the person, has another one under the same
+            name; in it are ``home``, ``work``, ``model`` and ``data``.
         entries: what stands in the hostfile about each computer; a test changes it.
         undo: what is done after the test.
         usual: what is found without a fault: what this very machine has too little of.
@@ -74,7 +79,7 @@ class Broken:
     undo: ExitStack = field(default_factory=ExitStack)
     usual: list[Told] = field(default_factory=list[Told])
 
-    # --- what is asked --------------------------------------------------------------------------------
+    # --- what is asked ----------------------------------------------------------------------------
 
     @property
     def work(self) -> Path:
@@ -109,8 +114,11 @@ class Broken:
         assert done.stderr == "", done.stderr
         return Answer(done.returncode, json.loads(done.stdout))
 
-    def finds(self, *expected: Told, options: Sequence[str] = (), named: Sequence[str] | None = None) -> list[str]:
-        """Assert that the command finds exactly this, and return the remedies and messages, alternating.
+    def finds(
+        self, *expected: Told, options: Sequence[str] = (), named: Sequence[str] | None = None
+    ) -> list[str]:
+        """Assert that the command finds exactly this, and return the remedies and messages,
+        alternating.
 
         The network is not measured; model and data are compared.
         """
@@ -130,7 +138,7 @@ class Broken:
         """Assert that nothing is wrong any more."""
         self.finds(options=options, named=named)
 
-    # --- what the person types ------------------------------------------------------------------------
+    # --- what the person types --------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
         """The person's."""
@@ -156,7 +164,7 @@ class Broken:
         assert not succeeds or code == 0, f"{command}\nended with code {code}:\n{shown}"
         return shown
 
-    # --- what is done to the computers ----------------------------------------------------------------
+    # --- what is done to the computers ------------------------------------------------------------
 
     def files(self, name: str) -> Path:
         """That computer's own directory, as it is seen from here."""
@@ -176,12 +184,22 @@ class Broken:
         if shutil.which("iptables", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
             pytest.skip("no iptables here: scripts/install_test_tools.sh")
         self.undo.callback(self.on, name, "iptables -F; iptables -t raw -F")
-        self.on(name, "; ".join(f"iptables -A {rule}" if rule[0] != "-" else f"iptables {rule}" for rule in rules))
+        self.on(
+            name,
+            "; ".join(
+                f"iptables -A {rule}" if rule[0] != "-" else f"iptables {rule}" for rule in rules
+            ),
+        )
 
     def join(self, first: str, second: str, device: str) -> tuple[str, str]:
-        """Lay a further cable between two computers, with an interface of that name at each; their addresses on it."""
+        """Lay a further cable between two computers, with an interface of that name at each; their
+        addresses on it.
+        """
         network = self.cluster.network.replace("10.77.", "10.78.").removesuffix("0/24")
-        ends = [(self.cluster.nodes[name].namespace, f"{network}{10 + i}") for i, name in enumerate((first, second))]
+        ends = [
+            (self.cluster.nodes[name].namespace, f"{network}{10 + i}")
+            for i, name in enumerate((first, second))
+        ]
         (one, _), (other, _) = ends
         _do(f"ip -n {one} link add {device} type veth peer name {device} netns {other}")
         self.undo.callback(_do, f"ip -n {one} link delete {device}")
@@ -202,7 +220,9 @@ class Broken:
         self.undo.callback(self.on, name, f"umount {place}")
         if used:
             # The last block does not fit any more where all is to be used.
-            self.on(name, f"dd if=/dev/zero of={place}/other bs=1M count={used} 2>/dev/null || true")
+            self.on(
+                name, f"dd if=/dev/zero of={place}/other bs=1M count={used} 2>/dev/null || true"
+            )
 
     def known_hosts(self) -> Path:
         """The person's, which their computers happen to share."""
@@ -214,7 +234,9 @@ class Broken:
         lines = path.read_text().splitlines()
         assert sum(line.startswith(f"{address} ") for line in lines) == 1
         kept = [line for line in lines if not line.startswith(f"{address} ")]
-        path.write_text("".join(f"{line}\n" for line in [*kept, *([f"{address} {another}"] if another else [])]))
+        path.write_text(
+            "".join(f"{line}\n" for line in [*kept, *([f"{address} {another}"] if another else [])])
+        )
 
     def other_key(self) -> str:
         """A public key that nobody has the other half of."""
@@ -241,7 +263,9 @@ class Broken:
 
 @contextmanager
 def broken_cluster(directory: Path, model: Path, data: Path) -> Iterator[Broken]:
-    """Three computers that are well; what even they lack is in ``usual``, which must not stop training."""
+    """Three computers that are well; what even they lack is in ``usual``, which must not stop
+    training.
+    """
     own, pristine = directory / "own", directory / "pristine"
     with namespaces(len(NAMES), directory, [own]) as cluster:
         shutil.copytree(model, pristine / "model")
@@ -253,8 +277,11 @@ def broken_cluster(directory: Path, model: Path, data: Path) -> Iterator[Broken]
         broken.afresh()
         _as_a_person_has_it(cluster, broken)
         answer = broken.check("--no-bench", *broken.trees)
-        # Whatever this very machine has too little of; one that is large and idle has enough of everything.
-        assert {check for _, check, _ in answer.told} <= {"memory", "disk", "limits"}, answer.findings
+        # Whatever this very machine has too little of; one that is large and idle has enough of
+        # everything.
+        assert {check for _, check, _ in answer.told} <= {"memory", "disk", "limits"}, (
+            answer.findings
+        )
         assert answer.code == 0
         broken.usual = answer.told
         yield broken
@@ -271,7 +298,11 @@ def _write_home(home: Path, directory: Path) -> None:
 def _write_programs(place: Path, directory: Path) -> None:
     """What a person has on every computer: ssh with its configuration, sudo, allhands."""
     ssh = f"exec {shutil.which('ssh')} -F {shlex.quote(str(directory / 'ssh_config'))}"
-    programs = {"ssh": ssh, "sudo": "exec", "allhands": f"exec {shlex.quote(sys.executable)} -m allhands"}
+    programs = {
+        "ssh": ssh,
+        "sudo": "exec",
+        "allhands": f"exec {shlex.quote(sys.executable)} -m allhands",
+    }
     place.mkdir()
     for name, words in programs.items():
         (place / name).write_text(f'#!/bin/sh\n{words} "$@"\n')
@@ -281,7 +312,9 @@ def _write_programs(place: Path, directory: Path) -> None:
 def _as_a_person_has_it(cluster: Cluster, broken: Broken) -> None:
     """ssh asks about unknown keys; there are homes with a profile, keys in them, and passwords."""
     config = cluster.directory / "ssh_config"
-    config.write_text(config.read_text().replace("StrictHostKeyChecking yes", "StrictHostKeyChecking ask"))
+    config.write_text(
+        config.read_text().replace("StrictHostKeyChecking yes", "StrictHostKeyChecking ask")
+    )
     home, shadow = broken.own / "home", cluster.directory / "shadow"
     shadow.write_text(f"root:{_SHADOW}:19000:0:99999:7:::\n")
     shadow.chmod(0o600)
@@ -294,7 +327,9 @@ def _as_a_person_has_it(cluster: Cluster, broken: Broken) -> None:
         node.login.write_text("\n".join(lines) + "\n")
         settings = cluster.directory / f"sshd-{name}.conf"
         text = re.sub(
-            r"(?m)^AuthorizedKeysFile .*", f"AuthorizedKeysFile {home}/.ssh/authorized_keys", settings.read_text()
+            r"(?m)^AuthorizedKeysFile .*",
+            f"AuthorizedKeysFile {home}/.ssh/authorized_keys",
+            settings.read_text(),
         )
         settings.write_text(text.replace("PasswordAuthentication no", "PasswordAuthentication yes"))
         broken.on(name, f"mount --bind {shlex.quote(str(shadow))} /etc/shadow")
@@ -307,7 +342,10 @@ def _as_a_person_has_it(cluster: Cluster, broken: Broken) -> None:
 def _wait_for_log(path: Path, words: str) -> None:
     """Until the server listens again after having said so."""
     deadline = time.monotonic() + _UP_S
-    while "Server listening" not in path.read_text().rpartition(words)[2] or words not in path.read_text():
+    while (
+        "Server listening" not in path.read_text().rpartition(words)[2]
+        or words not in path.read_text()
+    ):
         assert time.monotonic() < deadline, path.read_text()
         time.sleep(0.02)
 
@@ -335,4 +373,6 @@ def _do(command: str) -> str:
     argv = shlex.split(command)
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     env = {**os.environ, "PATH": path}
-    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=30, env=env).stdout
+    return subprocess.run(
+        argv, check=True, capture_output=True, text=True, timeout=30, env=env
+    ).stdout

@@ -1,7 +1,9 @@
-"""Collectives, groups and streams, as every rank of a group finds them: compared with one process that has all parts.
+"""Collectives, groups and streams, as every rank of a group finds them: compared with one process
+that has all parts.
 
-Run as a program on every rank, in a ring (see ``ring_ranks.run_ring``) or under mpirun: ``collective_ranks.py ring 2``.
-Prints a JSON object: for each case the largest error, in parts of the largest right number.
+Run as a program on every rank, in a ring (see ``ring_ranks.run_ring``) or under mpirun:
+``collective_ranks.py ring 2``. Prints a JSON object: for each case the largest error, in parts of
+the largest right number.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import allhands  # before MLX, for its BLAS
 import mlx.core as mx
 
 from allhands.distributed.backend import Communicator, MlxGroup, TwoStreamsError, connect, moved_to
-from allhands.distributed.collectives import all_max, gathered, received, replicated, scattered, sent, summed
+from allhands.distributed.collectives import (
+    all_max,
+    gathered,
+    received,
+    replicated,
+    scattered,
+    sent,
+    summed,
+)
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
@@ -44,14 +54,16 @@ def used(array: mx.array, rank: int) -> mx.array:
 
 
 def error(found: mx.array, right: mx.array) -> float:
-    """The largest difference, in parts of the largest right number; of other shapes or types infinite."""
+    """The largest difference, in parts of the largest right number; of other shapes or types
+    infinite.
+    """
     if found.shape != right.shape:
         return float("inf")
     found, right = found.astype(mx.float32), right.astype(mx.float32)
     return float((mx.abs(found - right).max() / mx.maximum(mx.abs(right).max(), 1e-6)).item())
 
 
-# --- each pair, of a group whose ranks have numbers 0 to n - 1 -----------------------------------------
+# --- each pair, of a group whose ranks have numbers 0 to n - 1 ------------------------------------
 
 
 def pair_replicated(group: Communicator, dtype: mx.Dtype) -> Case:
@@ -94,7 +106,10 @@ def pair_scattered(group: Communicator, dtype: mx.Dtype) -> Case:
 
     def one(parts: Arrays) -> mx.array:
         whole = sum((mx.tanh(part) for part in parts[1:]), mx.tanh(parts[0]))
-        return sum((used(whole[2 * rank : 2 * rank + 2], rank) for rank in range(group.size)), mx.array(0.0))
+        return sum(
+            (used(whole[2 * rank : 2 * rank + 2], rank) for rank in range(group.size)),
+            mx.array(0.0),
+        )
 
     every = [numbers(rank, (2 * group.size, 3), dtype) for rank in range(group.size)]
     return ours, every[group.rank], one, every
@@ -136,7 +151,7 @@ def pair_errors(group: Communicator, name: str, dtype: mx.Dtype, compiled: bool)
     return max(error(total, right_loss), error(gradient, right[place]))
 
 
-# --- a chain of stages ----------------------------------------------------------------------------------
+# --- a chain of stages ----------------------------------------------------------------------------
 
 
 def stage(x: mx.array, weight: mx.array) -> mx.array:
@@ -144,7 +159,9 @@ def stage(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def chain_error(group: Communicator, dtype: mx.Dtype, compiled: bool, rows: int = 6) -> float:
-    """Each rank computes a stage, gets its input from the one before and its gradient from the one after."""
+    """Each rank computes a stage, gets its input from the one before and its gradient from the one
+    after.
+    """
     width = 16
     rank, last = group.rank, group.size - 1
     given = numbers(50, (rows, width), dtype)
@@ -153,7 +170,9 @@ def chain_error(group: Communicator, dtype: mx.Dtype, compiled: bool, rows: int 
     def ours(weight: mx.array, anchor: mx.array) -> mx.array:
         x = given if rank == 0 else received(group, (rows, width), dtype, rank - 1, after=anchor)
         y = stage(x, weight)
-        return used(y, 1) if rank == last else mx.sum(0 * sent(group, y, rank + 1).astype(mx.float32))
+        return (
+            used(y, 1) if rank == last else mx.sum(0 * sent(group, y, rank + 1).astype(mx.float32))
+        )
 
     def one(weights: Arrays) -> mx.array:
         x = given.astype(mx.float32)
@@ -162,7 +181,9 @@ def chain_error(group: Communicator, dtype: mx.Dtype, compiled: bool, rows: int 
         return used(x, 1)
 
     function = mx.value_and_grad(ours, argnums=(0, 1))
-    loss, (gradient, anchored) = (mx.compile(function) if compiled else function)(weights[rank], mx.zeros((1,)))
+    loss, (gradient, anchored) = (mx.compile(function) if compiled else function)(
+        weights[rank], mx.zeros((1,))
+    )
     mx.eval(loss, gradient, anchored)
     right_loss, right = mx.value_and_grad(one)([weight.astype(mx.float32) for weight in weights])
     total = group.all_sum(loss.astype(mx.float32))
@@ -171,7 +192,7 @@ def chain_error(group: Communicator, dtype: mx.Dtype, compiled: bool, rows: int 
     return max(error(total, right_loss), error(gradient, right[rank]))
 
 
-# --- groups along axes ------------------------------------------------------------------------------------
+# --- groups along axes ----------------------------------------------------------------------------
 
 
 def shapes_of(size: int) -> Iterator[dict[str, int]]:
@@ -179,11 +200,17 @@ def shapes_of(size: int) -> Iterator[dict[str, int]]:
     yield {}
     yield {"data": 1, "tensor": size}
     if size == 4:
-        yield from ({"data": 2, "tensor": 2}, {"data": 2, "context": 2}, {"shard": 2, "tensor": 2, "data": 1})
+        yield from (
+            {"data": 2, "tensor": 2},
+            {"data": 2, "context": 2},
+            {"shard": 2, "tensor": 2, "data": 1},
+        )
 
 
 def group_errors(world: Communicator) -> Iterator[tuple[str, float]]:
-    """Of sums and gatherings along each axis: with what each member brings, which any process can compute."""
+    """Of sums and gatherings along each axis: with what each member brings, which any process can
+    compute.
+    """
     for sizes in shapes_of(world.size):
         mesh = Mesh(world.rank, world.size, **sizes)
         for axes in (("data",), ("tensor",), ("context",), ("data", "shard"), ("data", "tensor")):
@@ -197,14 +224,20 @@ def group_errors(world: Communicator) -> Iterator[tuple[str, float]]:
                 right = sum(every[1:], every[0])
                 yield f"sum {name} {dtype}", error(group.all_sum(mine), right)
                 if shape:
-                    yield f"gather {name} {dtype}", error(group.all_gather(mine), mx.concatenate(every))
+                    yield (
+                        f"gather {name} {dtype}",
+                        error(group.all_gather(mine), mx.concatenate(every)),
+                    )
             # What is not finite stays within its group.
             spoilt = mx.full((2,), float("nan") if world.rank == 0 else 1.0)
             clean = bool(mx.isfinite(group.all_sum(spoilt)).all().item())
             yield f"nan {name}", float(clean != (0 not in members))
             if 1 < group.size < world.size:
                 for pair in PAIRS:
-                    yield f"pair {pair} {name}", pair_errors(group, pair, mx.float32, compiled=False)
+                    yield (
+                        f"pair {pair} {name}",
+                        pair_errors(group, pair, mx.float32, compiled=False),
+                    )
 
 
 def pipelines_error(world: Communicator) -> Iterator[tuple[str, float]]:
@@ -221,7 +254,7 @@ def pipelines_error(world: Communicator) -> Iterator[tuple[str, float]]:
         yield "unlike stages", float(refused != (world.backend == "ring"))
 
 
-# --- one stream ---------------------------------------------------------------------------------------------
+# --- one stream -----------------------------------------------------------------------------------
 
 
 def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
@@ -262,18 +295,29 @@ def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
     with mx.stream(other):
         second = world.all_sum(2 * mine)
     mx.eval(first, second)
-    yield "default", max(error(first, mx.full((200_000,), right)), error(second, mx.full((200_000,), 2 * right)))
+    yield (
+        "default",
+        max(
+            error(first, mx.full((200_000,), right)), error(second, mx.full((200_000,), 2 * right))
+        ),
+    )
     # A person's streams: one after the other, lazy or not.
     streams = [mx.new_stream(mx.cpu) for _ in range(3)]
     means = [
-        allhands.average_gradients({"a": factor * mine}, world.group, communication_stream=stream, num_tokens=tokens)
+        allhands.average_gradients(
+            {"a": factor * mine}, world.group, communication_stream=stream, num_tokens=tokens
+        )
         for factor, (stream, tokens) in enumerate(product(streams, (None, mx.array(3))), 1)
     ]
     first = world.all_sum(mine)
     mx.eval(first, means)
-    found = [error(mean["a"], mx.full((200_000,), k * right / size)) for k, mean in enumerate(means, 1)]
+    found = [
+        error(mean["a"], mx.full((200_000,), k * right / size)) for k, mean in enumerate(means, 1)
+    ]
     yield "of a person", max(*found, error(first, mx.full((200_000,), right)))
-    compiled = mx.compile(lambda x: allhands.average_gradients({"a": x}, world.group, 0, other)["a"])
+    compiled = mx.compile(
+        lambda x: allhands.average_gradients({"a": x}, world.group, 0, other)["a"]
+    )
     try:
         compiled(mine)
         yield "compiled", 1.0
@@ -286,11 +330,13 @@ def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
     yield "after the move", refused(lambda: MlxGroup(world.group, world.backend, streams[0]))
 
 
-# --- MLX's own rules ------------------------------------------------------------------------------------------
+# --- MLX's own rules ------------------------------------------------------------------------------
 
 
 def rules_of_mlx(world: MlxGroup) -> Iterator[tuple[str, float]]:
-    """How wrong MLX's own gradients are where ours are right; 0 would say that ours are needed no more."""
+    """How wrong MLX's own gradients are where ours are right; 0 would say that ours are needed no
+    more.
+    """
     group = world.group
     theirs: dict[str, Any] = {
         "gathered": lambda x: used(mx.distributed.all_gather(x * x, group=group), world.rank),
@@ -299,9 +345,14 @@ def rules_of_mlx(world: MlxGroup) -> Iterator[tuple[str, float]]:
     for name, loss in theirs.items():
         _, mine, one, every = PAIRS[name](world, mx.float32)
         yield f"mlx {name}", error(mx.grad(loss)(mine), mx.grad(one)(every)[world.rank])
-    for name, function in (("scattered", mx.distributed.sum_scatter), ("sent", partial(mx.distributed.send, dst=0))):
+    for name, function in (
+        ("scattered", mx.distributed.sum_scatter),
+        ("sent", partial(mx.distributed.send, dst=0)),
+    ):
         try:
-            mx.grad(lambda x, function=function: mx.sum(function(x, group=group)))(mx.ones((world.size,)))
+            mx.grad(lambda x, function=function: mx.sum(function(x, group=group)))(
+                mx.ones((world.size,))
+            )
             yield f"mlx {name}", 0.0
         except (RuntimeError, ValueError):
             yield f"mlx {name}", 1.0

@@ -21,10 +21,11 @@ from allhands.config.aliases import canonical_flag
 def call_allhands(
     *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What ``tiny.run_allhands`` does without the second or two in which a process imports everything.
+    """What ``tiny.run_allhands`` does without the second or two in which a process imports
+    everything.
 
-    For commands that start no processes and are no rank, which would end this process. What would be a traceback there
-    is an exception here.
+    For commands that start no processes and are no rank, which would end this process. What would
+    be a traceback there is an exception here.
     """
     words = [str(argument) for argument in arguments]
     with ExitStack() as stack:
@@ -63,7 +64,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
         if hasattr(command, "commands"):
             context = command.context_class(command, parent=context, info_name=name)
     context = command.make_context(names[-1], rest, parent=context)
-    return " ".join(names), {name: value for name, value in context.params.items() if value is not None}
+    return " ".join(names), {
+        name: value for name, value in context.params.items() if value is not None
+    }
 
 
 def changed(fixed: Sequence[str | Path], more: Sequence[str | Path]) -> list[str | Path]:
@@ -72,7 +75,11 @@ def changed(fixed: Sequence[str | Path], more: Sequence[str | Path]) -> list[str
     def name_of(word: str | Path) -> str:
         name = str(word).partition("=")[0]
         flag = _SHORT.get(name, name)
-        return canonical_flag(flag[2:]).removeprefix("no-") if flag.startswith("--") and len(flag) > 2 else ""
+        return (
+            canonical_flag(flag[2:]).removeprefix("no-")
+            if flag.startswith("--") and len(flag) > 2
+            else ""
+        )
 
     given = {name for word in more if (name := name_of(word))}
     result: list[str | Path] = []
@@ -101,5 +108,7 @@ def verbs() -> Iterator[tuple[str, Any]]:
 
 @cache
 def _whole_command() -> Any:
-    """``allhands`` with all verbs: made once, because that takes five times as long as to parse a line."""
+    """``allhands`` with all verbs: made once, because that takes five times as long as to parse a
+    line.
+    """
     return typer.main.get_command(make_app())

@@ -11,7 +11,10 @@ from allhands.cluster.doctor.findings import Finding
 
 GB = 10**9
 VERSIONS = {"allhands": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
-MODEL = (File(name="config.json", size=700, sha256="c"), File(name="model.safetensors", size=8 * GB, sha256="m"))
+MODEL = (
+    File(name="config.json", size=700, sha256="c"),
+    File(name="model.safetensors", size=8 * GB, sha256="m"),
+)
 DATA = (File(name="train.jsonl", size=5000, sha256="t"),)
 
 
@@ -34,22 +37,39 @@ def facts(number: int = 1, **changes: Any) -> HostFacts:
             "boot_id": f"b{number}",
             "network_id": "net:[1]",
         },
-        "python": {"python_version": "3.11.7", "python_path": "/env/bin/python", "versions": VERSIONS},
+        "python": {
+            "python_version": "3.11.7",
+            "python_path": "/env/bin/python",
+            "versions": VERSIONS,
+        },
         "processor": {"model": "a processor", "count": 2, "usable": 2},
         "memory": {"total": 32 * GB, "free": 24 * GB},
         "limits": {"files": 65536, "locked": None},
         "disks": [disk(role) for role in ("work", "adapter", "temporary")],
         "mpi": {"path": "/env/bin/mpirun", "version": "5.0.8"},
-        "interfaces": [interface("lo", "127.0.0.1", kind="loopback"), interface(ip=f"10.0.0.{number}")],
-        "routes": [{"ip": f"10.0.0.{i}", "interface": "eth0", "source": f"10.0.0.{number}"} for i in range(1, 5)],
+        "interfaces": [
+            interface("lo", "127.0.0.1", kind="loopback"),
+            interface(ip=f"10.0.0.{number}"),
+        ],
+        "routes": [
+            {"ip": f"10.0.0.{i}", "interface": "eth0", "source": f"10.0.0.{number}"}
+            for i in range(1, 5)
+        ],
     }
     return HostFacts.model_validate({**content, **changes})
 
 
 def mac_facts(number: int = 1, **changes: Any) -> HostFacts:
-    """What a healthy Mac tells: a Thunderbolt cable on en2 beside the Wi-Fi, kept awake, its display off."""
+    """What a healthy Mac tells: a Thunderbolt cable on en2 beside the Wi-Fi, kept awake, its
+    display off.
+    """
     content: dict[str, Any] = {
-        "system": {"system": "Darwin", "machine": "arm64", "boot_id": f"b{number}", "machine_id": ""},
+        "system": {
+            "system": "Darwin",
+            "machine": "arm64",
+            "boot_id": f"b{number}",
+            "machine_id": "",
+        },
         "gpus": [{"kind": "metal", "name": "Apple M4 Max", "memory": 64 * GB, "free": 48 * GB}],
         "memory": {"total": 64 * GB, "free": 48 * GB},
         "mac": {"sleep_minutes": 0, "displays_on": 0, "firewall": False},
@@ -66,10 +86,23 @@ def mac_facts(number: int = 1, **changes: Any) -> HostFacts:
 
 def disk(role: str, free: int = 500 * GB, error: str | None = None) -> dict[str, Any]:
     """Where files of a role go."""
-    return {"role": role, "path": ".", "place": f"/{role}", "total": 10**12, "free": free, "device": 1, "error": error}
+    return {
+        "role": role,
+        "path": ".",
+        "place": f"/{role}",
+        "total": 10**12,
+        "free": free,
+        "device": 1,
+        "error": error,
+    }
 
 
-def tree(role: str = "model", files: tuple[File, ...] = MODEL, path: str | None = "/models/m", **more: Any) -> Tree:
+def tree(
+    role: str = "model",
+    files: tuple[File, ...] = MODEL,
+    path: str | None = "/models/m",
+    **more: Any,
+) -> Tree:
     """A copy of the model, or of the data."""
     return Tree.model_validate({"role": role, "source": "m", "path": path, "files": files, **more})
 
@@ -108,7 +141,9 @@ def _pairs(hosts: tuple[HostReport, ...]) -> list[tuple[HostReport, HostReport]]
 
 def reach(source: str, target: str, ip: str, outcome: str = "ok", ms: float | None = 0.2) -> Reach:
     """What came of connecting."""
-    return Reach.model_validate({"source": source, "target": target, "ip": ip, "outcome": outcome, "ms": ms})
+    return Reach.model_validate(
+        {"source": source, "target": target, "ip": ip, "outcome": outcome, "ms": ms}
+    )
 
 
 def with_outcomes(found: Cluster, outcomes: dict[tuple[str, str], str]) -> Cluster:
@@ -130,5 +165,7 @@ def told(found: Cluster) -> list[tuple[str, str, tuple[str, ...]]]:
 def only(found: Cluster) -> Finding:
     """The one finding that there is."""
     findings = findings_of(found)
-    assert len(findings) == 1, [(finding.check, finding.hosts, finding.message) for finding in findings]
+    assert len(findings) == 1, [
+        (finding.check, finding.hosts, finding.message) for finding in findings
+    ]
     return findings[0]

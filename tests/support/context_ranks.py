@@ -1,7 +1,9 @@
-"""A rank that computes its token positions of rows, beside the others, and compares with mlx_lm's model of one process.
+"""A rank that computes its token positions of rows, beside the others, and compares with mlx_lm's
+model of one process.
 
-Started once for each rank: back-end, number of ranks, file, architectures. Writes the errors of each as JSON; instead
-of an architecture's name, ``memory=T`` measures a row of T tokens, and ``seconds=T`` the time of its attention.
+Started once for each rank: back-end, number of ranks, file, architectures. Writes the errors of
+each as JSON; instead of an architecture's name, ``memory=T`` measures a row of T tokens, and
+``seconds=T`` the time of its attention.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def batch_of(size: int, *, documents: bool) -> MicroBatch:
     return MicroBatch(*parts, documents=numbers if documents else None)
 
 
-def gradient(model: Any, objective: Objective, batch: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
+def gradient(
+    model: Any, objective: Objective, batch: MicroBatch
+) -> tuple[mx.array, dict[str, mx.array]]:
     sums = objective.sums(model, cpu_native=False)
     arrays = map(mx.array, objective.values(batch))
     loss, grads = nn.value_and_grad(model, lambda *arrays: sums(*arrays)[0])(*arrays)
@@ -74,7 +78,9 @@ def gradient(model: Any, objective: Objective, batch: MicroBatch) -> tuple[mx.ar
 
 
 def apart(one: Mapping[str, mx.array], other: Mapping[str, mx.array]) -> float:
-    """The largest relative difference of an array's gradient; what is little beside the others' counts less."""
+    """The largest relative difference of an array's gradient; what is little beside the others'
+    counts less.
+    """
     largest = max(mx.linalg.norm(each).item() for each in one.values())
     return max(
         (mx.linalg.norm(array - other[key]) / (mx.linalg.norm(array) + 1e-2 * largest)).item()
@@ -83,7 +89,9 @@ def apart(one: Mapping[str, mx.array], other: Mapping[str, mx.array]) -> float:
 
 
 def errors(communicator: Communicator, name: str, *, documents: bool) -> dict[str, float]:
-    """Relative errors of loss and gradients, and what rounding alone changes in one process, row by row."""
+    """Relative errors of loss and gradients, and what rounding alone changes in one process, row by
+    row.
+    """
     model, size = model_of(name)
     check_rows(model)
     batch = batch_of(size, documents=documents)
@@ -98,7 +106,12 @@ def errors(communicator: Communicator, name: str, *, documents: bool) -> dict[st
 
 def memory(communicator: Communicator, width: int) -> dict[str, float]:
     """Bytes that a pass over one row of this width takes at most, beside model and gradients."""
-    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "intermediate_size": 512, "num_attention_heads": 6}
+    sizes = {
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 6,
+    }
     config = {**architecture("llama").config, **sizes, "num_key_value_heads": 2, "head_dim": 32}
     module, args = _get_classes(config)
     model: Any = module(args.from_dict(config))
@@ -126,7 +139,9 @@ def memory(communicator: Communicator, width: int) -> dict[str, float]:
 def seconds(size: int, width: int) -> dict[str, float]:
     """Processor time of attention for each rank's pieces, which no other process is asked for."""
     random = np.random.default_rng(0)
-    q, k = (mx.array(random.normal(size=(1, width, heads * 64)).astype(np.float32)) for heads in (4, 2))
+    q, k = (
+        mx.array(random.normal(size=(1, width, heads * 64)).astype(np.float32)) for heads in (4, 2)
+    )
     cosines, sines = (np.asarray(turn(mx.random.normal((width, 32)))) for turn in (mx.cos, mx.sin))
     found: dict[str, float] = {}
     for rank in range(size):

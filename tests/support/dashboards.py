@@ -27,7 +27,9 @@ class Dashboard:
         self, path: str, *, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, str, dict[str, str]]:
         """Status, body and headers of the answer; what is refused is an answer as well."""
-        request = urllib.request.Request(self.address + path.lstrip("/"), method=method, headers=headers or {})
+        request = urllib.request.Request(
+            self.address + path.lstrip("/"), method=method, headers=headers or {}
+        )
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return answer.status, answer.read().decode(), dict(answer.headers)
@@ -44,12 +46,18 @@ class Dashboard:
 def dashboard(root: Path, *options: str) -> Iterator[Dashboard]:
     """Start it on a free port, and end it."""
     command = [sys.executable, "-m", "allhands", "dashboard", str(root), "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             found = re.fullmatch(r"dashboard: (http://\S+?/)(?:\?token=(\S+))?\n", line)
-            assert found, (line, process.poll(), process.stderr.read() if process.poll() is not None else "")
+            assert found, (
+                line,
+                process.poll(),
+                process.stderr.read() if process.poll() is not None else "",
+            )
             yield Dashboard(found[1], found[2], process)
         finally:
             process.terminate()

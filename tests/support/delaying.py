@@ -1,6 +1,8 @@
-"""A cable with a delay, for kernels without netem: frames of either end come out of the other some time later.
+"""A cable with a delay, for kernels without netem: frames of either end come out of the other some
+time later.
 
-As a program: ``delaying.py FIRST SECOND SECONDS``, of two network interfaces; it ends when one of them does.
+As a program: ``delaying.py FIRST SECOND SECONDS``, of two network interfaces; it ends when one of
+them does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections import deque
 from contextlib import suppress
 
 _PACKET_OUTGOING = 4
-# linux/if_packet.h: the header of 10 bytes that large or unfinished frames need to be passed on as they are.
+# linux/if_packet.h: the header of 10 bytes that large or unfinished frames need to be passed on as
+# they are.
 _SOL_PACKET, _PACKET_VNET_HDR, _ALL = 263, 15, 3
 _LARGEST = 1 << 17
 
@@ -30,7 +33,9 @@ def _open(name: str) -> socket.socket:
 def relay(first: str, second: str, delay_s: float) -> None:
     """Pass frames on until an interface is gone."""
     ends = [_open(first), _open(second)]
-    waiting: deque[tuple[float, int, bytes]] = deque()  # in the order of their times, which are all as far away
+    waiting: deque[tuple[float, int, bytes]] = (
+        deque()
+    )  # in the order of their times, which are all as far away
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         ready, _, _ = select.select(ends, [], [], left)

@@ -1,9 +1,11 @@
-"""A rank that divides the experts of small models with the others, and compares gradients with mlx_lm's own model.
+"""A rank that divides the experts of small models with the others, and compares gradients with
+mlx_lm's own model.
 
-The first argument is a JSON list of cases ``[architecture, way, form]``; a second one is the number of ranks of a
-group. All ranks print the same list: for each case how far loss, gradients and the sum of their squares are from those
-of the whole model for the rows of all ranks, which part of the numbers of experts is here, and the bytes sent by what
-they should be if all ranks are one group; or what was refused.
+The first argument is a JSON list of cases ``[architecture, way, form]``; a second one is the number
+of ranks of a group. All ranks print the same list: for each case how far loss, gradients and the
+sum of their squares are from those of the whole model for the rows of all ranks, which part of the
+numbers of experts is here, and the bytes sent by what they should be if all ranks are one group; or
+what was refused.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def micro_batches(rank: int, form: str) -> list[MicroBatch]:
         tokens = random.integers(0, 60, (rows, width + 1)).astype(np.int32)
         positions = np.arange(rows * width, dtype=np.int32)
         examples = np.arange(rows, dtype=np.int32)
-        found.append(MicroBatch(tokens[:, :-1], positions, tokens[:, 1:].reshape(-1), rows * width, examples))
+        found.append(
+            MicroBatch(tokens[:, :-1], positions, tokens[:, 1:].reshape(-1), rows * width, examples)
+        )
     return found
 
 
@@ -63,7 +67,9 @@ def of_whole(model: Any, batches: list[MicroBatch]) -> tuple[float, dict[str, mx
         def loss(batch: MicroBatch = batch) -> mx.array:
             logits = model(mx.array(batch.inputs)).astype(mx.float32)
             targets = mx.array(batch.targets)
-            return nn.losses.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="sum")
+            return nn.losses.cross_entropy(
+                logits.reshape(len(targets), -1), targets, reduction="sum"
+            )
 
         value, grads = nn.value_and_grad(model, loss)()
         named = dict(tree_flatten(grads))
@@ -74,14 +80,18 @@ def of_whole(model: Any, batches: list[MicroBatch]) -> tuple[float, dict[str, mx
 
 
 def compared(world: Communicator, each: int, name: str, way: str, form: str) -> Any:
-    """How far loss, gradients and squares are from the whole model's, and the share of the experts' numbers here."""
+    """How far loss, gradients and squares are from the whole model's, and the share of the experts'
+    numbers here.
+    """
     whole, model = model_of(name, way), model_of(name, way)
     if form == "balanced":
         assert balance_experts(whole, 0.5) == balance_experts(model, 0.5) > 0
     everything = [batch for rank in range(world.size) for batch in micro_batches(rank, form)]
     expected_loss, expected = of_whole(whole, everything)
     mesh = Mesh(world.rank, world.size, expert=each)
-    experts = divide_experts(model, *(along(world, mesh, axis, alike=True) for axis in ("expert", "data")))
+    experts = divide_experts(
+        model, *(along(world, mesh, axis, alike=True) for axis in ("expert", "data"))
+    )
     native = form == "native"
     if native:
         apply_passes(model, PassContext(detect(), "train", at_once=True, longest=80))
@@ -102,11 +112,19 @@ def compared(world: Communicator, each: int, name: str, way: str, form: str) -> 
     told = [abs(loss - expected_loss) / expected_loss, max(apart.values())]
     told.append(abs(reduced.squares.item() - squares) / squares)
     worst = np.array(world.all_gather(mx.array(told)[None])).max(axis=0).tolist()
-    return [*worst, held(model) / held(whole), sent / costed(whole, expected, experts, world.size, form)]
+    return [
+        *worst,
+        held(model) / held(whole),
+        sent / costed(whole, expected, experts, world.size, form),
+    ]
 
 
-def costed(whole: Any, expected: dict[str, mx.array], experts: Experts, size: int, form: str) -> int:
-    """The bytes that a rank sends in a step by the costs of the strategy, where all ranks are one group."""
+def costed(
+    whole: Any, expected: dict[str, mx.array], experts: Experts, size: int, form: str
+) -> int:
+    """The bytes that a rank sends in a step by the costs of the strategy, where all ranks are one
+    group.
+    """
     lengths = [[batch.inputs.size for batch in micro_batches(rank, form)] for rank in range(size)]
     filled = sum(size * max(each) for each in zip_longest(*lengths, fillvalue=0))
     width = whole.args.hidden_size
@@ -119,7 +137,9 @@ def costed(whole: Any, expected: dict[str, mx.array], experts: Experts, size: in
 def held(model: Any) -> int:
     """Numbers of the experts' arrays in a model, as they are stored."""
     return sum(
-        array.size for path, array in tree_flatten(model.parameters()) if ".experts." in path or "switch" in path
+        array.size
+        for path, array in tree_flatten(model.parameters())
+        if ".experts." in path or "switch" in path
     )
 
 

@@ -1,4 +1,6 @@
-"""Runs that are made to fail on purpose: how they are started, what they leave, and what must not be left of them."""
+"""Runs that are made to fail on purpose: how they are started, what they leave, and what must not
+be left of them.
+"""
 
 from __future__ import annotations
 
@@ -86,19 +88,27 @@ class Footprint:
             with contextlib.suppress(psutil.Error):
                 run_dir = process.environ().get("ALLHANDS_RUN_DIR")
                 directories |= {Path(run_dir), Path(run_dir).parent} if run_dir else set()
-                ports |= {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+                ports |= {
+                    c.laddr.port
+                    for c in process.net_connections("inet")
+                    if c.status == psutil.CONN_LISTEN
+                }
         return cls(frozenset(directories), frozenset(ports), frozenset(found))
 
     def assert_gone(self) -> None:
         """Nothing of it may be left."""
         left = [path for path in self.directories if path.exists()]
         assert not left, left
-        listening = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        listening = {
+            c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        }
         assert not self.ports & listening, self.ports & listening
 
 
 def share_compiled(temporary: Path) -> None:
-    """Let runs with a directory for temporary files of their own find what MLX has compiled for others: seconds."""
+    """Let runs with a directory for temporary files of their own find what MLX has compiled for
+    others: seconds.
+    """
     usual = Path(tempfile.gettempdir(), "mlx")
     usual.mkdir(exist_ok=True)
     (temporary / "mlx").symlink_to(usual)
@@ -110,7 +120,8 @@ def files_left(temporary: Path) -> list[str]:
 
 
 class Bench:
-    """Starts runs on one tiny model; each in a directory of its own, which stands in all its command lines.
+    """Starts runs on one tiny model; each in a directory of its own, which stands in all its
+    command lines.
 
     Args:
         directory: for what should be kept; temporary files go elsewhere, under a short path.
@@ -129,7 +140,9 @@ class Bench:
 
 
 class Trial:
-    """One run, over all its starts; a context that ends what is left of it and checks that nothing was."""
+    """One run, over all its starts; a context that ends what is left of it and checks that nothing
+    was.
+    """
 
     def __init__(self, bench: Bench, name: str) -> None:
         self._bench = bench
@@ -167,7 +180,16 @@ class Trial:
             *("train", "--train", "-n", str(ranks), "--backend", "ring"),
             *("--model", self._bench.model, "--data", self._bench.data, "--adapter-path", self.out),
             *("--iters", str(iters), "--save-every", str(SAVE_EVERY), "--steps-per-report", "1"),
-            *("--steps-per-eval", "10", "--val-batches", "1", "--learning-rate", "1e-3", "--lora-parameters", LORA),
+            *(
+                "--steps-per-eval",
+                "10",
+                "--val-batches",
+                "1",
+                "--learning-rate",
+                "1e-3",
+                "--lora-parameters",
+                LORA,
+            ),
             *("--max-restarts", "20"),
         ]
         return changed(fixed, more)
@@ -195,17 +217,21 @@ class Trial:
         return job
 
     def strays(self) -> list[psutil.Process]:
-        """Living processes that know this run's directory, or its temporary one, by argument or variable."""
+        """Living processes that know this run's directory, or its temporary one, by argument or
+        variable.
+        """
         marks = (self.token, str(self.temporary))
         found: list[psutil.Process] = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 texts = [*process.cmdline(), *process.environ().values()]
-                if process.status() != psutil.STATUS_ZOMBIE and any(mark in text for text in texts for mark in marks):
+                if process.status() != psutil.STATUS_ZOMBIE and any(
+                    mark in text for text in texts for mark in marks
+                ):
                     found.append(process)
         return found
 
-    # --- what it has done -----------------------------------------------------------------------------
+    # --- what it has done -------------------------------------------------------------------------
 
     def fired(self) -> list[FiredFault]:
         """The failures that have happened."""
@@ -221,8 +247,16 @@ class Trial:
 
     def steps(self) -> list[int]:
         """Steps that were trained, repetitions included, in the order of the file."""
-        lines = (self.out / "metrics.jsonl").read_text().splitlines() if (self.out / "metrics.jsonl").exists() else []
-        records = [json.loads(line) for line in lines if line.startswith('{"event": "train"') and line.endswith("}")]
+        lines = (
+            (self.out / "metrics.jsonl").read_text().splitlines()
+            if (self.out / "metrics.jsonl").exists()
+            else []
+        )
+        records = [
+            json.loads(line)
+            for line in lines
+            if line.startswith('{"event": "train"') and line.endswith("}")
+        ]
         return [record["step"] for record in records]
 
     def wait_for_fired(self, count: int = 1, timeout: float = 60.0) -> None:
@@ -239,7 +273,9 @@ class Trial:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[list[str] | None]:
-    """A command prefix that puts a job into a memory group of its own; ``None`` where none can be made."""
+    """A command prefix that puts a job into a memory group of its own; ``None`` where none can be
+    made.
+    """
     name = f"allhands-test-{uuid.uuid4().hex[:8]}"
     for root, file in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
         group = Path("/sys/fs/cgroup", root, name)
@@ -269,17 +305,24 @@ def _remove_group(group: Path) -> None:
             group.rmdir()
             return
         except OSError:
-            assert time.monotonic() < deadline, f"{group} is not empty: {(group / 'cgroup.procs').read_text()}"
+            assert time.monotonic() < deadline, (
+                f"{group} is not empty: {(group / 'cgroup.procs').read_text()}"
+            )
             time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def small_disk(directory: Path, megabytes: int) -> Iterator[Path | None]:
-    """A file system of that size at ``directory``; ``None`` where none can be mounted (root, Linux)."""
+    """A file system of that size at ``directory``; ``None`` where none can be mounted (root,
+    Linux).
+    """
     directory.mkdir(parents=True)
     options = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "allhands-test", str(directory)]
     try:
-        mounted = os.geteuid() == 0 and subprocess.run(options, capture_output=True, check=False).returncode == 0
+        mounted = (
+            os.geteuid() == 0
+            and subprocess.run(options, capture_output=True, check=False).returncode == 0
+        )
     except FileNotFoundError:
         mounted = False
     if not mounted:
@@ -293,7 +336,9 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[Path | None]:
 
 
 def _unmount(directory: Path) -> bool:
-    return subprocess.run(["umount", str(directory)], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(["umount", str(directory)], capture_output=True, check=False).returncode == 0
+    )
 
 
 def fill(directory: Path) -> Path:

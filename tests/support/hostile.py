@@ -1,4 +1,6 @@
-"""The command ``allhands`` in processes of its own, to be mistreated; what every bad end must have in common."""
+"""The command ``allhands`` in processes of its own, to be mistreated; what every bad end must have
+in common.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, also while another thread changes one (pytest names the test that runs)."""
+    """This process's variables, also while another thread changes one (pytest names the test that
+    runs).
+    """
     return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
@@ -53,7 +57,9 @@ class Job:
         self._finished = False
 
     def finish(self, timeout: float = 60.0) -> int:
-        """Wait for the end, check that no process is left and no traceback was shown; the exit code."""
+        """Wait for the end, check that no process is left and no traceback was shown; the exit
+        code.
+        """
         if self._finished:
             return self.process.returncode
         try:
@@ -68,7 +74,9 @@ class Job:
         return self.process.returncode
 
     def fails(self, code: int, *words: str, timeout: float = 60.0) -> str:
-        """Wait for the end with ``code`` and one error message, in which each of ``words`` stands; the message."""
+        """Wait for the end with ``code`` and one error message, in which each of ``words`` stands;
+        the message.
+        """
         assert self.finish(timeout) == code, (self.process.returncode, self.out, self.err)
         text = self.out + self.err
         assert text.count("allhands: error: ") == 1, text
@@ -84,7 +92,10 @@ class Job:
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(_MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found[process.pid] = process
         return found
 

@@ -1,4 +1,6 @@
-"""Computers that share nothing but a network, each with a model and data, and what runs of allhands leave on each."""
+"""Computers that share nothing but a network, each with a model and data, and what runs of allhands
+leave on each.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ITERS = 16
 
 
 @contextmanager
-def sharing_compiled(count: int, directory: Path, private: Sequence[Path] = ()) -> Generator[Cluster]:
+def sharing_compiled(
+    count: int, directory: Path, private: Sequence[Path] = ()
+) -> Generator[Cluster]:
     """Computers that find what this one has compiled already; see :func:`namespaces`."""
     with namespaces(count, directory, private) as cluster:
         for node in cluster.nodes.values():
@@ -64,7 +68,14 @@ class Hosts:
     def start(self, trial: Trial, hostfile: Path, *more: str | Path) -> Job:
         """Start the run on the computers of the hostfile, or start it again."""
         trial.out = self.shown / trial.token
-        paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
+        paths = [
+            "--model",
+            self.shown / "model",
+            "--data",
+            self.shown / "data",
+            "--adapter-path",
+            trial.out,
+        ]
         return trial.start(*changed([*paths, "--hostfile", hostfile], more), ranks=1, iters=ITERS)
 
     def on(self, name: str, command: str) -> str:
@@ -72,14 +83,21 @@ class Hosts:
         return self.cluster.run(name, ["sh", "-ec", command]).stdout
 
     def power_off(self, name: str, *, keeps_files: bool = False) -> None:
-        """Nothing runs there any more, and nobody is told; ``keeps_files``: temporary ones are not in memory there."""
+        """Nothing runs there any more, and nobody is told; ``keeps_files``: temporary ones are not
+        in memory there.
+        """
         self.cluster.cut(name)
         sshd = self.cluster.nodes[name].sshd
         assert sshd is not None
         killed = [*self.cluster.processes(name), *psutil.Process(sshd.pid).children(recursive=True)]
-        assert any("allhands.cluster.agent" in process.cmdline() for process in self.cluster.processes(name))
+        assert any(
+            "allhands.cluster.agent" in process.cmdline()
+            for process in self.cluster.processes(name)
+        )
         # First who would clear up after the others.
-        for process in sorted(killed, key=lambda one: not any("reaper.py" in word for word in _words(one))):
+        for process in sorted(
+            killed, key=lambda one: not any("reaper.py" in word for word in _words(one))
+        ):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         until(lambda: not self.cluster.processes(name), 5.0, f"{name} is still at work")

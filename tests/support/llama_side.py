@@ -1,6 +1,7 @@
 """What llama.cpp makes of a GGUF file; run by a Python that has llama-cpp-python.
 
-python llama_side.py MODEL.gguf OUT.npz < TEXTS.json    # tokens-N and logits-N of each text, told to stop nowhere
+python llama_side.py MODEL.gguf OUT.npz < TEXTS.json    # tokens-N and logits-N of each text, told
+to stop nowhere
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Computers of little memory on one: a command that ALLHANDS_SSH names runs in the control group of its host."""
+"""Computers of little memory on one: a command that ALLHANDS_SSH names runs in the control group of
+its host.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +38,39 @@ class MemoryGroups:
         """The most bytes that each group has had, files in the page cache included."""
         files = ("memory.max_usage_in_bytes", "memory.peak")
         return [
-            int(next(each / name for name in files if (each / name).exists()).read_text()) for each in self.directories
+            int(next(each / name for name in files if (each / name).exists()).read_text())
+            for each in self.directories
         ]
 
     def killed(self) -> int:
         """Processes that were ended because a group was full."""
-        files = [each / name for each in self.directories for name in ("memory.oom_control", "memory.events")]
-        lines = [line.split() for file in files if file.exists() for line in file.read_text().splitlines()]
+        files = [
+            each / name
+            for each in self.directories
+            for name in ("memory.oom_control", "memory.events")
+        ]
+        lines = [
+            line.split()
+            for file in files
+            if file.exists()
+            for line in file.read_text().splitlines()
+        ]
         return sum(int(words[1]) for words in lines if words[0] == "oom_kill")
 
 
 @contextmanager
-def memory_groups(names: Sequence[str], limit_bytes: int | Sequence[int], directory: Path) -> Generator[MemoryGroups]:
-    """A group for each host, with one limit for all or one each; the test is skipped where none can be made."""
+def memory_groups(
+    names: Sequence[str], limit_bytes: int | Sequence[int], directory: Path
+) -> Generator[MemoryGroups]:
+    """A group for each host, with one limit for all or one each; the test is skipped where none can
+    be made.
+    """
     limits = [limit_bytes] * len(names) if isinstance(limit_bytes, int) else limit_bytes
     first = _ROOT / "memory" if (_ROOT / "memory").is_dir() else _ROOT
     limit = "memory.limit_in_bytes" if first != _ROOT else "memory.max"
-    places = tuple(first / f"allhands-test-{directory.name}-{number}" for number in range(len(names)))
+    places = tuple(
+        first / f"allhands-test-{directory.name}-{number}" for number in range(len(names))
+    )
     try:
         for place, most in zip(places, limits, strict=True):
             place.mkdir()

@@ -1,7 +1,8 @@
-"""Several computers on one: namespaces with an address, a host name, an sshd and, if wanted, files of their own.
+"""Several computers on one: namespaces with an address, a host name, an sshd and, if wanted, files
+of their own.
 
-They hang on one bridge, at which the test's own processes have an address too. ``ALLHANDS_SSH`` leads to them, and
-they know each other by name.
+They hang on one bridge, at which the test's own processes have an address too. ``ALLHANDS_SSH``
+leads to them, and they know each other by name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="no rsync here: scripts/install_test_tools.sh")
+needs_rsync = pytest.mark.skipif(
+    shutil.which("rsync") is None, reason="no rsync here: scripts/install_test_tools.sh"
+)
 _TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
 _SBIN = "/usr/sbin:/sbin"
 _PATH = f"{os.environ.get('PATH', '')}:{_SBIN}"
@@ -100,13 +103,17 @@ class Cluster:
             self._slowed.discard(name)
 
     def slow(self, name: str, rate: str, delay: str = "0ms", burst: str = "64kb") -> bool:
-        """Make the cable slow in both directions, for example ``("10mbit", "20ms")``; whether packets are delayed too.
+        """Make the cable slow in both directions, for example ``("10mbit", "20ms")``; whether
+        packets are delayed too.
 
         A kernel without netem can only lower the rate, and lets ``burst`` through at once.
         """
         node = self.nodes[name]
         self._slowed.add(name)
-        for in_namespace, device in (([], node.port), (["ip", "netns", "exec", node.namespace], "eth0")):
+        for in_namespace, device in (
+            ([], node.port),
+            (["ip", "netns", "exec", node.namespace], "eth0"),
+        ):
             words = [*in_namespace, "tc", "qdisc", "replace", "dev", device, "root"]
             try:
                 _do(*words, "netem", "rate", rate, "delay", delay)
@@ -116,7 +123,9 @@ class Cluster:
         return delay != "0ms"
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make the cable long: what goes in comes out that much later, on either end, for good; only once."""
+        """Make the cable long: what goes in comes out that much later, on either end, for good;
+        only once.
+        """
         port = self.nodes[name].port
         near, far = (port.replace("ahv", kind, 1) for kind in ("ahw", "ahx"))
         _do("ip", "link", "add", near, "type", "veth", "peer", "name", far)
@@ -125,7 +134,9 @@ class Cluster:
         _do("ip", "link", "set", far, "master", bridge, "up")
         _do("ip", "link", "set", near, "up")
         program = Path(__file__).with_name("delaying.py")
-        self._relays.append(subprocess.Popen([sys.executable, str(program), port, near, str(seconds)]))
+        self._relays.append(
+            subprocess.Popen([sys.executable, str(program), port, near, str(seconds)])
+        )
 
     @property
     def delayed(self) -> bool:
@@ -149,10 +160,17 @@ class Cluster:
         assert sshd is not None
         return ["nsenter", "-t", str(sshd.pid), "-m", "-n", "-u", "--", *argv]
 
-    def run(self, name: str, argv: Sequence[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, name: str, argv: Sequence[str], check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on that computer, without ssh, and wait for it."""
         return subprocess.run(
-            self.command(name, argv), capture_output=True, text=True, timeout=60, check=check, env=_environment()
+            self.command(name, argv),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=check,
+            env=_environment(),
         )
 
     def processes(self, name: str) -> list[psutil.Process]:
@@ -161,22 +179,33 @@ class Cluster:
         for pid in _pids(self.nodes[name].namespace):
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("sshd"):
+                if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith(
+                    "sshd"
+                ):
                     found.append(process)
         return found
 
     def wait_for_none(self, name: str, timeout_s: float) -> float:
-        """Wait until nothing is left on that computer and return how long it took; fails after ``timeout_s``."""
+        """Wait until nothing is left on that computer and return how long it took; fails after
+        ``timeout_s``.
+        """
         began = time.monotonic()
         while left := self.processes(name):
-            assert time.monotonic() < began + timeout_s, [_command_line(process) for process in left]
+            assert time.monotonic() < began + timeout_s, [
+                _command_line(process) for process in left
+            ]
             time.sleep(0.05)
         return time.monotonic() - began
 
     def hostfile(self, path: Path, slots: int = 1, names: Sequence[str] | None = None) -> Path:
         """Write a hostfile of MLX's form for these computers, with this Python."""
         entries = [
-            {"ssh": name, "ips": [self.nodes[name].address], "slots": slots, "python": sys.executable}
+            {
+                "ssh": name,
+                "ips": [self.nodes[name].address],
+                "slots": slots,
+                "python": sys.executable,
+            }
             for name in (self.names if names is None else names)
         ]
         path.write_text(json.dumps(entries))
@@ -185,13 +214,15 @@ class Cluster:
 
 @contextmanager
 def namespaces(count: int, directory: Path, private: Sequence[Path] = ()) -> Iterator[Cluster]:
-    """Make ``count`` computers, ``node0`` on, with ``ALLHANDS_SSH`` set; nothing of them is left afterwards.
+    """Make ``count`` computers, ``node0`` on, with ``ALLHANDS_SSH`` set; nothing of them is left
+    afterwards.
 
     Skips the test where that cannot be done.
 
     Args:
         directory: for keys and configurations.
-        private: directories, made if absent, of which every computer sees its own empty one: no shared file system.
+        private: directories, made if absent, of which every computer sees its own empty one: no
+            shared file system.
     """
     require()
     number = _claim_network()
@@ -203,12 +234,23 @@ def namespaces(count: int, directory: Path, private: Sequence[Path] = ()) -> Ite
         nodes: dict[str, Node] = {}
         for i in range(count):
             files = directory / f"login-{i}.sh", directory / f"temporary-{i}"
-            node = Node(f"node{i}", f"10.77.{number}.{10 + i}", f"ahn{number}-{i}", f"ahv{number}-{i}", *files)
+            node = Node(
+                f"node{i}",
+                f"10.77.{number}.{10 + i}",
+                f"ahn{number}-{i}",
+                f"ahv{number}-{i}",
+                *files,
+            )
             nodes[node.name] = node
         config = _write_keys(directory, list(nodes.values()))
-        known = [("127.0.0.1", "localhost"), *((node.address, node.name) for node in nodes.values())]
+        known = [
+            ("127.0.0.1", "localhost"),
+            *((node.address, node.name) for node in nodes.values()),
+        ]
         (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
-        cluster = Cluster(nodes, f"10.77.{number}.1", directory, f"ssh -F {shlex.quote(str(config))}")
+        cluster = Cluster(
+            nodes, f"10.77.{number}.1", directory, f"ssh -F {shlex.quote(str(config))}"
+        )
         stack.callback(cluster.stop_relays)
         for node in nodes.values():
             _plug_in(node, bridge)
@@ -263,7 +305,8 @@ def _remove(bridge: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _do("ip", "netns", "delete", namespace.name)
-    # A pair of ends goes with its namespace, but only when the last process in there has been cleared away.
+    # A pair of ends goes with its namespace, but only when the last process in there has been
+    # cleared away.
     for kind in ("ahv", "ahw"):
         for end in Path("/sys/class/net").glob(f"{kind}{number}-*"):
             with suppress(subprocess.CalledProcessError):
@@ -273,7 +316,19 @@ def _remove(bridge: str) -> None:
 
 def _plug_in(node: Node, bridge: str) -> None:
     _do("ip", "netns", "add", node.namespace)
-    _do("ip", "link", "add", node.port, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
+    _do(
+        "ip",
+        "link",
+        "add",
+        node.port,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        node.namespace,
+    )
     _do("ip", "link", "set", node.port, "master", bridge, "up")
     for words in ("link set lo up", f"address add {node.address}/24 dev eth0", "link set eth0 up"):
         _do("ip", "-n", node.namespace, *words.split())
@@ -282,7 +337,9 @@ def _plug_in(node: Node, bridge: str) -> None:
 def _write_keys(directory: Path, nodes: Sequence[Node]) -> Path:
     """Make the keys, and return the configuration of ssh."""
     for name in ("host_key", "user_key"):
-        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(directory / name))
+        _do(
+            "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(directory / name)
+        )
     known = (directory / "host_key.pub").read_text().split()[:2]
     lines = [f"{node.address} {' '.join(known)}\n" for node in nodes]
     (directory / "known_hosts").write_text("".join(lines))
@@ -297,7 +354,11 @@ def _write_keys(directory: Path, nodes: Sequence[Node]) -> Path:
         "GlobalKnownHostsFile": "/dev/null",
         "StrictHostKeyChecking": "yes",
     }
-    config.write_text("".join(blocks) + "Host *\n" + "".join(f"  {key} {value}\n" for key, value in common.items()))
+    config.write_text(
+        "".join(blocks)
+        + "Host *\n"
+        + "".join(f"  {key} {value}\n" for key, value in common.items())
+    )
     return config
 
 
@@ -325,7 +386,8 @@ def _start_sshd(node: Node, directory: Path, private: Sequence[Path]) -> None:
         f"echo {node.name} > /proc/sys/kernel/hostname",
         f"mount --bind {shlex.quote(str(directory / 'hosts'))} /etc/hosts",
         "mount -t tmpfs -o mode=755 tmpfs /run/sshd",
-        # A new computer has none, and bash reads it for commands over ssh, too: seconds, or a lock that waits.
+        # A new computer has none, and bash reads it for commands over ssh, too: seconds, or a lock
+        # that waits.
         'if [ -f "$HOME/.bashrc" ]; then mount --bind /dev/null "$HOME/.bashrc"; fi',
     ]
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -336,7 +398,15 @@ def _start_sshd(node: Node, directory: Path, private: Sequence[Path]) -> None:
         script.append(f"mount --bind {shlex.quote(str(own))} {shlex.quote(str(path))}")
     script.append(f"exec {sshd} -D -e -f {shlex.quote(str(config))}")
     log = directory / f"sshd-{node.name}.log"
-    enter = ["nsenter", f"--net=/run/netns/{node.namespace}", "unshare", "-m", "-u", "--propagation", "private"]
+    enter = [
+        "nsenter",
+        f"--net=/run/netns/{node.namespace}",
+        "unshare",
+        "-m",
+        "-u",
+        "--propagation",
+        "private",
+    ]
     with log.open("wb") as stream:
         node.sshd = subprocess.Popen(
             [*enter, "sh", "-ec", "; ".join(script)],
@@ -351,7 +421,15 @@ def _start_sshd(node: Node, directory: Path, private: Sequence[Path]) -> None:
 def _wait_until_up(cluster: Cluster) -> None:
     deadline = time.monotonic() + _UP_S
     for node in cluster.nodes.values():
-        argv = [*shlex.split(cluster.ssh_command), "-o", "BatchMode=yes", "-o", "ConnectTimeout=2", node.name, "true"]
+        argv = [
+            *shlex.split(cluster.ssh_command),
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "ConnectTimeout=2",
+            node.name,
+            "true",
+        ]
         while subprocess.run(argv, capture_output=True, check=False).returncode != 0:
             log = (cluster.directory / f"sshd-{node.name}.log").read_text()
             assert time.monotonic() < deadline, f"no answer from {node.name}: {log}"
@@ -385,5 +463,7 @@ def _environment() -> dict[str, str]:
 
 
 def _do(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30, env=_environment())
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=True, timeout=30, env=_environment()
+    )
     return done.stdout

@@ -1,7 +1,8 @@
-"""Sums of packed arrays as every rank of a group finds them, beside numpy's own quantising, feedback and sum.
+"""Sums of packed arrays as every rank of a group finds them, beside numpy's own quantising,
+feedback and sum.
 
-Run as a program on every rank, in a ring (see ``ring_ranks.run_ring``) or under mpirun: ``packed_ranks.py ring 2``.
-Prints a JSON object: for each case what was found.
+Run as a program on every rank, in a ring (see ``ring_ranks.run_ring``) or under mpirun:
+``packed_ranks.py ring 2``. Prints a JSON object: for each case what was found.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from allhands.distributed.reduce import packed_sum_over_ranks
 
 Floats = NDArray[Any]
 STEPS = 6
-# Arrays of whole groups and not, such as are too small, and numbers as small as adapters' first gradients.
+# Arrays of whole groups and not, such as are too small, and numbers as small as adapters' first
+# gradients.
 SHAPES = ((96, 64), (7, 13), (63,), (), (40, 65), (2, 3))
 SIZES = (1.0, 1e-3, 1.0, 1.0, 1e-12, 1.0)
 
@@ -35,12 +37,17 @@ SIZES = (1.0, 1e-3, 1.0, 1.0, 1e-12, 1.0)
 def gradients(rank: int, step: int) -> list[Floats]:
     """Of a rank in a step."""
     rng = np.random.default_rng(100 * step + rank)
-    return [(size * rng.standard_normal(shape)).astype(np.float32) for shape, size in zip(SHAPES, SIZES, strict=True)]
+    return [
+        (size * rng.standard_normal(shape)).astype(np.float32)
+        for shape, size in zip(SHAPES, SIZES, strict=True)
+    ]
 
 
 @dataclass
 class Numpy:
-    """One rank's packing, by numpy: groups of 64 with the value of largest size met exactly, 0 as well."""
+    """One rank's packing, by numpy: groups of 64 with the value of largest size met exactly, 0 as
+    well.
+    """
 
     bits: int
 
@@ -92,7 +99,9 @@ def sums_of(group: MlxGroup, codec: Codec) -> dict[str, Any]:
     for step, arrays in enumerate(given):
         before = sent_bytes(group)
         numbers = [1.0, float(group.rank)]
-        sums, scalars, left = packed_sum_over_ranks(packing, arrays, left, numbers, bucket_bytes=20_000)
+        sums, scalars, left = packed_sum_over_ranks(
+            packing, arrays, left, numbers, bucket_bytes=20_000
+        )
         sent = sent_bytes(group) - before
         assert np.array_equal(scalars, [group.size, sum(range(group.size))])
         for place, (found, theirs) in enumerate(zip(sums, numpys[step], strict=True)):
@@ -104,18 +113,34 @@ def sums_of(group: MlxGroup, codec: Codec) -> dict[str, Any]:
     lost = 0.0
     for place in range(len(SHAPES)):
         exact = sum(
-            gradients(rank, step)[place].astype(np.float64) for rank in range(group.size) for step in range(STEPS)
+            gradients(rank, step)[place].astype(np.float64)
+            for rank in range(group.size)
+            for step in range(STEPS)
         )
         mine = left[place]
-        kept = np.asarray(group.all_sum(mx.zeros(SHAPES[place]) if mine is None else mine), dtype=np.float64)
+        kept = np.asarray(
+            group.all_sum(mx.zeros(SHAPES[place]) if mine is None else mine), dtype=np.float64
+        )
         lost = max(lost, float(np.abs(whole[place] + kept - exact).max()) / SIZES[place])
-    return {"digest": digest.hexdigest(), "apart": apart, "typical": typical, "lost": lost, "sent": sent}
+    return {
+        "digest": digest.hexdigest(),
+        "apart": apart,
+        "typical": typical,
+        "lost": lost,
+        "sent": sent,
+    }
 
 
 def passed(group: MlxGroup, codec: Codec) -> dict[str, Any]:
     """As :func:`sums_of`, of rows that neighbours pass on."""
     rng = [np.random.default_rng(rank) for rank in range(group.size)]
-    left, digest, worst, total, exact = mx.zeros((6400,)), hashlib.sha256(), 0.0, np.zeros(6400), np.zeros(6400)
+    left, digest, worst, total, exact = (
+        mx.zeros((6400,)),
+        hashlib.sha256(),
+        0.0,
+        np.zeros(6400),
+        np.zeros(6400),
+    )
     sent = 0
     for _ in range(STEPS):
         every = [one.standard_normal(6400).astype(np.float32) for one in rng]
@@ -138,7 +163,9 @@ def spoilt(group: MlxGroup, codec: Codec, value: float) -> list[bool]:
     arrays = [mx.ones((64, 2)), mx.ones((32,)), mx.ones((128, 2))]
     if group.rank == group.size - 1:
         arrays[0] = mx.where(mx.arange(128).reshape(64, 2) == 70, value, arrays[0])
-    sums, _, _ = packed_sum_over_ranks(packing, arrays, packing.nothing_left(arrays), bucket_bytes=1)
+    sums, _, _ = packed_sum_over_ranks(
+        packing, arrays, packing.nothing_left(arrays), bucket_bytes=1
+    )
     return [bool(mx.isfinite(each).all().item()) for each in sums]
 
 
@@ -166,7 +193,9 @@ def main(backend: str, size: int) -> None:
     found: dict[str, Any] = {"mixed": mixed(group)}
     for name, codec in CODECS.items():
         found[name] = sums_of(group, codec)
-        found[f"spoilt {name}"] = [spoilt(group, codec, value) for value in (float("nan"), float("inf"), -float("inf"))]
+        found[f"spoilt {name}"] = [
+            spoilt(group, codec, value) for value in (float("nan"), float("inf"), -float("inf"))
+        ]
         if codec.grouped:
             found[f"passed {name}"] = passed(group, codec)
     print(json.dumps(found), flush=True)

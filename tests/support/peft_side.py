@@ -1,9 +1,10 @@
-"""What PyTorch and PEFT make of an adapter; run by a Python that has them, and asked by ``asked.Asked``.
+"""What PyTorch and PEFT make of an adapter; run by a Python that has them, and asked by
+``asked.Asked``.
 
-read BASE ADAPTER OUT.npz         # logits without and with the adapter
-write BASE ADAPTER OUT.npz JSON   # a random adapter of a LoraConfig, and its logits
-merge BASE ADAPTER OUT.npz MODEL  # the adapter merged and saved as MODEL
-part BASE ADAPTER OUT.npz MODEL   # the same, after embedding and output layer have got weights of their own
+read BASE ADAPTER OUT.npz         # logits without and with the adapter write BASE ADAPTER OUT.npz
+JSON   # a random adapter of a LoraConfig, and its logits merge BASE ADAPTER OUT.npz MODEL  # the
+adapter merged and saved as MODEL part BASE ADAPTER OUT.npz MODEL   # the same, after embedding and
+output layer have got weights of their own
 """
 
 from __future__ import annotations

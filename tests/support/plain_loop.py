@@ -1,4 +1,6 @@
-"""A fine-tuning loop in the plainest words, sharing nothing with ``allhands`` but MLX and mlx_lm's models."""
+"""A fine-tuning loop in the plainest words, sharing nothing with ``allhands`` but MLX and mlx_lm's
+models.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Example = tuple[list[int], list[bool]]
 
 
 def chats(model: Path, file: Path, *, mask_prompt: bool = False) -> list[Example]:
-    """Every chat of one question and one answer; with ``mask_prompt`` the answer and its end token are trained."""
+    """Every chat of one question and one answer; with ``mask_prompt`` the answer and its end token
+    are trained.
+    """
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     examples: list[Example] = []
     for line in file.read_text().splitlines():
@@ -60,8 +64,12 @@ def numpy_loss(model: Any, batch: Iterable[Example]) -> float:
     return total / count
 
 
-def adapted_model(directory: Path, *, scale: float = 20.0, dropout: float = 0.0, dora: bool = False) -> nn.Module:
-    """mlx_lm's model with mlx_lm's adapters of rank 8 on all layers, drawn from seed 0; the rest is frozen."""
+def adapted_model(
+    directory: Path, *, scale: float = 20.0, dropout: float = 0.0, dora: bool = False
+) -> nn.Module:
+    """mlx_lm's model with mlx_lm's adapters of rank 8 on all layers, drawn from seed 0; the rest is
+    frozen.
+    """
     model, _ = load_model(directory)
     model.freeze()
     mx.random.seed(0)

@@ -11,15 +11,36 @@ from tiny import write_tokenizer
 from allhands.observe.metrics import read_metrics
 
 SHAPE = ("--shape", "llama", "--layers", "4", "--dims", "256", "--mlp-dims", "768", "--heads", "4")
-TRAINING = (*SHAPE, "--block-size", "256", "--batch-size", "16", "--packing", "--sample-prompts", "[]")
-TWENTY_STEPS = ("--iters", "20", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "20")
+TRAINING = (
+    *SHAPE,
+    "--block-size",
+    "256",
+    "--batch-size",
+    "16",
+    "--packing",
+    "--sample-prompts",
+    "[]",
+)
+TWENTY_STEPS = (
+    "--iters",
+    "20",
+    "--steps-per-report",
+    "1",
+    "--val-batches",
+    "0",
+    "--save-every",
+    "20",
+)
 
 
 def write_texts(folder: Path, count: int) -> list[str]:
     """A tokenizer and so many texts, in folders of their own; the lines of the texts."""
     write_tokenizer(folder / "tokenizer")
     (folder / "texts").mkdir()
-    lines = [json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))}) for i in range(count)]
+    lines = [
+        json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))})
+        for i in range(count)
+    ]
     (folder / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
     return lines
 

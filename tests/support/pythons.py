@@ -1,4 +1,6 @@
-"""Pythons as other computers may have them: without allhands, with other releases, old, with a clock that is off."""
+"""Pythons as other computers may have them: without allhands, with other releases, old, with a
+clock that is off.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from pathlib import Path
 
 _HERE = Path(sysconfig.get_path("purelib"))
 _TAG = "py3-none-any"
-# A line of a .pth file that begins with "import" is run: what is installed here, editable packages too, can be used.
+# A line of a .pth file that begins with "import" is run: what is installed here, editable packages
+# too, can be used.
 _BORROW = f"import site; site.addsitedir({str(_HERE)!r})\n"
 _OLD = """
 import sys
@@ -35,7 +38,9 @@ time.time_ns = lambda: right_ns() + {seconds} * 10**9
 """
 
 
-def make_python(place: Path, versions: Mapping[str, str] | None = None, borrowing: bool = True) -> Path:
+def make_python(
+    place: Path, versions: Mapping[str, str] | None = None, borrowing: bool = True
+) -> Path:
     """Make an environment with pip at ``place`` and return its interpreter.
 
     Args:
@@ -68,7 +73,9 @@ def make_old_python(place: Path, major: int, minor: int) -> Path:
 
 
 def make_python_off(place: Path, seconds: int) -> Path:
-    """Make an environment whose Python sees a clock that is ahead by ``seconds``, and return its interpreter."""
+    """Make an environment whose Python sees a clock that is ahead by ``seconds``, and return its
+    interpreter.
+    """
     python = make_python(place)
     (site_packages(place) / "sitecustomize.py").write_text(_OFF.format(seconds=seconds))
     return python
@@ -76,18 +83,30 @@ def make_python_off(place: Path, seconds: int) -> Path:
 
 def site_packages(place: Path) -> Path:
     """Where an environment of this Python's release has its packages."""
-    return place / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    return (
+        place / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    )
 
 
 def write_index(directory: Path, home: Path, versions: Mapping[str, str]) -> None:
-    """Make releases that pip finds in ``home`` without a network; they bring what is installed here."""
+    """Make releases that pip finds in ``home`` without a network; they bring what is installed
+    here.
+    """
     directory.mkdir(exist_ok=True)
     for name, version in versions.items():
         _write_wheel(directory, name, version)
     settings = home / ".config" / "pip" / "pip.conf"
     settings.parent.mkdir(parents=True)
-    lines = ["[global]", "no-index = true", f"find-links = {directory}", "no-cache-dir = true", "no-compile = true"]
-    settings.write_text("\n".join([*lines, "disable-pip-version-check = true", "root-user-action = ignore"]) + "\n")
+    lines = [
+        "[global]",
+        "no-index = true",
+        f"find-links = {directory}",
+        "no-cache-dir = true",
+        "no-compile = true",
+    ]
+    settings.write_text(
+        "\n".join([*lines, "disable-pip-version-check = true", "root-user-action = ignore"]) + "\n"
+    )
 
 
 def _install(packages: Path, name: str, version: str) -> None:
@@ -102,7 +121,10 @@ def _install(packages: Path, name: str, version: str) -> None:
 
 def _metadata(name: str, version: str) -> dict[str, str]:
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: cpu\n"
-    return {"METADATA": metadata, "WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {_TAG}\n"}
+    return {
+        "METADATA": metadata,
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {_TAG}\n",
+    }
 
 
 def _write_wheel(directory: Path, name: str, version: str) -> None:
@@ -112,7 +134,9 @@ def _write_wheel(directory: Path, name: str, version: str) -> None:
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
     for path, text in contents.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+        digest = (
+            base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+        )
         writer.writerow([path, f"sha256={digest}", len(text.encode())])
     writer.writerow([f"{bare}.dist-info/RECORD", "", ""])
     with zipfile.ZipFile(directory / f"{bare}-{_TAG}.whl", "w") as wheel:

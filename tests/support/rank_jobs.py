@@ -1,7 +1,8 @@
-"""Jobs of real processes for tests: a supervisor in a program of its own, ranks that follow a script.
+"""Jobs of real processes for tests: a supervisor in a program of its own, ranks that follow a
+script.
 
-A script is such as ``"wait"`` or ``"exit 3"``. All processes of a job have its directory in their command lines, which
-is how left-over ones are found.
+A script is such as ``"wait"`` or ``"exit 3"``. All processes of a job have its directory in their
+command lines, which is how left-over ones are found.
 """
 
 from __future__ import annotations
@@ -249,7 +250,9 @@ class Job:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.directory / "events"
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        records = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         return [record for record in records if record["kind"] == kind]
 
     def wait_for(self, kind: str) -> None:
@@ -276,7 +279,9 @@ def jobs() -> Generator[Callable[..., Job]]:
     started: list[Job] = []
 
     def begin(*scripts: str, **fields: Any) -> Job:
-        started.append(Job(Path(tempfile.mkdtemp(prefix="ah-", dir="/tmp")), list(scripts), **fields))
+        started.append(
+            Job(Path(tempfile.mkdtemp(prefix="ah-", dir="/tmp")), list(scripts), **fields)
+        )
         return started[-1]
 
     try:

@@ -1,8 +1,9 @@
-"""Several tasks in one group of ranks, because starting a process costs more than training a tiny model.
+"""Several tasks in one group of ranks, because starting a process costs more than training a tiny
+model.
 
-Run as a program on every rank (see ``ring_ranks.run_ring``): ``ranked_tasks.py TASKS.json``. The file holds
-``{"tasks": [{"kind": ..., ...}]}``; the kinds are the functions in ``KINDS``. A task named ``runs`` calls the very
-function that the command line calls, with the group already joined.
+Run as a program on every rank (see ``ring_ranks.run_ring``): ``ranked_tasks.py TASKS.json``. The
+file holds ``{"tasks": [{"kind": ..., ...}]}``; the kinds are the functions in ``KINDS``. A task
+named ``runs`` calls the very function that the command line calls, with the group already joined.
 """
 
 from __future__ import annotations
@@ -87,14 +88,20 @@ def _finetune_beside(communicator: Communicator, flags: dict[str, Any], joined: 
     assert len(beside.streams) == 2, beside.streams
 
 
-def _finetune_paced(communicator: Communicator, flags: dict[str, Any], speeds: list[tuple[int, list[float]]]) -> None:
+def _finetune_paced(
+    communicator: Communicator, flags: dict[str, Any], speeds: list[tuple[int, list[float]]]
+) -> None:
     """Trained as if each rank had another speed, in tokens a second, after so many of its steps."""
     taken, steps = TrainStep.pace, 0
 
-    def paced(step: TrainStep, num_tokens: int, passes_s: float, update_s: float) -> tuple[float, float, float]:
+    def paced(
+        step: TrainStep, num_tokens: int, passes_s: float, update_s: float
+    ) -> tuple[float, float, float]:
         nonlocal steps
         steps += 1
-        assert (passes_s > 0 and update_s > 0) or step.options.compiled, "the passes and the update are timed"
+        assert (passes_s > 0 and update_s > 0) or step.options.compiled, (
+            "the passes and the update are timed"
+        )
         now = next(each for since, each in reversed(speeds) if steps > since)
         return taken(step, num_tokens, num_tokens / now[communicator.rank], 0.0)
 
@@ -106,7 +113,9 @@ def _finetune_paced(communicator: Communicator, flags: dict[str, Any], speeds: l
 
 
 def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
-    """The same model, data, shares and optimizer, but each rank's *mean* loss, averaged by MLX's own function."""
+    """The same model, data, shares and optimizer, but each rank's *mean* loss, averaged by MLX's
+    own function.
+    """
     config = build_config(flags)
     loaded = load_model(config.model)
     tokens = load_data(config).train
@@ -126,7 +135,9 @@ def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
             _, new = function(*map(mx.array, (batch.inputs, batch.positions, batch.targets)))
             grads = tree_map(mx.add, grads, new)
             count += batch.num_targets
-        optimizer.update(model, nn.average_gradients(tree_map(partial(_divide, max(count, 1)), grads)))
+        optimizer.update(
+            model, nn.average_gradients(tree_map(partial(_divide, max(count, 1)), grads))
+        )
         mx.eval(model.parameters(), optimizer.state)
     if communicator.rank == 0:
         directory = Path(config.adapter_path)
@@ -139,19 +150,31 @@ def _divide(divisor: int, array: mx.array) -> mx.array:
 
 
 def gradient_case(rank: int, dtype: str, num_tokens: int) -> dict[str, Any]:
-    """Gradients of ``rank``, the mean over its tokens; without tokens 0 / 0, as a careless loop has it."""
+    """Gradients of ``rank``, the mean over its tokens; without tokens 0 / 0, as a careless loop has
+    it.
+    """
     random = np.random.default_rng(rank)
-    arrays = {"weight": random.normal(size=(5, 3)), "bias": random.normal(size=(3,)), "empty": np.zeros((0, 2))}
+    arrays = {
+        "weight": random.normal(size=(5, 3)),
+        "bias": random.normal(size=(3,)),
+        "empty": np.zeros((0, 2)),
+    }
     scale = 1.0 if num_tokens else float("nan")
-    return {name: mx.array(scale * value, dtype=getattr(mx, dtype)) for name, value in arrays.items()}
+    return {
+        name: mx.array(scale * value, dtype=getattr(mx, dtype)) for name, value in arrays.items()
+    }
 
 
-def _average(communicator: Communicator, path: str, num_tokens: list[int], dtype: str, reduction: Any) -> None:
+def _average(
+    communicator: Communicator, path: str, num_tokens: list[int], dtype: str, reduction: Any
+) -> None:
     count = num_tokens[communicator.rank]
     grads = {"layer": gradient_case(communicator.rank, dtype, count)}
     if reduction == "sum":
         grads = tree_map(lambda g: g * count, grads)
-    averaged = allhands.average_gradients(grads, num_tokens=mx.array(count), reduction=reduction)["layer"]
+    averaged = allhands.average_gradients(grads, num_tokens=mx.array(count), reduction=reduction)[
+        "layer"
+    ]
     assert all(averaged[name].dtype == grads["layer"][name].dtype for name in averaged)
     values = {name: np.array(value.astype(mx.float32)) for name, value in averaged.items()}
     np.savez(f"{path}-{communicator.rank}.npz", **values)

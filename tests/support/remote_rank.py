@@ -1,6 +1,8 @@
-"""A rank for tests of several computers: ``remote_rank.py KIND SECONDS``; marks and beats by hand, quick to start.
+"""A rank for tests of several computers: ``remote_rank.py KIND SECONDS``; marks and beats by hand,
+quick to start.
 
-``plain`` waits; ``ring`` also forms MLX's ring; ``child`` also leaves a process in a group of its own.
+``plain`` waits; ``ring`` also forms MLX's ring; ``child`` also leaves a process in a group of its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ def main() -> None:
     rank, run_dir = os.environ["ALLHANDS_RANK"], Path(os.environ["ALLHANDS_RUN_DIR"])
     facts = {
         "arguments": sys.argv[3:],
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("ALLHANDS_", "TEST_"))},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("ALLHANDS_", "TEST_"))
+        },
         "directory": os.getcwd(),
         "python": sys.executable,
         "mode": run_dir.stat().st_mode & 0o777,
@@ -39,7 +45,9 @@ def main() -> None:
     (run_dir / f"rank-{rank}.started").touch()
     work(rank, run_dir, time.monotonic() + seconds)
     if rank == "1":
-        Path(os.environ["ALLHANDS_LOG_DIR"], "error-rank-1.json").write_text('{"type": "Boom", "message": "bang"}')
+        Path(os.environ["ALLHANDS_LOG_DIR"], "error-rank-1.json").write_text(
+            '{"type": "Boom", "message": "bang"}'
+        )
         sys.exit(3)
 
 

@@ -33,7 +33,8 @@ def run_ring(
     Args:
         present: start only so many of the ranks that the hostfile promises.
         env: further variables, the same for every rank; ``{rank}`` in a value stands for the rank.
-        timeout: seconds; then every process is killed and :class:`subprocess.TimeoutExpired` raised.
+        timeout: seconds; then every process is killed and :class:`subprocess.TimeoutExpired`
+            raised.
     """
     with contextlib.ExitStack() as stack:
         # The sockets stay open, not listening: the ring shares the port, strangers cannot.
@@ -77,9 +78,12 @@ def run_ring(
 def told_by_two(program: str, cases: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
     """What two processes say of every case, which must be the same, one case after the other.
 
-    A start costs more than ten cases. ``program`` is Python's; it is given the cases, and prints a list, as JSON.
+    A start costs more than ten cases. ``program`` is Python's; it is given the cases, and prints a
+    list, as JSON.
     """
     done = run_ring([[sys.executable, "-c", program, json.dumps(cases)]] * 2)
-    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")], [one.stderr[-1500:] for one in done]
+    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")], [
+        one.stderr[-1500:] for one in done
+    ]
     assert done[0].stdout == done[1].stdout
     return dict(zip(cases, json.loads(done[0].stdout), strict=True))

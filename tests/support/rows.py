@@ -52,7 +52,11 @@ def write(folder: Path, files: Mapping[str, Iterable[Any]]) -> list[str]:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; none if it is not there."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def report_of(out: Path) -> dict[str, Any]:

@@ -40,15 +40,25 @@ class Served:
         with self.connect() as client:
             with contextlib.suppress(ConnectionError):
                 client.sendall(data)
-                with contextlib.suppress(OSError):  # not connected: it has answered and closed already
+                with contextlib.suppress(
+                    OSError
+                ):  # not connected: it has answered and closed already
                     client.shutdown(socket.SHUT_WR)
             return received(client)
 
     def ask(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str | None] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str | None] | None = None,
     ) -> tuple[int, dict[str, str], Any]:
-        """Status, headers by lower-case name, and what came; ``None`` as a header's value leaves it out."""
-        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        """Status, headers by lower-case name, and what came; ``None`` as a header's value leaves it
+        out.
+        """
+        data = (
+            b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
         sent: dict[str, str | None] = {"Host": f"127.0.0.1:{self.port}"}
         if body is not None:
             sent["Content-Length"] = str(len(data))
@@ -75,7 +85,9 @@ def received(client: socket.socket) -> bytes:
 def parsed(answer: bytes) -> tuple[int, dict[str, str], Any]:
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     text = body.decode()
     return int(first.split()[1]), headers, json.loads(text) if text.startswith("{") else text
 
@@ -85,7 +97,9 @@ def served(*words: str | Path, env: Mapping[str, str] | None = None) -> Iterator
     command = [sys.executable, "-m", "allhands", "serve", "--port", "0", *map(str, words)]
     # Appended to by the server, and read by its name: a handle of both would share one position.
     with tempfile.NamedTemporaryFile("ab") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+        )
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -1,6 +1,8 @@
-"""A Slurm of one's own: munge, slurmctld and a slurmd a node, with state, key, sockets and ports that nobody shares.
+"""A Slurm of one's own: munge, slurmctld and a slurmd a node, with state, key, sockets and ports
+that nobody shares.
 
-No service of the system is touched. The node is this computer, or each of the computers of :mod:`namespaces`.
+No service of the system is touched. The node is this computer, or each of the computers of
+:mod:`namespaces`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ from namespaces import Cluster
 from allhands.cluster.processes import reserve_ports
 
 KILL_WAIT_S = 7  # not the usual 30, so that it can be told from a guess
-_TOOLS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "scontrol", "sinfo")
+_TOOLS = (
+    "munged",
+    "mungekey",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "salloc",
+    "scancel",
+    "scontrol",
+    "sinfo",
+)
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _UP_S = 30.0
 
@@ -47,7 +60,11 @@ class Slurm:
     env: dict[str, str]
 
     def run(
-        self, *argv: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 60.0
+        self,
+        *argv: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm's and wait for its end."""
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **self.env, **(env or {})}
@@ -68,7 +85,9 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def submit(self, *argv: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    def submit(
+        self, *argv: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
         """``sbatch`` with these arguments; the number of the job."""
         done = self.run("sbatch", "--parsable", *argv, env=env, cwd=cwd)
         assert done.returncode == 0, done.stderr
@@ -85,7 +104,13 @@ class Slurm:
 
         def there() -> bool:
             found.update(self.facts(job))
-            ended = found["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            ended = found["JobState"] in (
+                "COMPLETED",
+                "FAILED",
+                "CANCELLED",
+                "TIMEOUT",
+                "NODE_FAIL",
+            )
             assert not ended or found["JobState"] == state, found
             return found["JobState"] == state
 
@@ -116,19 +141,25 @@ class Slurm:
 
     def logs(self) -> str:
         """The last words of the daemons."""
-        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(self.directory.glob("*.log")))
+        return "\n".join(
+            f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(self.directory.glob("*.log"))
+        )
 
 
 @contextmanager
 def slurm(cluster: Cluster | None = None) -> Iterator[Slurm]:
-    """Start a Slurm with one node on this computer, or with those of ``cluster``; end it, with its jobs, afterwards.
+    """Start a Slurm with one node on this computer, or with those of ``cluster``; end it, with its
+    jobs, afterwards.
 
     Skips the test where Slurm is not installed.
     """
     require()
     with ExitStack() as stack:
-        # A short path, and one that munge finds safe: for its socket all users must be able to enter.
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ahslurm-", dir="/tmp")))
+        # A short path, and one that munge finds safe: for its socket all users must be able to
+        # enter.
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="ahslurm-", dir="/tmp"))
+        )
         directory.chmod(0o755)
         nodes = tuple(cluster.names) if cluster else ("alone",)
         made = Slurm(directory, nodes, {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": _PATH})
@@ -138,7 +169,9 @@ def slurm(cluster: Cluster | None = None) -> Iterator[Slurm]:
         _start(["slurmctld", *daemon], directory / "slurmctld.log", stack)
         for name in nodes:
             inside = cluster.command(name, []) if cluster else []
-            _start([*inside, "slurmd", *daemon, "-N", name], directory / f"slurmd-{name}.log", stack)
+            _start(
+                [*inside, "slurmd", *daemon, "-N", name], directory / f"slurmd-{name}.log", stack
+            )
         stack.callback(made.end_all)
         _wait_until_up(made)
         yield made
@@ -157,16 +190,25 @@ def require() -> None:
 def _start_munge(directory: Path, stack: ExitStack) -> None:
     files = {name: directory / f"munge.{name}" for name in ("key", "socket", "pid", "seed")}
     subprocess.run(
-        ["mungekey", "--create", f"--keyfile={files['key']}"], check=True, capture_output=True, env=_environment()
+        ["mungekey", "--create", f"--keyfile={files['key']}"],
+        check=True,
+        capture_output=True,
+        env=_environment(),
     )
     options = [f"--{name}-file={files[name]}" for name in ("key", "pid", "seed")]
     log = directory / "munged.log"
-    _start(["munged", "--foreground", f"--socket={files['socket']}", f"--log-file={log}", *options], log, stack)
+    _start(
+        ["munged", "--foreground", f"--socket={files['socket']}", f"--log-file={log}", *options],
+        log,
+        stack,
+    )
     until(files["socket"].exists, 10.0, f"munge does not start: {log.read_text()}")
 
 
 def _write_configuration(made: Slurm, cluster: Cluster | None) -> None:
-    """Nodes are named as told; without control groups, so that no rights and no delegation are needed."""
+    """Nodes are named as told; without control groups, so that no rights and no delegation are
+    needed.
+    """
     held, ports = reserve_ports(2, shareable=False)
     for one in held:
         one.close()
@@ -179,7 +221,8 @@ def _write_configuration(made: Slurm, cluster: Cluster | None) -> None:
         "SlurmUser": _user(),
         "SlurmdUser": _user(),
         "AuthType": "auth/munge",
-        # A job that is put back into the queue waits until its credential has expired: two minutes by default.
+        # A job that is put back into the queue waits until its credential has expired: two minutes
+        # by default.
         "AuthInfo": f"socket={directory / 'munge.socket'},cred_expire=5",
         "StateSaveLocation": directory / "state",
         "SlurmdSpoolDir": directory / "spool-%n",
@@ -201,9 +244,13 @@ def _write_configuration(made: Slurm, cluster: Cluster | None) -> None:
     lines = [f"{name}={value}" for name, value in settings.items()]
     for name in made.nodes:
         (directory / f"spool-{name}").mkdir()
-        place = (name, cluster.nodes[name].address) if cluster else (socket.gethostname(), "127.0.0.1")
+        place = (
+            (name, cluster.nodes[name].address) if cluster else (socket.gethostname(), "127.0.0.1")
+        )
         # More cores than there may be, for jobs that want them.
-        lines.append(f"NodeName={name} NodeHostname={place[0]} NodeAddr={place[1]} CPUs=8 RealMemory=8000")
+        lines.append(
+            f"NodeName={name} NodeHostname={place[0]} NodeAddr={place[1]} CPUs=8 RealMemory=8000"
+        )
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
     lines.append("SlurmdParameters=config_overrides")
     (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -215,7 +262,9 @@ def _wait_until_up(made: Slurm) -> None:
         done = made.run("sinfo", "--noheader", "--Node", "--format=%T")
         if done.returncode == 0 and done.stdout.split() == ["idle"] * len(made.nodes):
             return
-        assert time.monotonic() < deadline, f"Slurm does not come up: {done.stdout}{done.stderr}\n{made.logs()}"
+        assert time.monotonic() < deadline, (
+            f"Slurm does not come up: {done.stdout}{done.stderr}\n{made.logs()}"
+        )
         time.sleep(0.1)
 
 
@@ -248,7 +297,9 @@ def _steps(mark: str) -> list[psutil.Process]:
         with suppress(psutil.Error):
             environ, ended = process.environ(), process.status() == psutil.STATUS_ZOMBIE
             started = "SLURM_JOB_ID" in environ and environ.get("SLURM_CONF", "").startswith(mark)
-            own = process.name() == "slurmstepd" and any(mark in file.path for file in process.open_files())
+            own = process.name() == "slurmstepd" and any(
+                mark in file.path for file in process.open_files()
+            )
             if not ended and (started or own):
                 found.append(process)
     return found

@@ -34,19 +34,45 @@ AGENT_HELLO = {
 }
 _NUMBER = b"0123456789abcdef" * 4
 _VALUES = (
-    *("1", "-1", "true", "null", "1.0", "1e999", "NaN", "-Infinity", "9" * 5000, '"1"', '"\\ud800"', '""', "[]", "{}"),
+    *(
+        "1",
+        "-1",
+        "true",
+        "null",
+        "1.0",
+        "1e999",
+        "NaN",
+        "-Infinity",
+        "9" * 5000,
+        '"1"',
+        '"\\ud800"',
+        '""',
+        "[]",
+        "{}",
+    ),
     *("[" * 1000, '{"a":' * 700, '"' + "x" * 3000 + '"', '{"rank":1,"rank":2}', "1" + "0" * 40),
 )
 _PIECES = (b"\n", b"\r\n", b"\0", b"[", b"{", b'"', b"\\", b"\xff\xfe", b"\xed\xa0\x80")
-_HELLO = {"version": 2, "rank": 1, "size": 2, "address": "127.0.0.1", "port": 5001, "nonce": "0" * 32}
+_HELLO = {
+    "version": 2,
+    "rank": 1,
+    "size": 2,
+    "address": "127.0.0.1",
+    "port": 5001,
+    "nonce": "0" * 32,
+}
 
 
 def hello(random_: random.Random) -> bytes:
-    """What rank 1 of 2 may say, with a MAC that nobody has made, and maybe with a word that is none."""
+    """What rank 1 of 2 may say, with a MAC that nobody has made, and maybe with a word that is
+    none.
+    """
     text = json.dumps(_HELLO)
     if random_.random() < 0.7:
         name = random_.choice(list(_HELLO))
-        text = text.replace(f'"{name}": {json.dumps(_HELLO[name])}', f'"{name}": {random_.choice(_VALUES)}')
+        text = text.replace(
+            f'"{name}": {json.dumps(_HELLO[name])}', f'"{name}": {random_.choice(_VALUES)}'
+        )
     mac = random_.randbytes(32).hex()
     if random_.random() < 0.3:  # as it was said once
         return json.dumps({"body": text, "mac": mac}).encode() + b"\n"
@@ -109,11 +135,17 @@ def say(address: tuple[str, int], words: bytes, source: str = "", listen: bool =
     return answer
 
 
-def say_all(address: tuple[str, int], words: Iterable[bytes], sources: Sequence[str] = ("",)) -> int:
-    """Say each in a call of its own, from these addresses in turn; the most bytes that were answered."""
+def say_all(
+    address: tuple[str, int], words: Iterable[bytes], sources: Sequence[str] = ("",)
+) -> int:
+    """Say each in a call of its own, from these addresses in turn; the most bytes that were
+    answered.
+    """
     most = 0
     for index, one in enumerate(words):
-        most = max(most, len(say(address, one, sources[index % len(sources)], listen=index % 17 != 0)))
+        most = max(
+            most, len(say(address, one, sources[index % len(sources)], listen=index % 17 != 0))
+        )
     return most
 
 
@@ -125,8 +157,11 @@ def loopback_sources(count: int) -> list[str]:
 
 
 @contextmanager
-def pestering(address: tuple[str, int], idle: int = 0, trickling: int = 0) -> Iterator[Callable[[], int]]:
-    """Strangers who call and say nothing, and others who say a byte each second, for as long as they are let.
+def pestering(
+    address: tuple[str, int], idle: int = 0, trickling: int = 0
+) -> Iterator[Callable[[], int]]:
+    """Strangers who call and say nothing, and others who say a byte each second, for as long as
+    they are let.
 
     Yields a function that counts those who have not been hung up on.
     """
@@ -186,7 +221,9 @@ def wait_for(address: tuple[str, int], seconds: float = 60.0) -> None:
 
 @contextmanager
 def in_between(own: tuple[str, int], target: tuple[str, int]) -> Iterator[dict[str, bytearray]]:
-    """Somebody at the address ``own`` who passes all on to the target and back, and keeps what both sides say."""
+    """Somebody at the address ``own`` who passes all on to the target and back, and keeps what both
+    sides say.
+    """
     said = {"there": bytearray(), "back": bytearray()}
 
     def pass_on(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
@@ -215,7 +252,9 @@ def in_between(own: tuple[str, int], target: tuple[str, int]) -> Iterator[dict[s
 
 
 def main(way: str, host: str, port: str, *rest: str) -> None:
-    """``pester HOST PORT COUNT`` or ``record HOST PORT OWN`` until the input ends, or ``replay HOST PORT`` of it."""
+    """``pester HOST PORT COUNT`` or ``record HOST PORT OWN`` until the input ends, or ``replay HOST
+    PORT`` of it.
+    """
     target = (host, int(port))
     if way == "pester":
         wait_for(target)

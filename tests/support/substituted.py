@@ -13,11 +13,16 @@ def prepare_dense(model: Any) -> None:
     apply_passes(model, PassContext(detect(), "generate"))
 
 
-def prepare_quantized(model: Any, device: Accelerator, *, compact: bool, short: bool = False) -> int:
-    """As for generation, or with ``compact`` as for evaluation on a CPU; returns the quantised layers replaced.
+def prepare_quantized(
+    model: Any, device: Accelerator, *, compact: bool, short: bool = False
+) -> int:
+    """As for generation, or with ``compact`` as for evaluation on a CPU; returns the quantised
+    layers replaced.
 
     ``short``: as where memory is short.
     """
     purpose = "evaluate" if compact and device.kind == "cpu" else "generate"
-    applied = apply_passes(model, PassContext(device, purpose, at_once=short and compact, short=short))
+    applied = apply_passes(
+        model, PassContext(device, purpose, at_once=short and compact, short=short)
+    )
     return next(each.changed for each in applied if each.name == "quantised weights")

@@ -1,4 +1,5 @@
-"""A rank that adds up arrays as ranks of several computers do: ``summing_ranks.py LOCAL_RANK LOCAL_SIZE [FIRSTS]``.
+"""A rank that adds up arrays as ranks of several computers do: ``summing_ranks.py LOCAL_RANK
+LOCAL_SIZE [FIRSTS]``.
 
 Prints one line of JSON. With FIRSTS, such as ``0,2``, computers are divided so without measuring.
 """
@@ -45,9 +46,26 @@ def main() -> None:
             wanted = ring.all_sum(array.astype(mx.float32))
             off = mx.abs(total.astype(mx.float32) - wanted).max().item()
             bits = hashlib.sha256(np.array(total.astype(mx.float32)).tobytes()).hexdigest()
-            found.append({"bits": bits, "off": off, "sent": sent, "bytes": array.nbytes, "dtype": str(total.dtype)})
+            found.append(
+                {
+                    "bits": bits,
+                    "off": off,
+                    "sent": sent,
+                    "bytes": array.nbytes,
+                    "dtype": str(total.dtype),
+                }
+            )
     told = group.told if isinstance(group, ByComputer) else ""
-    print(json.dumps({"rank": rank, "sums": found, "told": told, "by_computer": isinstance(group, ByComputer)}))
+    print(
+        json.dumps(
+            {
+                "rank": rank,
+                "sums": found,
+                "told": told,
+                "by_computer": isinstance(group, ByComputer),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

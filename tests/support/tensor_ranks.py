@@ -1,7 +1,9 @@
-"""A rank that divides the matrices of small models with the others, and compares gradients with mlx_lm's own model.
+"""A rank that divides the matrices of small models with the others, and compares gradients with
+mlx_lm's own model.
 
-The first argument is a JSON list of cases ``[architecture, way, form]``. All ranks print the same list: for each case
-how far loss, gradients and the sum of their squares are from those of the whole model, or what was refused.
+The first argument is a JSON list of cases ``[architecture, way, form]``. All ranks print the same
+list: for each case how far loss, gradients and the sum of their squares are from those of the whole
+model, or what was refused.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": 3
 def model_of(name: str, way: str) -> Any:
     """A new model of that configuration, ready to be trained that way; the same numbers each time."""
     told = architecture(name.removesuffix("+"))
-    config = {**told.config, **WIDE} if way == "quantised" and not name.endswith("+") else told.config
+    config = (
+        {**told.config, **WIDE} if way == "quantised" and not name.endswith("+") else told.config
+    )
     mx.random.seed(7)
     kind, arguments = _get_classes(config)
     model: Any = kind(arguments.from_dict(config))
@@ -52,7 +56,9 @@ def model_of(name: str, way: str) -> Any:
         nn.quantize(model, group_size=32, bits=4, class_predicate=_in_groups)
     if way != "full":
         model.freeze()
-        linear_to_lora_layers(model, len(model.layers), {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": told.keys})
+        linear_to_lora_layers(
+            model, len(model.layers), {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": told.keys}
+        )
         _draw(model, 0.1)
     mx.eval(model.parameters())
     return model
@@ -88,11 +94,15 @@ def cut(array: mx.array, region: Region | None) -> mx.array:
     if region is None:
         return array
     assert not isinstance(region, Flat)
-    return array[tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))]
+    return array[
+        tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
+    ]
 
 
 def compared(world: Communicator, name: str, way: str, form: str) -> Any:
-    """How far loss, gradients and squares are from the whole model's, and the array that is farthest."""
+    """How far loss, gradients and squares are from the whole model's, and the array that is
+    farthest.
+    """
     whole, model = model_of(name, way), model_of(name, way)
     if form == "balanced":
         assert balance_experts(whole, 0.5) == balance_experts(model, 0.5) > 0
@@ -105,17 +115,25 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
         matrices = replace(matrices, partial=frozenset())
     loss, found = gradients(model)
     strategy = TensorParallel(Exchanging(world, cpu_native=True, matrices=matrices))
-    reduced = strategy.reduce(Gradients(loss, found, {"targets": 1, "tokens": 1}), [float(world.rank == 0)])
+    reduced = strategy.reduce(
+        Gradients(loss, found, {"targets": 1, "tokens": 1}), [float(world.rank == 0)]
+    )
     apart = far(matrices, dict(reduced.grads), dict(expected))
     total = sum((mx.square(grad).sum() for _, grad in expected), mx.zeros(()))
     assert reduced.squares is not None
-    numbers = [abs(loss - expected_loss) / expected_loss, mx.array(max(apart.values())), reduced.squares / total - 1]
+    numbers = [
+        abs(loss - expected_loss) / expected_loss,
+        mx.array(max(apart.values())),
+        reduced.squares / total - 1,
+    ]
     worst = [float(each.item()) for each in numbers]
     everyone = world.all_gather(mx.array([worst])).tolist()
     return [max(abs(rank[i]) for rank in everyone) for i in range(3)]
 
 
-def far(matrices: Parts, found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
+def far(
+    matrices: Parts, found: dict[str, mx.array], expected: dict[str, mx.array]
+) -> dict[str, float]:
     """Distance of each gradient from its part of the whole model's, by the norm of that.
 
     Beside a tenth of the largest norm, what is smaller is rounding.

@@ -31,9 +31,13 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_tokenizer(directory: Path, merges: Sequence[tuple[str, str]] = ()) -> None:
-    """A byte-level tokenizer (256 bytes, three special tokens, and what ``merges`` make) with a ChatML template."""
+    """A byte-level tokenizer (256 bytes, three special tokens, and what ``merges`` make) with a
+    ChatML template.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet, *map("".join, merges)])}
+    vocabulary = {
+        token: number for number, token in enumerate([*SPECIAL, *alphabet, *map("".join, merges)])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +80,11 @@ def write_model(
     }
     mx.random.seed(seed)
     if experts:
-        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+        config |= {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": experts,
+        }
         config["num_experts_per_tok"] = 2
         model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
     else:
@@ -86,7 +94,9 @@ def write_model(
 
         model, config = quantize_model(model, config, 32, bits)
     mx.save_safetensors(
-        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+        str(directory / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        metadata={"format": "mlx"},
     )
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory)
@@ -94,7 +104,8 @@ def write_model(
 
 
 def in_files(model: Path, files: Sequence[Sequence[str]]) -> Path:
-    """``model`` with its weights in several files and an index: in each the arrays whose names have one of its words.
+    """``model`` with its weights in several files and an index: in each the arrays whose names have
+    one of its words.
 
     A name belongs to the first file that has a word of it.
     """
@@ -109,31 +120,44 @@ def in_files(model: Path, files: Sequence[Sequence[str]]) -> Path:
     for file in set(placed.values()):
         own = {name: array for name, array in arrays.items() if placed[name] == file}
         mx.save_safetensors(str(model / file), own, metadata={"format": "mlx"})
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     return model
 
 
 def with_positions(model: Path, count: int) -> Path:
     """``model`` with a bound of so many tokens, in its configuration and in its tokenizer's."""
-    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+    for name, key in (
+        ("config.json", "max_position_embeddings"),
+        ("tokenizer_config.json", "model_max_length"),
+    ):
         content = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**content, key: count}))
     return model
 
 
 def write_adapter(base: Path, directory: Path, kind: str = "lora") -> Path:
-    """A random adapter on two blocks, or random weights for the last one (``full``), for the model in ``base``."""
+    """A random adapter on two blocks, or random weights for the last one (``full``), for the model
+    in ``base``.
+    """
     model: Any = load(str(base))[0]
     model.freeze()
     mx.random.seed(5)
-    settings = {"rank": 4, "scale": 2.5, "dropout": 0.3, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    settings = {
+        "rank": 4,
+        "scale": 2.5,
+        "dropout": 0.3,
+        "keys": ["self_attn.q_proj", "mlp.down_proj"],
+    }
     if kind == "full":
         model.layers[-1].unfreeze()
     else:
         linear_to_lora_layers(model, 2, settings, use_dora=kind == "dora")
     # Magnitudes and whole weights are moved a little, the rest begins at nothing.
     weights = {
-        name: mx.random.normal(value.shape) * 0.2 + (value if kind == "full" or name.endswith(".m") else 0)
+        name: mx.random.normal(value.shape) * 0.2
+        + (value if kind == "full" or name.endswith(".m") else 0)
         for name, value in tree_flatten(model.trainable_parameters())
     }
     directory.mkdir()
@@ -149,7 +173,13 @@ def write_adapter(base: Path, directory: Path, kind: str = "lora") -> Path:
 
 
 def write_chat_data(
-    directory: Path, *, train: int = 24, valid: int = 6, test: int = 6, seed: int = 0, longest: int = 60
+    directory: Path,
+    *,
+    train: int = 24,
+    valid: int = 6,
+    test: int = 6,
+    seed: int = 0,
+    longest: int = 60,
 ) -> Path:
     """Random chats of very unequal lengths."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -180,7 +210,9 @@ def run_allhands(
     timeout: float = 120,
     lines: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, without a terminal; ``lines`` are its standard input."""
+    """Run the command line in a process of its own, without a terminal; ``lines`` are its standard
+    input.
+    """
     command: Sequence[str] = [sys.executable, "-m", "allhands", *map(str, arguments)]
     return subprocess.run(
         command,

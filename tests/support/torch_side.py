@@ -1,4 +1,5 @@
-"""What PyTorch and transformers make of a model; run by a Python that has them, and asked by ``asked.Asked``.
+"""What PyTorch and transformers make of a model; run by a Python that has them, and asked by
+``asked.Asked``.
 
 logits MODEL OUT.npz      # of tokens 3 to 39
 names CONFIGS.json        # names and shapes of the weights of each config
@@ -30,8 +31,14 @@ def names(configs: str) -> dict[str, dict[str, list[int]]]:
     for config in json.loads(Path(configs).read_text()):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-        tied = set(getattr(model, "_tied_weights_keys", None) or []) if config["tie_word_embeddings"] else set()
-        found[config["model_type"]] = {n: list(v.shape) for n, v in model.state_dict().items() if n not in tied}
+        tied = (
+            set(getattr(model, "_tied_weights_keys", None) or [])
+            if config["tie_word_embeddings"]
+            else set()
+        )
+        found[config["model_type"]] = {
+            n: list(v.shape) for n, v in model.state_dict().items() if n not in tied
+        }
     return found
 
 

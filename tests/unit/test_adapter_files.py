@@ -1,4 +1,6 @@
-"""Directories given as an adapter that are something else, files of one that are torn, and runs that did harm."""
+"""Directories given as an adapter that are something else, files of one that are torn, and runs
+that did harm.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def _add_checkpoint(run: Path, step: int) -> Path:
     """A whole checkpoint of an adapter."""
     path, described = checkpoint_path(run, step), (run / "adapter_config.json").read_text()
     tensors = {"adapters.safetensors": [Tensor("one", "F32", (4,), bytes(16))]}
-    write_checkpoint(path, step, "one", {"iteration": step}, tensors, {"adapter_config.json": described})
+    write_checkpoint(
+        path, step, "one", {"iteration": step}, tensors, {"adapter_config.json": described}
+    )
     return path
 
 
@@ -74,7 +78,9 @@ def _cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-@pytest.mark.parametrize("spoil", [_cut, lambda file: file.write_bytes(b""), Path.unlink], ids=["cut", "empty", "gone"])
+@pytest.mark.parametrize(
+    "spoil", [_cut, lambda file: file.write_bytes(b""), Path.unlink], ids=["cut", "empty", "gone"]
+)
 def test_a_torn_adapter_names_what_is_whole(
     places: Path, tmp_path: Path, name: str, spoil: Callable[[Path], object]
 ) -> None:
@@ -106,7 +112,10 @@ def test_a_checkpoint_of_pre_training_is_of_the_model_of_its_run(places: Path) -
             model_below(place, described)
 
 
-_GOOD = {"train": lambda step: 2 + 2 / (1 + step / 10), "valid": lambda step: 2.1 + 2 / (1 + step / 10)}
+_GOOD = {
+    "train": lambda step: 2 + 2 / (1 + step / 10),
+    "valid": lambda step: 2.1 + 2 / (1 + step / 10),
+}
 _RUINED = {"train": lambda step: 4.0 + step / 10, "valid": lambda step: 4.1 + step / 10}
 
 
@@ -120,7 +129,15 @@ def test_weights_of_a_ruined_run_are_told_of(
         kept = (run / "adapter_config.json").read_text()
         write_run(run, train=curves["train"], valid=curves["valid"])
         (run / "adapter_config.json").write_text(kept)
-    words = ["fuse", "--model", places / "model", "--adapter-path", run, "--save-path", tmp_path / "fused"]
+    words = [
+        "fuse",
+        "--model",
+        places / "model",
+        "--adapter-path",
+        run,
+        "--save-path",
+        tmp_path / "fused",
+    ]
     done = call_allhands(*words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warning:") == told

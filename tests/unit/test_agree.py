@@ -14,8 +14,16 @@ from allhands.distributed.backend import SingleProcess
 from allhands.errors import DistributedError
 
 FACTS: dict[str, Any] = {
-    "config": {"batch_size": 4, "seed": 0, "data": "chats", "lora_parameters": {"rank": 8, "scale": 20.0}},
-    "parameters": {"layers.0.lora_a": [[32, 8], "float32"], "layers.0.lora_b": [[8, 32], "float32"]},
+    "config": {
+        "batch_size": 4,
+        "seed": 0,
+        "data": "chats",
+        "lora_parameters": {"rank": 8, "scale": 20.0},
+    },
+    "parameters": {
+        "layers.0.lora_a": [[32, 8], "float32"],
+        "layers.0.lora_b": [[8, 32], "float32"],
+    },
     "data": {"train": "0f" * 32, "valid": None},
     "versions": {"mlx": "0.32.4"},
 }
@@ -48,7 +56,10 @@ def test_one_process_agrees_with_itself() -> None:
 
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "option": (changed(config={"batch_size": 8}), "config.batch_size is 4 on rank 0 and 8 on rank 1"),
+    "option": (
+        changed(config={"batch_size": 8}),
+        "config.batch_size is 4 on rank 0 and 8 on rank 1",
+    ),
     "nested option": (
         changed(config={"lora_parameters": {"rank": 16, "scale": 20.0}}),
         "config.lora_parameters.rank is 8 on rank 0 and 16 on rank 1",
@@ -57,13 +68,19 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         changed(parameters={"layers.0.lora_a": [[32, 16], "float32"]}),
         "parameters.layers.0.lora_a is [[32, 8], 'float32'] on rank 0 and [[32, 16], 'float32'] on rank 1",
     ),
-    "dtype": (changed(parameters={"layers.0.lora_b": [[8, 32], "bfloat16"]}), "[[8, 32], 'bfloat16'] on rank 1"),
+    "dtype": (
+        changed(parameters={"layers.0.lora_b": [[8, 32], "bfloat16"]}),
+        "[[8, 32], 'bfloat16'] on rank 1",
+    ),
     "one parameter more": (
         changed(parameters={"layers.1.lora_a": [[32, 8], "float32"]}),
         "parameters.layers.1.lora_a is missing on rank 0",
     ),
     "data": (changed(data={"train": "1f" * 32}), "data.train is 0f0f0f0f"),
-    "version": (changed(versions={"mlx": "0.31.0"}), "versions.mlx is 0.32.4 on rank 0 and 0.31.0 on rank 1"),
+    "version": (
+        changed(versions={"mlx": "0.31.0"}),
+        "versions.mlx is 0.32.4 on rank 0 and 0.31.0 on rank 1",
+    ),
 }
 
 
@@ -88,7 +105,9 @@ def test_the_rank_that_differs_is_the_one_named() -> None:
 
 def test_many_differences_are_counted_not_listed() -> None:
     many = {"p": {f"name{i:03}": i for i in range(50)}}
-    text = errors_of(outcome(many, {"p": {name: value + 1 for name, value in many["p"].items()}}))[0]
+    text = errors_of(outcome(many, {"p": {name: value + 1 for name, value in many["p"].items()}}))[
+        0
+    ]
     assert text.count(" on rank 0 and ") == 3
     assert "and 47 more" in text
     assert len(text) < 500

@@ -28,12 +28,16 @@ DTYPES += ["float16", "bfloat16", "float32", "complex64"]
 
 
 def every_type() -> dict[str, mx.array]:
-    """Arrays of all types with bit patterns that arithmetic would change: minus zero, NaN, the largest integers."""
+    """Arrays of all types with bit patterns that arithmetic would change: minus zero, NaN, the
+    largest integers.
+    """
     random = np.random.default_rng(0)
     result: dict[str, mx.array] = {}
     for name in DTYPES:
         dtype: mx.Dtype = getattr(mx, name)
-        raw = random.integers(0, 2 if name == "bool_" else 256, size=(3, 5, dtype.size), dtype=np.uint8)
+        raw = random.integers(
+            0, 2 if name == "bool_" else 256, size=(3, 5, dtype.size), dtype=np.uint8
+        )
         result[name] = mx.array(raw).view(dtype).reshape(3, 5)
     result["special"] = mx.array([-0.0, float("nan"), float("-inf"), 1e-42], dtype=mx.float32)
     result["scalar"] = mx.array(np.array(2**64 - 1, dtype=np.uint64))
@@ -57,7 +61,9 @@ def written(path: Path, tensors: Any) -> Checkpoint:
 
 
 def read(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    return {name: stored.read() for name, stored in local_arrays(checkpoint, "tree.safetensors").items()}
+    return {
+        name: stored.read() for name, stored in local_arrays(checkpoint, "tree.safetensors").items()
+    }
 
 
 def test_through_a_checkpoint(tmp_path: Path) -> None:
@@ -67,7 +73,10 @@ def test_through_a_checkpoint(tmp_path: Path) -> None:
     flat = {f"layers.0.weights.{name}": array for name, array in every_type().items()}
     assert same(back, {**flat, "layers.1.other": mx.ones((2,))})
     with safe_open(checkpoint.path / "tree.safetensors", framework="np") as opened:
-        assert opened.get_tensor("layers.0.weights.turned").tolist() == np.arange(12).reshape(3, 4).T.tolist()
+        assert (
+            opened.get_tensor("layers.0.weights.turned").tolist()
+            == np.arange(12).reshape(3, 4).T.tolist()
+        )
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -92,7 +101,9 @@ def test_what_is_held_is_the_same_bit_for_bit(own: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("piece", [8, 100, 1 << 20])
-def test_rank_0_hands_out(size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_hands_out(
+    size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handout, "_PIECE_BYTES", piece)
     mine = every_type()
     checkpoint = written(tmp_path, tensors_of(mine))
@@ -105,7 +116,9 @@ def test_rank_0_hands_out(size: int, piece: int, tmp_path: Path, monkeypatch: py
         # Each takes what it needs, and nothing where it needs nothing.
         part = stored["float32"].read(Flat(4 * rank, 4 * rank + 3) if rank else Flat(7, 7))
         box = stored["int16"].read(Box((1, rank), (2, 2)))
-        parts = raw(part) == raw(mine["float32"].reshape(-1)[4 * rank : 4 * rank + (3 if rank else 0)])
+        parts = raw(part) == raw(
+            mine["float32"].reshape(-1)[4 * rank : 4 * rank + (3 if rank else 0)]
+        )
         boxes = raw(box) == raw(mine["int16"][1:3, rank : rank + 2])
         return same(whole, mine) and parts and boxes and value == {"rank": 0, "text": "grüß"}
 
@@ -116,7 +129,10 @@ def test_rank_0_hands_out(size: int, piece: int, tmp_path: Path, monkeypatch: py
 def test_everybody_says_something(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handout, "_PIECE_BYTES", piece)
     said = ["", ["a" * 50, None], {"grüß": 1.5}]
-    assert run_ranks(3, lambda communicator: gather_json(communicator, said[communicator.rank])) == [said] * 3
+    assert (
+        run_ranks(3, lambda communicator: gather_json(communicator, said[communicator.rank]))
+        == [said] * 3
+    )
 
 
 def test_alone_it_is_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Sums over ranks in memory, and ``average_gradients`` where there is one process (ranks: tests/parity)."""
+"""Sums over ranks in memory, and ``average_gradients`` where there is one process (ranks:
+tests/parity).
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,16 @@ def test_sums_are_those_of_numpy_whatever_the_buckets(ranks: int, bucket_bytes: 
         assert [one.shape for one in sums] == [np.shape(one) for one in expected]
         assert totals == [sum(range(ranks)), 2.0 * ranks]
         if ranks > 1:
-            # With the scalars 8 + 48 + 4 + 28 + 32 + 200 bytes: in six calls, in three (60, 60, 200), in one.
+            # With the scalars 8 + 48 + 4 + 28 + 32 + 200 bytes: in six calls, in three (60, 60,
+            # 200), in one.
             assert calls == {1: 6, 64: 3, 10**6: 1}[bucket_bytes]
 
 
 def test_types_travel_apart_and_come_back_as_they_were() -> None:
     def work(communicator: ThreadCommunicator) -> tuple[list[mx.Dtype], int]:
-        arrays = [mx.ones((3,), dtype=dtype) for dtype in (mx.float32, mx.float16, mx.float32, mx.float16)]
+        arrays = [
+            mx.ones((3,), dtype=dtype) for dtype in (mx.float32, mx.float16, mx.float32, mx.float16)
+        ]
         sums, _ = sum_over_ranks(communicator, arrays)
         assert all((np.array(one) == 2).all() for one in sums)
         return [one.dtype for one in sums], len(communicator.calls)
@@ -64,7 +69,12 @@ def test_types_travel_apart_and_come_back_as_they_were() -> None:
 
 
 def gradients() -> dict[str, object]:
-    return {"layers": [{"w": mx.array([[1.0, 2.0], [3.0, 4.0]])}, {"w": mx.array([5.0], dtype=mx.bfloat16)}]}
+    return {
+        "layers": [
+            {"w": mx.array([[1.0, 2.0], [3.0, 4.0]])},
+            {"w": mx.array([5.0], dtype=mx.bfloat16)},
+        ]
+    }
 
 
 def test_one_process_keeps_a_mean_and_divides_a_sum() -> None:
@@ -90,10 +100,18 @@ def test_a_number_of_tokens_that_is_none_is_refused(count: float) -> None:
     )
 
 
-# --- more tokens than float32 can count ----------------------------------------------------------------------
+# --- more tokens than float32 can count -----------------------------------------------------------
 
-# The tokens of each rank. As float32 the first is even, and sums of the others are rounded in steps of 2 to 16.
-COUNTS = [[2**24 + 1], [2**24 + 1, 3], [2**24 + 1, 2**23 + 1, 1], [10**8 + 7] * 3, [0, 2**30 + 1], [4095, 4097, 2**33]]
+# The tokens of each rank. As float32 the first is even, and sums of the others are rounded in steps
+# of 2 to 16.
+COUNTS = [
+    [2**24 + 1],
+    [2**24 + 1, 3],
+    [2**24 + 1, 2**23 + 1, 1],
+    [10**8 + 7] * 3,
+    [0, 2**30 + 1],
+    [4095, 4097, 2**33],
+]
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -125,7 +143,9 @@ class Huge(MicroBatch):
 
 
 @pytest.mark.parametrize("cpu_native", [True, False])
-@pytest.mark.parametrize("counts", [[[2**24 + 1]], [[2**23 + 1, 2**23], [2**24 + 1]], [[2**24 + 1, 2], [], [5]]])
+@pytest.mark.parametrize(
+    "counts", [[[2**24 + 1]], [[2**23 + 1, 2**23], [2**24 + 1]], [[2**24 + 1, 2], [], [5]]]
+)
 def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(
     counts: list[list[int]], cpu_native: bool
 ) -> None:
@@ -133,16 +153,35 @@ def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(
 
     def batch(count: int) -> Huge:
         places = np.arange(4, dtype=np.int32)
-        return Huge(places.reshape(1, 4), places, (places + 1) % 8, num_tokens=count, examples=np.zeros(1, np.int32))
+        return Huge(
+            places.reshape(1, 4),
+            places,
+            (places + 1) % 8,
+            num_tokens=count,
+            examples=np.zeros(1, np.int32),
+        )
 
     def work(communicator: ThreadCommunicator) -> tuple[int, int, float]:
         mx.random.seed(0)
-        shape = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
-        more = {"model_type": "llama", "vocab_size": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
+        shape = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+        }
+        more = {
+            "model_type": "llama",
+            "vocab_size": 8,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 2,
+        }
         model = Model(ModelArgs.from_dict(shape | more))
         mx.eval(model.parameters())
         step = make_step(
-            model, SGD(learning_rate=0.0), communicator, StepOptions(cpu_native=cpu_native, compiled=False)
+            model,
+            SGD(learning_rate=0.0),
+            communicator,
+            StepOptions(cpu_native=cpu_native, compiled=False),
         )
         result = step([batch(count) for count in counts[communicator.rank]])
         return result.num_targets, result.num_tokens, result.grad_norm
@@ -155,7 +194,9 @@ def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [None, mx.float32])
-def test_gradients_of_many_tokens_are_divided_by_all_of_them(reduction: str, dtype: mx.Dtype | None) -> None:
+def test_gradients_of_many_tokens_are_divided_by_all_of_them(
+    reduction: str, dtype: mx.Dtype | None
+) -> None:
     counts = [2**24 + 1] * 3
     total = sum(counts)
 

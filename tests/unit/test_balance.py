@@ -67,7 +67,9 @@ def test_the_loss_stays_and_the_gradient_is_that_of_both_together() -> None:
     _, expected = nn.value_and_grad(plain, both)(plain)
     flat = dict(tree_flatten(grads))
     for name, one in tree_flatten(expected):
-        np.testing.assert_allclose(np.array(flat[name]), np.array(one), rtol=1e-3, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            np.array(flat[name]), np.array(one), rtol=1e-3, atol=1e-4, err_msg=name
+        )
 
 
 def test_texts_count_one_by_one_however_they_are_cut_into_batches() -> None:
@@ -80,7 +82,11 @@ def test_texts_count_one_by_one_however_they_are_cut_into_batches() -> None:
     halves = [dict(tree_flatten(gradient(model, part)[1])) for part in (tokens[:1], tokens[1:])]
     for name, one in whole.items():
         np.testing.assert_allclose(
-            np.array(one), np.array(halves[0][name] + halves[1][name]), rtol=1e-3, atol=1e-4, err_msg=name
+            np.array(one),
+            np.array(halves[0][name] + halves[1][name]),
+            rtol=1e-3,
+            atol=1e-4,
+            err_msg=name,
         )
 
 

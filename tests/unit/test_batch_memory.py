@@ -68,7 +68,8 @@ def test_a_busy_device_reads_what_was_written_for_it() -> None:
         arrays = memory(list(ids))
         for _ in range(4):
             busy = busy @ busy
-        # Behind what keeps the device busy, at the front and, as the gradient of an embedding, at the back of a pass.
+        # Behind what keeps the device busy, at the front and, as the gradient of an embedding, at
+        # the back of a pass.
         late = [array + (busy[0, 0] * 0).astype(mx.int32) for array in arrays]
         found.append([each.astype(mx.int64).sum() for each in late])
         again = table[arrays[0]].sum() * 0

@@ -1,4 +1,6 @@
-"""The shape of recorded figures, what is found to be worse in them, and the page that is made of them."""
+"""The shape of recorded figures, what is found to be worse in them, and the page that is made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ def bench() -> Iterator[dict[str, Any]]:
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-MACHINE = {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5, "system": "Linux x86_64", "load_at_start": 0.1}
+MACHINE = {
+    "cpu": "Some CPU",
+    "cores": 2,
+    "memory_gib": 23.5,
+    "system": "Linux x86_64",
+    "load_at_start": 0.1,
+}
 
 
-def record(bench: dict[str, Any], rows: list[Any], date: str = "2026-01-01", **more: Any) -> dict[str, Any]:
+def record(
+    bench: dict[str, Any], rows: list[Any], date: str = "2026-01-01", **more: Any
+) -> dict[str, Any]:
     found = {"date": date, "commit": "abc", "machine": MACHINE, "versions": {"python": "3"}, **more}
     return bench["records"].make_record("made_up", found, rows)
 
@@ -47,10 +57,12 @@ def counted(bench: dict[str, Any], count: int) -> list[Any]:
     return [bench["records"].row_of("import", "allhands", "instructions", [count], "lower")]
 
 
-# --- records --------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
-def test_rows_hold_median_spread_and_ratios_that_are_above_1_where_allhands_is_ahead(bench: dict[str, Any]) -> None:
+def test_rows_hold_median_spread_and_ratios_that_are_above_1_where_allhands_is_ahead(
+    bench: dict[str, Any],
+) -> None:
     row_of = bench["records"].row_of
     rows = [
         row_of("time", "allhands", "s", [3.0, 1.0, 2.0], "lower"),
@@ -59,13 +71,30 @@ def test_rows_hold_median_spread_and_ratios_that_are_above_1_where_allhands_is_a
         *speeds(bench, 50.0, 100.0),
     ]
     found = record(bench, rows)["rows"]
-    assert [found[0][key] for key in ("median", "least", "most", "repeats", "better")] == [2.0, 1.0, 3.0, 3, "lower"]
+    assert [found[0][key] for key in ("median", "least", "most", "repeats", "better")] == [
+        2.0,
+        1.0,
+        3.0,
+        3,
+        "lower",
+    ]
     assert [row["ratios"] for row in found] == [{"rsync": 4.0}, {}, {}, {"peer": 0.5}, {}]
 
 
 def test_a_record_says_when_where_and_with_what(bench: dict[str, Any]) -> None:
-    made = record(bench, counted(bench, 7), commit="abc+", settings={"tool": "perf"}, counts={"import": [7]})
-    assert list(made) == ["name", "date", "time", "commit", "environment", "settings", "rows", "details"]
+    made = record(
+        bench, counted(bench, 7), commit="abc+", settings={"tool": "perf"}, counts={"import": [7]}
+    )
+    assert list(made) == [
+        "name",
+        "date",
+        "time",
+        "commit",
+        "environment",
+        "settings",
+        "rows",
+        "details",
+    ]
     assert made["details"] == {"counts": {"import": [7]}}
     assert made["environment"] == {"machine": MACHINE, "versions": {"allhands": {"python": "3"}}}
     lines = bench["records"].environment_lines(made)
@@ -80,7 +109,13 @@ def test_steps_of_training_become_rows(bench: dict[str, Any]) -> None:
     step = {"median": 0.5, "best": 0.4, "worst": 1.0}
     one = {"tokens_per_s": 200.0, "step_s": step, "peak_bytes": 3e9, "first_step_s": 9.0}
     found = {
-        "results": {"lora": {"allhands": one, "torch": one | {"tokens_per_s": 100.0}, "mlx_lm": {"error": "no"}}},
+        "results": {
+            "lora": {
+                "allhands": one,
+                "torch": one | {"tokens_per_s": 100.0},
+                "mlx_lm": {"error": "no"},
+            }
+        },
         "works": {"lora": {"rank": 8}},
         "steps": 20,
     }
@@ -105,7 +140,11 @@ def test_what_was_measured_again_takes_the_old_place(
     first = write(record(bench, counted(bench, 1)))
     assert first == tmp_path / "kept" / "made_up-2026-01-01.json"
     assert write(record(bench, counted(bench, 2))) == first
-    others = [{"commit": "def"}, {"machine": MACHINE | {"gpus": ["H200, 700 W"]}}, {"settings": {"megabytes": 1}}]
+    others = [
+        {"commit": "def"},
+        {"machine": MACHINE | {"gpus": ["H200, 700 W"]}},
+        {"settings": {"megabytes": 1}},
+    ]
     places = [write(record(bench, counted(bench, 3), **other)).name for other in others]
     assert places == [f"made_up-2026-01-01-{number}.json" for number in (2, 3, 4)]
     read = bench["records"].read_records(tmp_path / "kept")
@@ -124,7 +163,7 @@ def test_every_record_that_is_kept_can_be_read(bench: dict[str, Any]) -> None:
             assert row.ratios == pytest.approx(again.ratios, rel=1e-3)
 
 
-# --- regressions ----------------------------------------------------------------------------------------------
+# --- regressions ----------------------------------------------------------------------------------
 
 
 def found_worse(bench: dict[str, Any], *records: dict[str, Any]) -> list[tuple[str, float]]:
@@ -136,9 +175,13 @@ def found_worse(bench: dict[str, Any], *records: dict[str, Any]) -> list[tuple[s
     ]
 
 
-def test_a_ratio_that_is_6_percent_worse_is_found_and_4_percent_are_not(bench: dict[str, Any]) -> None:
+def test_a_ratio_that_is_6_percent_worse_is_found_and_4_percent_are_not(
+    bench: dict[str, Any],
+) -> None:
     before = record(bench, speeds(bench, 100.0, 100.0))
-    assert found_worse(bench, before, record(bench, speeds(bench, 94.0, 100.0))) == [("speed, against peer", 6.0)]
+    assert found_worse(bench, before, record(bench, speeds(bench, 94.0, 100.0))) == [
+        ("speed, against peer", 6.0)
+    ]
     assert found_worse(bench, before, record(bench, speeds(bench, 96.0, 100.0))) == []
     # The machine was half as fast for both: not ours to answer for.
     assert found_worse(bench, before, record(bench, speeds(bench, 50.0, 50.0))) == []
@@ -148,16 +191,26 @@ def test_less_is_better_where_it_says_so(bench: dict[str, Any]) -> None:
     def memory(ours: float) -> dict[str, Any]:
         row_of = bench["records"].row_of
         return record(
-            bench, [row_of("memory", who, "GB", [value], "lower") for who, value in (("allhands", ours), ("p", 10))]
+            bench,
+            [
+                row_of("memory", who, "GB", [value], "lower")
+                for who, value in (("allhands", ours), ("p", 10))
+            ],
         )
 
     assert found_worse(bench, memory(10.0), memory(9.0)) == []
     assert found_worse(bench, memory(10.0), memory(12.5)) == [("memory, against p", 20.0)]
-    assert found_worse(bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 940))) == []
-    assert found_worse(bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 1060))) == [
-        ("import, instructions", 6.0)
-    ]
-    assert found_worse(bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 1040))) == []
+    assert (
+        found_worse(bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 940)))
+        == []
+    )
+    assert found_worse(
+        bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 1060))
+    ) == [("import, instructions", 6.0)]
+    assert (
+        found_worse(bench, record(bench, counted(bench, 1000)), record(bench, counted(bench, 1040)))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,28 +221,44 @@ def test_less_is_better_where_it_says_so(bench: dict[str, Any]) -> None:
         {"settings": {"tool": "callgrind"}},
     ],
 )
-def test_other_machines_and_other_settings_are_not_compared(bench: dict[str, Any], other: dict[str, Any]) -> None:
-    before, after = record(bench, counted(bench, 1000)), record(bench, counted(bench, 2000), **other)
+def test_other_machines_and_other_settings_are_not_compared(
+    bench: dict[str, Any], other: dict[str, Any]
+) -> None:
+    before, after = (
+        record(bench, counted(bench, 1000)),
+        record(bench, counted(bench, 2000), **other),
+    )
     assert found_worse(bench, before, after) == []
-    assert bench["regressions"].report(bench["regressions"].compare([before, after]), 5).count("nothing earlier") == 2
+    assert (
+        bench["regressions"]
+        .report(bench["regressions"].compare([before, after]), 5)
+        .count("nothing earlier")
+        == 2
+    )
 
 
-def test_memory_load_and_the_number_of_repeats_do_not_keep_records_apart(bench: dict[str, Any]) -> None:
+def test_memory_load_and_the_number_of_repeats_do_not_keep_records_apart(
+    bench: dict[str, Any],
+) -> None:
     machine = MACHINE | {"memory_gib": 23.4, "load_at_start": 0.0, "os": "Debian"}
     after = record(bench, counted(bench, 2000), machine=machine, settings={"repeat": 9})
-    assert found_worse(bench, record(bench, counted(bench, 1000), settings={"repeat": 3}), after) == [
-        ("import, instructions", 100.0)
-    ]
+    assert found_worse(
+        bench, record(bench, counted(bench, 1000), settings={"repeat": 3}), after
+    ) == [("import, instructions", 100.0)]
 
 
 def test_the_last_record_that_has_the_figure_counts(bench: dict[str, Any]) -> None:
     history = [counted(bench, 500), counted(bench, 1000), speeds(bench, 1.0, 1.0)]
     records = [record(bench, rows, date=f"2026-01-0{day}") for day, rows in enumerate(history, 1)]
-    records.append(record(bench, [*counted(bench, 1020), *speeds(bench, 0.5, 1.0)], date="2026-01-04"))
+    records.append(
+        record(bench, [*counted(bench, 1020), *speeds(bench, 0.5, 1.0)], date="2026-01-04")
+    )
     assert found_worse(bench, *records) == [("speed, against peer", 50.0)]
 
 
-def works(bench: dict[str, Any], day: int, name: str = "made_up", **speeds_of: tuple[float, float]) -> dict[str, Any]:
+def works(
+    bench: dict[str, Any], day: int, name: str = "made_up", **speeds_of: tuple[float, float]
+) -> dict[str, Any]:
     """A record of some works, each with our speed and the peer's."""
     results = {
         f"{work}, 2 GPUs": {
@@ -203,12 +272,18 @@ def works(bench: dict[str, Any], day: int, name: str = "made_up", **speeds_of: t
 
 
 def test_a_run_of_one_work_does_not_hide_what_another_has_become(bench: dict[str, Any]) -> None:
-    first, second = works(bench, 1, full=(2, 1), lora=(2, 1)), works(bench, 2, full=(1.5, 1), lora=(1.5, 1))
+    first, second = (
+        works(bench, 1, full=(2, 1), lora=(2, 1)),
+        works(bench, 2, full=(1.5, 1), lora=(1.5, 1)),
+    )
     last = works(bench, 3, lora=(1.6, 1))
     assert found_worse(bench, first, second, last) == [("full, 2 GPUs: speed, against peer", 25.0)]
     left = bench["records"].not_measured_since([first, second, last])
     assert [place for place, _ in left] == [1, 2]
-    assert [list(one["details"]["results"]) for _, one in left] == [["full, 2 GPUs"], ["lora, 2 GPUs"]]
+    assert [list(one["details"]["results"]) for _, one in left] == [
+        ["full, 2 GPUs"],
+        ["lora, 2 GPUs"],
+    ]
     assert {row["name"] for row in left[0][1]["rows"]} == {"full, 2 GPUs: speed"}
     assert left[1][1] == last
 
@@ -226,7 +301,9 @@ def test_the_command_ends_with_1_and_names_what_is_worse(
     write(1, counted(bench, 1000))
     assert main(["--results", str(tmp_path)]) == 0
     assert "nothing earlier to compare with" in capsys.readouterr().out
-    write(2, [*counted(bench, 1100), *speeds(bench, 1.0, 1.0)], commit="def", versions={"python": "4"})
+    write(
+        2, [*counted(bench, 1100), *speeds(bench, 1.0, 1.0)], commit="def", versions={"python": "4"}
+    )
     assert main(["--results", str(tmp_path)]) == 1
     told = capsys.readouterr().out
     assert "WORSE by 10.0 %: import, instructions: 1,100, was 1,000 (2026-01-01, abc)" in told
@@ -235,7 +312,7 @@ def test_the_command_ends_with_1_and_names_what_is_worse(
     assert main(["--results", str(tmp_path), "--limit", "12"]) == 0
 
 
-# --- the limit ------------------------------------------------------------------------------------------------
+# --- the limit ------------------------------------------------------------------------------------
 
 SHAPE = {
     "hidden_size": 32,
@@ -261,7 +338,8 @@ def test_flops_are_those_of_the_weights_that_mlx_lm_makes(bench: dict[str, Any])
     linear_to_lora_layers(model, 2, {"rank": 4, "scale": 1.0, "dropout": 0.0})
     adapters = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     flops = bench["roofline"].flops_per_token
-    # Scores and sums over all places before, of which there are half as many as the length: 2 products, 2 each.
+    # Scores and sums over all places before, of which there are half as many as the length: 2
+    # products, 2 each.
     attention = 3 * 2 * 2 * 64 / 2 * 32
     full = {"shape": SHAPE, "rank": 0, "layers": 3, "length": 64}
     assert flops(full) == 3 * (2 * multiplied + attention)
@@ -270,7 +348,9 @@ def test_flops_are_those_of_the_weights_that_mlx_lm_makes(bench: dict[str, Any])
     assert flops(lora) == pytest.approx(2 * multiplied + attention + backward + 6 * adapters)
 
 
-def test_speed_is_held_against_the_fastest_product_of_the_type_on_the_same_device(bench: dict[str, Any]) -> None:
+def test_speed_is_held_against_the_fastest_product_of_the_type_on_the_same_device(
+    bench: dict[str, Any],
+) -> None:
     row_of = bench["records"].row_of
     rows = [
         row_of("matmul float32, 512, 2 threads", "allhands", "GFLOP/s", [80.0], "higher"),
@@ -283,7 +363,9 @@ def test_speed_is_held_against_the_fastest_product_of_the_type_on_the_same_devic
     speed = row_of("speed", "allhands", "tokens/s", [1e4], "higher", work=work)
     found = bench["roofline"].utilisation(record(bench, [speed]), [ceilings])
     rate = 1e4 * bench["roofline"].flops_per_token(work)
-    assert [(row.who, one, part) for row, one, part in found] == [("allhands", rate, pytest.approx(rate / 100e9))]
+    assert [(row.who, one, part) for row, one, part in found] == [
+        ("allhands", rate, pytest.approx(rate / 100e9))
+    ]
     elsewhere = record(bench, [speed], machine=MACHINE | {"cores": 4})
     assert bench["roofline"].utilisation(elsewhere, [ceilings]) == []
 
@@ -295,14 +377,22 @@ def test_ceilings_are_rows_by_threads_on_a_cpu_and_by_type_on_a_gpu(bench: dict[
     matmul = {"kind": "matmul", "dtype": "float32", "size": 1024, "flops_per_s": [2e12, 1e12, 3e12]}
     copy = {"kind": "copy", "bytes_per_s": [5e9]}
     exchange = [{"num_bytes": 16 << 20, "bus_bytes_per_s": rate} for rate in (3e9, 1e9, 2e9)]
-    found = {"parts": [part("mlx", "cpu", matmul, copy), part("memory", "cpu", copy)], "exchange": exchange}
+    found = {
+        "parts": [part("mlx", "cpu", matmul, copy), part("memory", "cpu", copy)],
+        "exchange": exchange,
+    }
     rows = {row.name: row for row in bench["ceilings"].rows(found)}
     assert set(rows) == {
         *("matmul float32, 1,024, 2 threads", "copy in memory, 2 threads", "memcpy, 2 threads"),
         "all-reduce of 16 MiB, 2 processes",
     }
     product = rows["matmul float32, 1,024, 2 threads"]
-    assert (product.median, product.least, product.most, product.unit) == (2000.0, 1000.0, 3000.0, "GFLOP/s")
+    assert (product.median, product.least, product.most, product.unit) == (
+        2000.0,
+        1000.0,
+        3000.0,
+        "GFLOP/s",
+    )
     assert rows["all-reduce of 16 MiB, 2 processes"].median == 2.0
     parts = [part("mlx", "gpu", matmul, copy), part("memory", "cpu", copy)]
     on_gpu = bench["ceilings"].rows({"parts": parts, "exchange": []})
@@ -322,7 +412,7 @@ def test_rates_count_what_each_round_does(bench: dict[str, Any]) -> None:
     assert done[2:] == [50] * 3
 
 
-# --- instructions ---------------------------------------------------------------------------------------------
+# --- instructions ---------------------------------------------------------------------------------
 
 
 def test_counts_are_read_from_what_the_tools_write(bench: dict[str, Any]) -> None:
@@ -346,7 +436,7 @@ def test_without_a_tool_the_reason_is_told(
     assert sys.platform != "linux" or "valgrind is not installed" in told
 
 
-# --- the page -------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +453,9 @@ def test_the_page_is_that_of_the_records(docs: dict[str, Any]) -> None:
     assert page == docs["page"](), "run scripts/write_performance_docs.py"
 
 
-def test_the_table_of_the_readme_is_that_of_the_last_record(docs: dict[str, Any], tmp_path: Path) -> None:
+def test_the_table_of_the_readme_is_that_of_the_last_record(
+    docs: dict[str, Any], tmp_path: Path
+) -> None:
     text = (ROOT / "README.md").read_text()
     assert text == docs["readme"](text), "run scripts/write_performance_docs.py"
     old = text.replace("| PyTorch + PEFT |", "| PyTorch + PEFT | 1 |")
@@ -376,7 +468,9 @@ def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     bench: dict[str, Any], docs: dict[str, Any], tmp_path: Path
 ) -> None:
     def write(name: str, rows: list[Any], date: str) -> None:
-        (tmp_path / f"{name}-{date}.json").write_text(json.dumps({**record(bench, rows, date=date), "name": name}))
+        (tmp_path / f"{name}-{date}.json").write_text(
+            json.dumps({**record(bench, rows, date=date), "name": name})
+        )
 
     write("cpu_lora", speeds(bench, 111.0, 1.0), "2026-01-01")
     write("cpu_lora", [*speeds(bench, 50.0, 100.0), *counted(bench, 7)], "2026-01-02")
@@ -384,10 +478,14 @@ def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     assert "111" not in page
     assert "| speed, tokens/s | 50 | 100 | **0.50 x peer** |" in page
     assert "| import, instructions | 7 |  |  |" in page
-    assert "- LoRA on a Linux CPU (Some CPU, 2 cores), speed: peer is better (ratio 0.50 x)." in page
+    assert (
+        "- LoRA on a Linux CPU (Some CPU, 2 cores), speed: peer is better (ratio 0.50 x)." in page
+    )
     assert "no record of a GPU yet" in page
     write("cpu_lora", speeds(bench, 97.0, 100.0), "2026-01-03")
-    assert "- By less than 5 %: LoRA on a Linux CPU (Some CPU, 2 cores): speed (peer)." in docs["page"](tmp_path)
+    assert "- By less than 5 %: LoRA on a Linux CPU (Some CPU, 2 cores): speed (peer)." in docs[
+        "page"
+    ](tmp_path)
     write("cpu_lora", speeds(bench, 100.0, 100.0), "2026-01-04")
     assert "In none of the figures above." in docs["page"](tmp_path)
 
@@ -405,19 +503,24 @@ def test_the_page_shows_each_work_as_it_was_last_measured(
     page = docs["page"](tmp_path)
     shown = [line.split(" | ")[:2] for line in page.splitlines() if "tokens/s | " in line]
     assert shown == [
-        [f"| {work}, 2 GPUs: speed, tokens/s", f"{n}"] for work, n in (("lora", 222), ("full", 444), ("smol", 555))
+        [f"| {work}, 2 GPUs: speed, tokens/s", f"{n}"]
+        for work, n in (("lora", 222), ("full", 444), ("smol", 555))
     ]
     assert page.count("- gpu_many, 2026-01-0") == 3
 
 
 def test_a_peer_that_failed_is_named(bench: dict[str, Any], docs: dict[str, Any]) -> None:
-    made = record(bench, speeds(bench, 1.0, 1.0), results={"lora": {"torch": {"error": "out of memory"}}})
+    made = record(
+        bench, speeds(bench, 1.0, 1.0), results={"lora": {"torch": {"error": "out of memory"}}}
+    )
     assert docs["section"](made).endswith("\n\ntorch has no figure for lora: out of memory\n")
 
 
 def test_the_script_for_gpus_says_what_it_needs() -> None:
     script = ROOT / "benchmarks" / "h200.sh"
-    done = subprocess.run(["/bin/sh", script], env={"PATH": "/bin"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["/bin/sh", script], env={"PATH": "/bin"}, capture_output=True, text=True, check=False
+    )
     if "GPU" not in done.stderr:
         pytest.skip("there is a GPU here")
     assert done.returncode == 2

@@ -22,7 +22,10 @@ from benchmark_scripts import BENCHMARKS, scripts_on_the_path
 def modules() -> Any:
     """Import by name as the scripts do; their directory is on the path for as long as that takes."""
     with scripts_on_the_path():
-        yield {name: importlib.import_module(name) for name in ("harness", "cpu_lora", "cpu_lora_prepare")}
+        yield {
+            name: importlib.import_module(name)
+            for name in ("harness", "cpu_lora", "cpu_lora_prepare")
+        }
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,12 @@ def preparing(modules: dict[str, ModuleType]) -> Any:
 def test_defaults_are_those_of_the_published_table(bench: Any) -> None:
     options = bench.parse([])
     assert options.peers == ("mlx_lm", "peft", "allhands")
-    assert (options.warmup, options.steps, options.mlx_lm_warmup, options.mlx_lm_steps) == (3, 20, 1, 2)
+    assert (options.warmup, options.steps, options.mlx_lm_warmup, options.mlx_lm_steps) == (
+        3,
+        20,
+        1,
+        2,
+    )
     assert (options.batch_size, options.num_layers, options.rank) == (4, 8, 8)
 
 
@@ -60,7 +68,9 @@ def test_peers_run_in_a_fixed_order(bench: Any) -> None:
         (["--warmup", "-1"], "not a whole number"),
     ],
 )
-def test_wrong_arguments(bench: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    bench: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as error:
         bench.parse(arguments)
     assert error.value.code == 2
@@ -72,7 +82,9 @@ def test_mlx_lm_draws_the_batches_that_were_planned(preparing: Any) -> None:
     from mlx_lm.tuner.trainer import iterate_batches
 
     class Examples:
-        """Records of one key, of which mlx_lm takes the 'length' to be 1, as it does with chat records."""
+        """Records of one key, of which mlx_lm takes the 'length' to be 1, as it does with chat
+        records.
+        """
 
         def __init__(self, numbers: list[int]) -> None:
             self.numbers = numbers
@@ -128,7 +140,9 @@ def test_allhands_metrics(bench: Any, plan: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"event": "opened"}) + "\n" + json.dumps(report) + "\n")
     assert bench.read_allhands(plan, path) == [bench.Step(2.5, 0.5, 6, 6)]
     path.write_text(json.dumps({**report, "tokens_per_s": 6.0}) + "\n")
-    with pytest.raises(bench.BenchmarkError, match="allhands reports 3 tokens in step 1; the batch has 4"):
+    with pytest.raises(
+        bench.BenchmarkError, match="allhands reports 3 tokens in step 1; the batch has 4"
+    ):
         bench.read_allhands(plan, path)
 
 
@@ -137,7 +151,9 @@ def test_mlx_lm_reports_pass_through_the_recorder(
 ) -> None:
     record = tmp_path / "mlx_lm.jsonl"
     monkeypatch.setenv("BENCHMARK_RECORD", str(record))
-    spec = importlib.util.spec_from_file_location("recorder_wandb", BENCHMARKS / "recorder" / "wandb.py")
+    spec = importlib.util.spec_from_file_location(
+        "recorder_wandb", BENCHMARKS / "recorder" / "wandb.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     recorder = importlib.util.module_from_spec(spec)
@@ -151,22 +167,33 @@ def test_mlx_lm_reports_pass_through_the_recorder(
 
 def result(bench: Any, harness: Any, peer: str, times: list[float], mib: int) -> Any:
     steps = [bench.Step(2.0, time, 100, 120) for time in times]
-    return bench.Result(peer, ["python"], {"python": "3.12"}, 1, [steps], harness.Measured(9.0, 8.0, mib << 20))
+    return bench.Result(
+        peer, ["python"], {"python": "3.12"}, 1, [steps], harness.Measured(9.0, 8.0, mib << 20)
+    )
 
 
 def test_table(bench: Any, harness: Any) -> None:
     theirs = result(bench, harness, "mlx_lm", [99.0, 25.0, 25.0], 700)
     ours = result(bench, harness, "allhands", [99.0, 0.8, 1.0, 0.5], 701)
     lines = bench.table([theirs, ours])
-    assert lines[2] == "| mlx_lm.lora as pip installs it | 4.0 (4.0 to 4.0) | 4.8 | 1.0 | 700 MiB | 1 x 2 after 1 |"
-    assert lines[3] == "| allhands | 125.0 (100.0 to 200.0) | 150.0 | 31.2 | 701 MiB | 1 x 3 after 1 |"
+    assert (
+        lines[2]
+        == "| mlx_lm.lora as pip installs it | 4.0 (4.0 to 4.0) | 4.8 | 1.0 | 700 MiB | 1 x 2 after 1 |"
+    )
+    assert (
+        lines[3] == "| allhands | 125.0 (100.0 to 200.0) | 150.0 | 31.2 | 701 MiB | 1 x 3 after 1 |"
+    )
     verdict = "\n".join(bench.verdict([theirs, ours]))
     assert "31.2 times mlx_lm (the mark is 25): met" in verdict
     assert "701 against 700 MiB (no higher is the mark): MISSED" in verdict
 
 
-def test_runs_in_turn_are_one_result(bench: Any, harness: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is half as fast in the second round, for everybody; of each run the first step warms up."""
+def test_runs_in_turn_are_one_result(
+    bench: Any, harness: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is half as fast in the second round, for everybody; of each run the first step
+    warms up.
+    """
     seen: list[str] = []
 
     def run_peer(_plan: Any, peer: str, _python: Path) -> Any:
@@ -182,7 +209,9 @@ def test_runs_in_turn_are_one_result(bench: Any, harness: Any, plan: Any, monkey
     options = bench.parse(["--rounds", "2", "--peers", "mlx_lm,peft,allhands"])
     record = bench.measure(options, Path(), {})
     assert seen == ["mlx_lm", "peft", "allhands", "peft", "allhands"]
-    counts = {peer: [len(steps) for steps in found["rounds"]] for peer, found in record["peers"].items()}
+    counts = {
+        peer: [len(steps) for steps in found["rounds"]] for peer, found in record["peers"].items()
+    }
     assert counts == {"mlx_lm": [3], "peft": [3, 3], "allhands": [3, 3]}
     assert record["peers"]["peft"]["tokens_per_s"] == 100.0  # the middle of 100, 200, 50 and 100
     assert record["peers"]["peft"]["peak_rss_mib"] == 200.0
@@ -194,13 +223,23 @@ def test_table_without_mlx_lm_compares_nothing(bench: Any, harness: Any) -> None
     assert bench.verdict([ours]) == [""]
 
 
-def test_record_holds_no_place_of_this_machine(bench: Any, harness: Any, plan: Any, tmp_path: Path) -> None:
-    places = [sys.executable, f"{tmp_path}/x", "/models/tiny", f"{BENCHMARKS}/a.py", f"{plan.options.cache}/peft-env"]
+def test_record_holds_no_place_of_this_machine(
+    bench: Any, harness: Any, plan: Any, tmp_path: Path
+) -> None:
+    places = [
+        sys.executable,
+        f"{tmp_path}/x",
+        "/models/tiny",
+        f"{BENCHMARKS}/a.py",
+        f"{plan.options.cache}/peft-env",
+    ]
     shown = [bench.shorten(place, plan) for place in places]
     assert shown == ["python", "RUN/x", "MODEL", "benchmarks/a.py", "CACHE/peft-env"]
     options = bench.parse(["--data", str(tmp_path / "mine")])
     facts = {"cpu": "c", "cores": 2}
-    record = bench.make_record(options, "2026-01-31", facts, [result(bench, harness, "peft", [1, 1], 5)], None)
+    record = bench.make_record(
+        options, "2026-01-31", facts, [result(bench, harness, "peft", [1, 1], 5)], None
+    )
     assert record["settings"]["data"] == "mine"
     assert record["peers"]["peft"]["tokens_per_s"] == 100.0
     assert str(tmp_path) not in json.dumps(record)
@@ -208,7 +247,9 @@ def test_record_holds_no_place_of_this_machine(bench: Any, harness: Any, plan: A
 
 def test_peak_memory_is_the_childs(tmp_path: Path) -> None:
     # From a small process of its own, as the benchmark is: pytest's own memory would be counted in.
-    allocate = "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'1' * len(x[::4096])"
+    allocate = (
+        "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'1' * len(x[::4096])"
+    )
     program = f"""
 import sys, pathlib, harness
 for size in ("0", "160"):
@@ -231,23 +272,30 @@ for size in ("0", "160"):
 def test_a_failing_child_is_quoted(harness: Any, tmp_path: Path) -> None:
     with pytest.raises(harness.BenchmarkError, match=r"ended with code 3.*\n.*out of luck"):
         harness.run_measured(
-            [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"], tmp_path / "log", {}, 60
+            [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"],
+            tmp_path / "log",
+            {},
+            60,
         )
 
 
 def test_a_slow_child_is_ended(harness: Any, tmp_path: Path) -> None:
     with pytest.raises(harness.BenchmarkError, match="did not finish in time"):
-        harness.run_measured([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {}, 0.3)
+        harness.run_measured(
+            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {}, 0.3
+        )
 
 
-def test_peers_are_shielded_from_the_persons_settings(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_shielded_from_the_persons_settings(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     environ = harness.clean_environ(PYTHONPATH="/recorder")
     assert "OPENBLAS_NUM_THREADS" not in environ
     assert environ["PYTHONPATH"] == "/recorder"
 
 
-# --- data.py --------------------------------------------------------------------------------------------------
+# --- data.py --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +343,9 @@ os.waitpid(child, 0)
 def test_memory_of_a_tree_counts_shared_pages_once(data_bench: Any) -> None:
     memory = data_bench.data_memory
     command = [sys.executable, "-c", SHARING]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         with memory.Peak(process.pid, interval_s=0.01) as peak:
             assert process.stdout.readline() == "ready\n"
@@ -303,7 +353,9 @@ def test_memory_of_a_tree_counts_shared_pages_once(data_bench: Any) -> None:
             found = memory.pss_bytes([process.pid]) / 2**20
             # 64 in both, 32 in one, and two interpreters.
             assert 96 <= found < 96 + 30
-            assert memory.pss_bytes([process.pid] * 2) == pytest.approx(memory.pss_bytes([process.pid]), rel=0.05)
+            assert memory.pss_bytes([process.pid] * 2) == pytest.approx(
+                memory.pss_bytes([process.pid]), rel=0.05
+            )
             deadline = time.monotonic() + 10
             while peak.bytes < 96 << 20 and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -315,7 +367,13 @@ def test_memory_of_a_tree_counts_shared_pages_once(data_bench: Any) -> None:
 def test_padding_of_passes(data_bench: Any) -> None:
     padding = data_bench.data_padding
     passes = [((2, 10), 15), ((2, 10), 20), ((1, 20), 13)]
-    assert padding.summary(passes) == {"padding": 0.2, "places": 60, "inputs": 48, "passes": 3, "shapes": 2}
+    assert padding.summary(passes) == {
+        "padding": 0.2,
+        "places": 60,
+        "inputs": 48,
+        "passes": 3,
+        "shapes": 2,
+    }
     assert padding.padded(np.array([3, 7, 5])) == ((3, 7), 15)
 
 
@@ -329,7 +387,8 @@ def test_every_token_is_in_one_pass_of_an_epoch(data_bench: Any) -> None:
     wanted = int(lengths.sum()) - 70
     assert sum(count for _, count in padding.random_passes(tokens, 8)) == wanted
     found = {
-        name: padding.summary(padding.allhands_passes(tokens, 8, sizing)) for name, sizing in padding.SIZINGS.items()
+        name: padding.summary(padding.allhands_passes(tokens, 8, sizing))
+        for name, sizing in padding.SIZINGS.items()
     }
     assert [figures["inputs"] for figures in found.values()] == [wanted] * 3
     assert found["allhands_gpu_ladder"]["shapes"] <= found["allhands_gpu"]["shapes"]
@@ -337,7 +396,9 @@ def test_every_token_is_in_one_pass_of_an_epoch(data_bench: Any) -> None:
     assert found["allhands_gpu"]["padding"] < random["padding"]
 
 
-def test_mlx_lm_batches_are_counted_as_it_makes_them(data_bench: Any, tiny_model: Path, tiny_data: Path) -> None:
+def test_mlx_lm_batches_are_counted_as_it_makes_them(
+    data_bench: Any, tiny_model: Path, tiny_data: Path
+) -> None:
     passes = data_bench.data_padding.mlx_lm_passes(str(tiny_data), str(tiny_model), 2)
     rows = [json.loads(line) for line in (tiny_data / "train.jsonl").read_text().splitlines()]
     assert len(passes) == len(rows) // 2
@@ -376,11 +437,16 @@ PEER = {
 
 def test_data_tables(data_bench: Any) -> None:
     rows = data_bench.data.peer_table({"allhands": PEER, "mlx_lm": PEER | {"open_s": None}})[2:]
-    assert rows[0] == "| allhands | 100 MB | 20.0 s | 5.0 | 300 MiB | 20 ms | 50.0 MiB | 55.0 MiB | 1.10 | 2.0 |"
+    assert (
+        rows[0]
+        == "| allhands | 100 MB | 20.0 s | 5.0 | 300 MiB | 20 ms | 50.0 MiB | 55.0 MiB | 1.10 | 2.0 |"
+    )
     assert rows[1].split(" | ")[5] == "tokenises again"
     one = {"padding": 0.0312, "shapes": 4}
     batches = {"4": {"random": one}, "8": {"random": one | {"shapes": 9}}}
-    table = data_bench.data.chat_table("mine", {"num_examples": 3, "num_inputs": 99, "batches": batches})
+    table = data_bench.data.chat_table(
+        "mine", {"num_examples": 3, "num_inputs": 99, "batches": batches}
+    )
     assert table[0].startswith("padding, mine (3 examples, 99 tokens)")
     assert table[-1] == "| random batches | 3.1 % (4 shapes) | 3.1 % (9 shapes) |"
 
@@ -401,7 +467,9 @@ def test_what_is_for_mlx_lm(data_bench: Any) -> None:
 
 def data_run(data_bench: Any, tmp_path: Path, timeout: float) -> Any:
     text = data_bench.data.Text(tmp_path, 1, 1)
-    return data_bench.data.Run(SimpleNamespace(timeout=timeout, step_ms=1.0), tmp_path, tmp_path, text, text)
+    return data_bench.data.Run(
+        SimpleNamespace(timeout=timeout, step_ms=1.0), tmp_path, tmp_path, text, text
+    )
 
 
 def test_data_workers_answer_or_are_quoted(data_bench: Any, tmp_path: Path) -> None:
@@ -409,6 +477,16 @@ def test_data_workers_answer_or_are_quoted(data_bench: Any, tmp_path: Path) -> N
     run = data_run(data_bench, tmp_path, 60)
     assert told([sys.executable, "-c", "print('noise'); print('@{\"a\": 1}')"], run) == {"a": 1}
     with pytest.raises(data_bench.data.BenchmarkError, match="ended with code 3:\nout of luck"):
-        told([sys.executable, "-c", "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"], run)
+        told(
+            [
+                sys.executable,
+                "-c",
+                "import sys; print('out of luck', file=sys.stderr); sys.exit(3)",
+            ],
+            run,
+        )
     with pytest.raises(data_bench.data.BenchmarkError, match="ended with code -9"):
-        told([sys.executable, "-c", "import time; time.sleep(60)"], data_run(data_bench, tmp_path, 0.2))
+        told(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            data_run(data_bench, tmp_path, 0.2),
+        )

@@ -39,15 +39,27 @@ COMMON = {
     "eos_token_id": 2,
 }
 RECURRENT_GEMMA = {
-    **{"model_type": "recurrent_gemma", "attention_bias": False, "conv1d_width": 4, "logits_soft_cap": 30.0},
+    **{
+        "model_type": "recurrent_gemma",
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+    },
     **{"attention_window_size": 16, "num_key_value_heads": 1},
     "block_types": ["recurrent", "recurrent", "attention"],
 }
 AFM7 = {
-    **{"model_type": "afm7", "hidden_dim": 32, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4},
+    **{
+        "model_type": "afm7",
+        "hidden_dim": 32,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+    },
     "num_kv_heads": 2,
 }
-# Architectures of our own, which mlx_lm loads as it does others: a Llama, and what is done to its output.
+# Architectures of our own, which mlx_lm loads as it does others: a Llama, and what is done to its
+# output.
 OWN = """
 import mlx.core as mx
 from mlx_lm.models.llama import Model as Llama, ModelArgs
@@ -82,7 +94,9 @@ def train(tiny_data: Path, tmp_path: Path) -> Callable[..., Any]:
     def run(model: Path, callbacks: tuple[allhands.Callback, ...] = (), **options: Any) -> Any:
         short = {"iters": 1, "batch_size": 2, "val_batches": 0, "max_seq_length": 64}
         place = {"model": str(model), "data": str(tiny_data), "adapter_path": str(tmp_path / "out")}
-        return run_finetune(build_config({"train": True, **short, **place, **options}), RunContext(), callbacks)
+        return run_finetune(
+            build_config({"train": True, **short, **place, **options}), RunContext(), callbacks
+        )
 
     return run
 
@@ -98,7 +112,9 @@ def test_a_model_that_mlx_lm_cannot_prepare_for_training(
     train: Callable[..., Any], tiny_data: Path, tmp_path: Path, method: str
 ) -> None:
     model = write(tmp_path / "model", RECURRENT_GEMMA)
-    with pytest.raises(ModelError, match=r"mlx_lm .* itself.* recurrent_gemma.*AttributeError") as told:
+    with pytest.raises(
+        ModelError, match=r"mlx_lm .* itself.* recurrent_gemma.*AttributeError"
+    ) as told:
         train(model, fine_tune_type=method)
     assert told.value.exit_code == 4
     assert isinstance(told.value.__cause__, AttributeError)
@@ -125,7 +141,9 @@ def test_adapters_that_a_layer_cannot_have(train: Callable[..., Any], tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_pass_that_mlx_lm_cannot_compute_either(train: Callable[..., Any], tmp_path: Path, method: str) -> None:
+def test_a_pass_that_mlx_lm_cannot_compute_either(
+    train: Callable[..., Any], tmp_path: Path, method: str
+) -> None:
     model = own(tmp_path / "model", WITHOUT_GRADIENT)
     with pytest.raises(ModelError, match=r"ValueError: .*VJP") as told:
         train(model, trust_remote_code=True, fine_tune_type=method)
@@ -134,7 +152,10 @@ def test_a_pass_that_mlx_lm_cannot_compute_either(train: Callable[..., Any], tmp
 
 
 def test_a_model_that_only_has_no_gradient_is_evaluated(tiny_data: Path, tmp_path: Path) -> None:
-    assert evaluated(own(tmp_path / "model", WITHOUT_GRADIENT), tiny_data, trust_remote_code=True) > 0.0
+    assert (
+        evaluated(own(tmp_path / "model", WITHOUT_GRADIENT), tiny_data, trust_remote_code=True)
+        > 0.0
+    )
 
 
 def test_evaluating_and_answering(tiny_data: Path, tmp_path: Path) -> None:
@@ -143,14 +164,18 @@ def test_evaluating_and_answering(tiny_data: Path, tmp_path: Path) -> None:
         evaluated(model, tiny_data, trust_remote_code=True)
     adapter = write_adapter(write_model(tmp_path / "plain"), tmp_path / "adapter")
     for more in ([], ["--adapter-path", adapter]):
-        done = call_allhands("generate", "--model", model, "--prompt", "x", "--trust-remote-code", *more)
+        done = call_allhands(
+            "generate", "--model", model, "--prompt", "x", "--trust-remote-code", *more
+        )
         assert done.returncode == 4, done.stderr
         assert "NotImplementedError: not here" in done.stderr
 
 
 def test_layers_that_mlx_lm_cannot_quantise(train: Callable[..., Any], tmp_path: Path) -> None:
     model = write(tmp_path / "model", AFM7)
-    done = call_allhands("model", "get", model, "--quantize", "4", "--group-size", "32", "--out", tmp_path / "small")
+    done = call_allhands(
+        "model", "get", model, "--quantize", "4", "--group-size", "32", "--out", tmp_path / "small"
+    )
     assert done.returncode == 4
     assert "mlx_lm itself cannot quantise" in done.stderr
     assert not (tmp_path / "small").exists()
@@ -158,15 +183,21 @@ def test_layers_that_mlx_lm_cannot_quantise(train: Callable[..., Any], tmp_path:
     weights: Any = mx.load(str(model / "model.safetensors"))
     for name in [name for name in weights if name.endswith("qkv_proj.weight")]:
         base = name.removesuffix("weight")
-        weights[name], weights[base + "scales"], weights[base + "biases"] = mx.quantize(weights[name], 32, 4)
+        weights[name], weights[base + "scales"], weights[base + "biases"] = mx.quantize(
+            weights[name], 32, 4
+        )
     mx.save_safetensors(str(model / "model.safetensors"), weights, metadata={"format": "mlx"})
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}}))
+    (model / "config.json").write_text(
+        json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}})
+    )
     with pytest.raises(ModelError, match="mlx_lm itself cannot quantise"):
         train(model)
 
 
-def test_a_pass_that_cannot_be_compiled(tiny_data: Path, tmp_path: Path, train: Callable[..., Any]) -> None:
+def test_a_pass_that_cannot_be_compiled(
+    tiny_data: Path, tmp_path: Path, train: Callable[..., Any]
+) -> None:
     """dbrx chooses its experts in Python; what other models do is seen in the first step."""
     experts = {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
     heads = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 500000.0}}
@@ -180,14 +211,32 @@ def test_a_pass_that_cannot_be_compiled(tiny_data: Path, tmp_path: Path, train: 
     assert not compiles(long, 1000, load_model(str(model)).model)
     assert compiles(long, 1000, load_model(str(write_model(tmp_path / "llama"))).model)
     looking = own(tmp_path / "own", "logits = logits * mx.array(inputs.tolist()).shape[0]")
-    asked = ["train", "--model", looking, "--data", tiny_data, "--train", "--iters", "1", "--trust-remote-code"]
+    asked = [
+        "train",
+        "--model",
+        looking,
+        "--data",
+        tiny_data,
+        "--train",
+        "--iters",
+        "1",
+        "--trust-remote-code",
+    ]
     for compiled, code in (("on", 4), ("off", 0)):  # in processes: what is half compiled stays so
-        done = run_allhands(*asked, "--compile", compiled, "--adapter-path", tmp_path / compiled, "--val-batches", "0")
+        done = run_allhands(
+            *asked,
+            "--compile",
+            compiled,
+            "--adapter-path",
+            tmp_path / compiled,
+            "--val-batches",
+            "0",
+        )
         assert done.returncode == code, done.stderr
         assert ("--compile off" in done.stderr) == (code != 0)
 
 
-# --- what is no limit of mlx_lm -------------------------------------------------------------------------
+# --- what is no limit of mlx_lm -------------------------------------------------------------------
 
 
 def test_a_defect_of_ours_is_not_put_on_mlx_lm(
@@ -201,7 +250,9 @@ def test_a_defect_of_ours_is_not_put_on_mlx_lm(
         train(tiny_model)
 
 
-def test_an_error_in_a_callback_stays_what_it_is(train: Callable[..., Any], tiny_model: Path) -> None:
+def test_an_error_in_a_callback_stays_what_it_is(
+    train: Callable[..., Any], tiny_model: Path
+) -> None:
     class Wrong(allhands.Callback):
         """Asks for what is not there."""
 
@@ -213,7 +264,9 @@ def test_an_error_in_a_callback_stays_what_it_is(train: Callable[..., Any], tiny
 
 
 @pytest.mark.parametrize("rank", [10_000, 10**6, 10**9])
-def test_a_rank_beyond_any_layers_sides_is_refused(train: Callable[..., Any], tiny_model: Path, rank: int) -> None:
+def test_a_rank_beyond_any_layers_sides_is_refused(
+    train: Callable[..., Any], tiny_model: Path, rank: int
+) -> None:
     with pytest.raises(ConfigError) as told:
         train(tiny_model, lora_parameters={"rank": rank})
     assert told.value.where == "--lora-parameters"
@@ -226,7 +279,7 @@ def test_no_keys_at_all_are_refused(train: Callable[..., Any], tiny_model: Path)
     assert "lora" in (told.value.where or "")
 
 
-# --- adapter keys ---------------------------------------------------------------------------------------
+# --- adapter keys ---------------------------------------------------------------------------------
 
 
 def test_keys_that_match_nothing_are_named_where_others_match(
@@ -246,7 +299,11 @@ def test_keys_that_match_nothing_are_named_where_others_match(
 
 
 def test_keys_of_a_run_that_goes_on_and_of_an_adapter_that_is_tested(
-    train: Callable[..., Any], tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any],
+    tiny_model: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They were taken once, by mlx_lm or an earlier version: only a new run can do without them."""
     keys = {"keys": ["self_attn.q_proj", "attention.wq"], "rank": 2}
@@ -257,30 +314,44 @@ def test_keys_of_a_run_that_goes_on_and_of_an_adapter_that_is_tested(
     assert evaluated(tiny_model, tiny_data, adapter_path=str(tmp_path / "out")) > 0.0
 
 
-def test_a_model_without_a_layer_that_could_have_an_adapter(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_model_without_a_layer_that_could_have_an_adapter(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
     layers = "[one.input_layernorm for one in self.model.layers]"
     model = own(tmp_path / "model", "")
     with (model / "own.py").open("a") as file:
         file.write(f"\n    @property\n    def layers(self):\n        return {layers}\n")
-    with pytest.raises(ModelError, match="no layer in this model that could have an adapter") as told:
+    with pytest.raises(
+        ModelError, match="no layer in this model that could have an adapter"
+    ) as told:
         train(model, trust_remote_code=True)
     # What is advised works.
     assert "--fine-tune-type full" in (told.value.hint or "")
     train(model, trust_remote_code=True, fine_tune_type="full")
     # It is not where it would not.
-    bitnet = write(tmp_path / "bitnet", {"model_type": "bitnet", "tie_word_embeddings": True, "rope_theta": 10000.0})
+    bitnet = write(
+        tmp_path / "bitnet",
+        {"model_type": "bitnet", "tie_word_embeddings": True, "rope_theta": 10000.0},
+    )
     with pytest.raises(ModelError) as refused:
         train(bitnet)
     assert "full" not in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(
-    "text", ["cudaMallocAsync(&data, size, stream) failed: out of memory", "[malloc] Unable to allocate 8 bytes."]
+    "text",
+    [
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "[malloc] Unable to allocate 8 bytes.",
+    ],
 )
 @pytest.mark.parametrize("fine_tune_type", ["lora", None])
 def test_full_memory_is_no_limit_of_mlx_lm(text: str, fine_tune_type: str | None) -> None:
     """Beside our own model any other one would find too little memory, too."""
-    with pytest.raises(ModelError) as caught, limits_told(Use("no/such/model", fine_tune_type=fine_tune_type)):
+    with (
+        pytest.raises(ModelError) as caught,
+        limits_told(Use("no/such/model", fine_tune_type=fine_tune_type)),
+    ):
         raise RuntimeError(text)
     assert caught.value.exit_code == ModelError.exit_code
     assert text in caught.value.message

@@ -1,4 +1,6 @@
-"""Who is to blame where computers disagree, as tables: what each has, who is named, and what is to be done."""
+"""Who is to blame where computers disagree, as tables: what each has, who is named, and what is to
+be done.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,20 @@ from allhands.distributed.blame import (
 )
 from allhands.runtime.versions import SOURCE, merely_different, required, unequal
 
-HAVE = {"python": "3.11.7", "allhands": "0.1.0", SOURCE: "5" * 64, "mlx": "0.32.4", "mlx-lm": "0.32.2"}
+HAVE = {
+    "python": "3.11.7",
+    "allhands": "0.1.0",
+    SOURCE: "5" * 64,
+    "mlx": "0.32.4",
+    "mlx-lm": "0.32.2",
+}
 GIVEN = Circumstances("a", "--hostfile hosts.json", "models/m", "data/d")
 SUM, OTHER, THIRD = "a" * 64, "b" * 64, "c" * 64
 
 
-def computer(name: str, weights: str = SUM, train: str = SUM, rank: int = 8, **software: str) -> Statement:
+def computer(
+    name: str, weights: str = SUM, train: str = SUM, rank: int = 8, **software: str
+) -> Statement:
     have = {**HAVE, **{key.replace("_", "-"): value for key, value in software.items()}}
     facts: dict[str, Any] = {
         "config": {"lora_parameters": {"rank": rank}},
@@ -38,7 +48,11 @@ def computer(name: str, weights: str = SUM, train: str = SUM, rank: int = 8, **s
         "data": {"train": train, "valid": None},
         SOFTWARE: required(have),
     }
-    files = {"model/model.safetensors": weights, "model/config.json": SUM, "data/train.jsonl": train}
+    files = {
+        "model/model.safetensors": weights,
+        "model/config.json": SUM,
+        "data/train.jsonl": train,
+    }
     return Statement(name, facts, files, {"model": f"/{name}/m", "data": f"/{name}/d"}, have)
 
 
@@ -51,7 +65,12 @@ def verdict(*statements: Statement, given: Circumstances = GIVEN) -> BlameVerdic
 def test_who_has_the_same_fits() -> None:
     assert judge([computer("a"), computer("b"), computer("c")], GIVEN) is None
     # Another patch of Python, and other libraries that make the same tokens.
-    assert judge([computer("a"), computer("b", python="3.11.2", transformers="4.9", numpy="1.0")], GIVEN) is None
+    assert (
+        judge(
+            [computer("a"), computer("b", python="3.11.2", transformers="4.9", numpy="1.0")], GIVEN
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("odd", ["a", "b", "c"])
@@ -80,32 +99,51 @@ def test_what_is_to_be_done() -> None:
     assert verdict(computer("a"), computer("b", OTHER), computer("c")).hint == (
         "allhands cluster sync --hostfile hosts.json --model models/m"
     )
-    assert verdict(computer("a"), computer("b", train=OTHER), computer("c")).hint.endswith("--data data/d")
-    assert verdict(computer("a"), computer("b", mlx="1"), computer("c")).hint == "allhands cluster init --hosts b"
-    # From the computer at which the person sits the wrong copy would go to all, and to it the environment cannot come.
+    assert verdict(computer("a"), computer("b", train=OTHER), computer("c")).hint.endswith(
+        "--data data/d"
+    )
+    assert (
+        verdict(computer("a"), computer("b", mlx="1"), computer("c")).hint
+        == "allhands cluster init --hosts b"
+    )
+    # From the computer at which the person sits the wrong copy would go to all, and to it the
+    # environment cannot come.
     assert verdict(computer("a", OTHER), computer("b"), computer("c")).hint == (
         "scp -p b:/b/m/model.safetensors /a/m/model.safetensors"
     )
-    assert verdict(computer("a", mlx="1"), computer("b"), computer("c")).hint == "allhands cluster init --hosts b,c"
+    assert (
+        verdict(computer("a", mlx="1"), computer("b"), computer("c")).hint
+        == "allhands cluster init --hosts b,c"
+    )
     both = verdict(computer("a"), computer("b", OTHER, mlx="1"), computer("c", train=OTHER)).hint
     assert both == (
         "allhands cluster init --hosts b; allhands cluster sync --hostfile hosts.json --model models/m --data data/d"
     )
-    assert init_command(["b"], "--hostfile lab.json") == "allhands cluster init --hosts b --hostfile lab.json"
+    assert (
+        init_command(["b"], "--hostfile lab.json")
+        == "allhands cluster init --hosts b --hostfile lab.json"
+    )
 
 
 def test_other_tokens_of_the_same_data_are_the_libraries_doing() -> None:
     one = computer("a", transformers="5.0")
     other = computer("b", train=OTHER, transformers="4.9", executable="/b/python")
     files = {"data/train.jsonl": SUM, "tokenizer/tokenizer.json": SUM}
-    statements = [Statement(s.name, s.facts, files, s.places, s.software) for s in (one, other, computer("c"))]
+    statements = [
+        Statement(s.name, s.facts, files, s.places, s.software) for s in (one, other, computer("c"))
+    ]
     statements[2] = Statement("c", one.facts, files, one.places, one.software)
     found = verdict(*statements)
     assert found.misfits == ("b",)
     assert "transformers 4.9" in found.message
     assert found.hint == "ssh b '/b/python -m pip install transformers==5.0'"
     made = [{**files, "tokenizer/tokenizer.json": one.facts["data"]["train"]} for one in statements]
-    found = verdict(*(Statement(one.name, one.facts, hashes) for one, hashes in zip(statements, made, strict=True)))
+    found = verdict(
+        *(
+            Statement(one.name, one.facts, hashes)
+            for one, hashes in zip(statements, made, strict=True)
+        )
+    )
     assert "b's tokenizer.json" in found.message
     assert found.hint.endswith("--model models/m")
 
@@ -130,11 +168,19 @@ def test_where_no_value_is_the_most_frequent_nobody_is_blamed(statements: list[S
 
 
 def test_computers_may_differ_in_several_things() -> None:
-    found = verdict(computer("a"), computer("b", OTHER, OTHER), computer("c"), computer("d", rank=4), computer("e"))
+    found = verdict(
+        computer("a"),
+        computer("b", OTHER, OTHER),
+        computer("c"),
+        computer("d", rank=4),
+        computer("e"),
+    )
     assert found.misfits == ("b", "d")
     assert "b and d do not fit to a, c and e" in found.message
     # One thing is settled, another is not: without b the others still disagree.
-    found = verdict(computer("a", OTHER), computer("b", train=OTHER), computer("c"), computer("d", OTHER))
+    found = verdict(
+        computer("a", OTHER), computer("b", train=OTHER), computer("c"), computer("d", OTHER)
+    )
     assert found.misfits == ()
     # Of five, two have the same and three each another one.
     weights = dict(zip("abcde", (SUM, OTHER, THIRD, SUM, "d" * 64), strict=True))
@@ -148,18 +194,26 @@ def test_who_has_trained_together_is_right_also_against_more() -> None:
     assert found.misfits == ("b", "c")
     # Unless they do not agree themselves any more.
     trusted = Circumstances("a", "--hostfile hosts.json", trusted=frozenset({"a", "b"}))
-    assert verdict(computer("a"), computer("b", OTHER), computer("c", OTHER), given=trusted).misfits == ("a",)
+    assert verdict(
+        computer("a"), computer("b", OTHER), computer("c", OTHER), given=trusted
+    ).misfits == ("a",)
 
 
-# --- by ranks -------------------------------------------------------------------------------------------
+# --- by ranks -------------------------------------------------------------------------------------
 
 
-def told(computers: list[str], facts: list[dict[str, Any]], leads: list[bool] | None = None) -> MisfitError:
+def told(
+    computers: list[str], facts: list[dict[str, Any]], leads: list[bool] | None = None
+) -> MisfitError:
     firsts = leads or [computers.index(name) == rank for rank, name in enumerate(computers)]
 
     def work(communicator: Any) -> None:
         rank = communicator.rank
-        agree(communicator, facts[rank], Witness(computers[rank], firsts[rank], lambda sections: {"files": {}}))
+        agree(
+            communicator,
+            facts[rank],
+            Witness(computers[rank], firsts[rank], lambda sections: {"files": {}}),
+        )
 
     errors = run_ranks(len(facts), work)
     assert all(isinstance(error, MisfitError) and error.exit_code == 7 for error in errors)
@@ -179,7 +233,10 @@ def test_the_ranks_of_a_computer_have_one_voice() -> None:
 
 
 def test_ranks_are_told_apart_where_computers_do_not() -> None:
-    assert "the ranks disagree" in told(["a", "a", "a"], [{"seed": 1}, {"seed": 2}, {"seed": 1}]).message
+    assert (
+        "the ranks disagree"
+        in told(["a", "a", "a"], [{"seed": 1}, {"seed": 2}, {"seed": 1}]).message
+    )
     error = told(["a", "a", "b"], [{"seed": 1}, {"seed": 2}, {"seed": 1}])
     assert error.misfits == (1,)
     assert "2 on rank 1 on a" in error.message
@@ -188,7 +245,7 @@ def test_ranks_are_told_apart_where_computers_do_not() -> None:
     assert error.misfits == (1,)
 
 
-# --- the rule -------------------------------------------------------------------------------------------
+# --- the rule -------------------------------------------------------------------------------------
 
 
 RULE: list[tuple[dict[str, str], list[str], list[str]]] = [
@@ -206,7 +263,9 @@ RULE: list[tuple[dict[str, str], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("changes", "forbidden", "noted"), RULE)
-def test_what_must_be_equal(changes: dict[str, str], forbidden: list[str], noted: list[str]) -> None:
+def test_what_must_be_equal(
+    changes: dict[str, str], forbidden: list[str], noted: list[str]
+) -> None:
     one, other = HAVE | {"transformers": "5.0"}, {**HAVE, "transformers": "5.0", **changes}
     assert unequal(one, other) == unequal(other, one) == forbidden
     assert merely_different(one, other) == noted
@@ -215,18 +274,27 @@ def test_what_must_be_equal(changes: dict[str, str], forbidden: list[str], noted
 
 
 @pytest.mark.parametrize(("changes", "forbidden", "noted"), RULE)
-def test_init_check_and_train_go_by_one_rule(changes: dict[str, str], forbidden: list[str], noted: list[str]) -> None:
+def test_init_check_and_train_go_by_one_rule(
+    changes: dict[str, str], forbidden: list[str], noted: list[str]
+) -> None:
     usual = {**HAVE, "mlx-cpu": "0.32.4", "transformers": "5.0", "numpy": "2.0"}
     other = {**usual, **changes}
     # init: is an interpreter that is there taken as it is?
     packages = {
-        name: version for name, version in usual.items() if name not in ("python", SOURCE, "allhands", "mlx-cpu")
+        name: version
+        for name, version in usual.items()
+        if name not in ("python", SOURCE, "allhands", "mlx-cpu")
     }
-    wanted = WantedSetup(SetupSource("0.1.0", Path("a.whl"), usual[SOURCE]), (3, 11), versions=packages)
+    wanted = WantedSetup(
+        SetupSource("0.1.0", Path("a.whl"), usual[SOURCE]), (3, 11), versions=packages
+    )
     there = {name: version for name, version in other.items() if name not in ("python", SOURCE)}
     numbers = tuple(map(int, other["python"].split(".")))
     state = SetupHostState(
-        "node2", home="/me", env_dir="/me/env", installed=(Installed("/own/python", numbers, there, other[SOURCE]),)
+        "node2",
+        home="/me",
+        env_dir="/me/env",
+        installed=(Installed("/own/python", numbers, there, other[SOURCE]),),
     )
     assert (plan.fitting(state, wanted) is None) == bool(forbidden)
     # check: does it stop training, or is it a note?
@@ -236,7 +304,9 @@ def test_init_check_and_train_go_by_one_rule(changes: dict[str, str], forbidden:
     ]
     found = findings_of(cluster(*(host(i, facts(i, python=one)) for i, one in enumerate(told, 1))))
     expected = ["stop"] * len(forbidden) + ["note"] * len(noted)
-    assert [(one.check, one.severity, one.hosts) for one in found] == [("versions", s, ("node2",)) for s in expected]
+    assert [(one.check, one.severity, one.hosts) for one in found] == [
+        ("versions", s, ("node2",)) for s in expected
+    ]
     # train, before anything is loaded.
     statements = [
         Statement(name, {SOFTWARE: required(have)}, software=have)

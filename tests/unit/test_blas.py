@@ -43,22 +43,37 @@ print(2 * n**3 / best / 1e9)
 
 def run_python(code: str, cache: Path, **environ: str) -> str:
     """Standard output of ``code`` in a process of its own, with its own cache."""
-    env = {**os.environ, "ALLHANDS_NATIVE": "", "ALLHANDS_CACHE": str(cache), "OPENBLAS_NUM_THREADS": "1", **environ}
+    env = {
+        **os.environ,
+        "ALLHANDS_NATIVE": "",
+        "ALLHANDS_CACHE": str(cache),
+        "OPENBLAS_NUM_THREADS": "1",
+        **environ,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def status(cache: Path, before: str = "", **environ: str) -> tuple[str, str, Path]:
-    state, reason, library = json.loads(run_python(before + STATUS, cache, **environ).splitlines()[-1])
+    state, reason, library = json.loads(
+        run_python(before + STATUS, cache, **environ).splitlines()[-1]
+    )
     return state, reason, Path(library)
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("scipy_openblas32", reason="the fast BLAS is not installed: pip install 'allhands[cpu]'")
+    pytest.importorskip(
+        "scipy_openblas32", reason="the fast BLAS is not installed: pip install 'allhands[cpu]'"
+    )
     return tmp_path_factory.mktemp("cache")
 
 
@@ -80,7 +95,10 @@ def test_the_copy_is_made_in_the_cache_with_mlxs_names(cache: Path) -> None:
     )
     assert json.loads(symbols) == [True, True, True, False]
     # Nothing is left of the making.
-    assert sorted(path.name for path in library.parent.iterdir()) == [library.with_suffix(".sha256").name, library.name]
+    assert sorted(path.name for path in library.parent.iterdir()) == [
+        library.with_suffix(".sha256").name,
+        library.name,
+    ]
 
 
 def test_a_good_copy_is_kept_and_a_corrupted_one_remade(cache: Path) -> None:
@@ -104,9 +122,16 @@ LOADED = "import sys, allhands\nprint('libopenblas_cblas' in open('/proc/self/ma
 
 @pytest.mark.parametrize(
     ("program", "loaded"),
-    [("train.py", True), ("/home/me/allhands/train.py", True), ("-c", True), ("/usr/bin/allhands", False)],
+    [
+        ("train.py", True),
+        ("/home/me/allhands/train.py", True),
+        ("-c", True),
+        ("/usr/bin/allhands", False),
+    ],
 )
-def test_a_program_loads_it_with_allhands_and_a_command_does_not(cache: Path, program: str, loaded: bool) -> None:
+def test_a_program_loads_it_with_allhands_and_a_command_does_not(
+    cache: Path, program: str, loaded: bool
+) -> None:
     code = f"import sys\nsys.argv = [{program!r}]\nbefore = list(sys.meta_path)\n{LOADED}"
     assert run_python(code, cache).split() == [str(loaded), "True"]
 
@@ -174,7 +199,9 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_the_run_says_that_it_is_slow_and_why(tmp_path: Path) -> None:
-    code = "import allhands\nfrom allhands.runtime.accelerator import detect\nprint(detect().warning)"
+    code = (
+        "import allhands\nfrom allhands.runtime.accelerator import detect\nprint(detect().warning)"
+    )
     warning = run_python(code, tmp_path, ALLHANDS_BLAS="off")
     assert "30 times slower (switched off by ALLHANDS_BLAS)" in warning
 
@@ -187,7 +214,9 @@ def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Pa
     )
 
     def said(code: str, kernels: str, native: str = "off") -> list[str]:
-        return run_python(code, cache, OPENBLAS_CORETYPE=kernels, ALLHANDS_NATIVE=native).splitlines()
+        return run_python(
+            code, cache, OPENBLAS_CORETYPE=kernels, ALLHANDS_NATIVE=native
+        ).splitlines()
 
     reason, warning = said(code, "")
     if "SkylakeX" not in reason and "Cooperlake" not in reason:
@@ -221,7 +250,12 @@ def test_where_the_cache_is(tmp_path: Path) -> None:
 
 
 def test_cores_follow_the_variable_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    values: dict[str, Any] = {"3": 3, "1": 1, "0": len(os.sched_getaffinity(0)), "many": len(os.sched_getaffinity(0))}
+    values: dict[str, Any] = {
+        "3": 3,
+        "1": 1,
+        "0": len(os.sched_getaffinity(0)),
+        "many": len(os.sched_getaffinity(0)),
+    }
     for text, expected in values.items():
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", text)
         assert available_cores() == expected
@@ -245,7 +279,9 @@ def test_native_code_for_a_lesser_processor_is_another_library(cache: Path) -> N
     """As valgrind needs it, which knows nothing wider than AVX2."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
-    code = "import allhands\nfrom allhands.runtime.blas import preload_blas\nstatus = preload_blas()\n"
+    code = (
+        "import allhands\nfrom allhands.runtime.blas import preload_blas\nstatus = preload_blas()\n"
+    )
     code += "print(status.native is not None, 'AVX-512' in status.reason or 'AMX' in status.reason)"
     assert run_python(code, cache, ALLHANDS_NATIVE="x86-64-v3").split() == ["True", "False"]
     assert "the C compiler failed" in status(cache, ALLHANDS_NATIVE="no-such-processor")[1]
@@ -266,7 +302,9 @@ def put_compiler(place: Path, script: str) -> str:
     return f"{compiler.parent}:/usr/bin:/bin"
 
 
-def test_a_compiler_that_fails_costs_no_training(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_costs_no_training(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But it is told: what is computed without the library has other last bits."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     path = put_compiler(tmp_path, "echo 'cc: no such flag' >&2\nexit 1")
@@ -279,9 +317,13 @@ def test_a_compiler_that_fails_costs_no_training(tmp_path: Path, cache: Path, mo
         assert run_python(code, cache, **well) == "None\n"
 
 
-@pytest.mark.parametrize("end", ["kill -9 $$", "echo 'fatal error: Killed signal terminated program cc1' >&2; exit 1"])
+@pytest.mark.parametrize(
+    "end", ["kill -9 $$", "echo 'fatal error: Killed signal terminated program cc1' >&2; exit 1"]
+)
 def test_a_compiler_that_is_killed_once_changes_no_number(end: str, tmp_path: Path) -> None:
-    """As by a computer that is short of memory: the run would compute other last bits than the next one."""
+    """As by a computer that is short of memory: the run would compute other last bits than the next
+    one.
+    """
     if not (compiler := shutil.which("cc")):
         pytest.skip("no C compiler")
     once = f'if mkdir {tmp_path}/killed 2>/dev/null; then {end}; fi\nexec {compiler} "$@"'

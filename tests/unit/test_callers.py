@@ -20,7 +20,17 @@ from strangers import HANDED, changed, hello, inputs, loopback_sources, pesterin
 from allhands.cluster.meeting import _Hello
 from allhands.io.strict_json import read_object
 from allhands.runtime import callers
-from allhands.runtime.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
+from allhands.runtime.callers import (
+    CALLER,
+    LISTENER,
+    Call,
+    Caller,
+    Callers,
+    Handshake,
+    Unproved,
+    key_for,
+    listen_at,
+)
 
 KEY = key_for("a test", {"ALLHANDS_MEETING_KEY": "our secret"})
 
@@ -42,7 +52,9 @@ def listening(talk_s: float = 10.0) -> Iterator[tuple[str, int]]:
                         all_.drop(caller)
                     else:
                         caller.proved = True
-                        caller.say(conversation.sealed(LISTENER, words.upper()), time.monotonic() + 5.0)
+                        caller.say(
+                            conversation.sealed(LISTENER, words.upper()), time.monotonic() + 5.0
+                        )
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -68,7 +80,9 @@ def test_who_knows_the_key_is_believed_and_nobody_else() -> None:
         assert ask(address) == b"HELLO"
         assert ask(address, key_for("a test", {"ALLHANDS_MEETING_KEY": "another"})) is None
         assert ask(address, key_for("a test", {})) is None
-        assert ask(address, key_for("another purpose", {"ALLHANDS_MEETING_KEY": "our secret"})) is None
+        assert (
+            ask(address, key_for("another purpose", {"ALLHANDS_MEETING_KEY": "our secret"})) is None
+        )
         assert ask(address) == b"HELLO"
 
 
@@ -91,11 +105,17 @@ def test_a_line_proves_nothing_in_any_other_conversation_role_or_words() -> None
     assert one.opened(CALLER, line) == b"hello"
     assert one.opened(CALLER, line.rstrip(b"\n")) == b"hello"
     assert one.opened(LISTENER, line) is None  # sent back to who has said it
-    for other in (replace(one, listener=b"3" * 64), replace(one, caller=b"3" * 64), replace(one, key=b"")):
+    for other in (
+        replace(one, listener=b"3" * 64),
+        replace(one, caller=b"3" * 64),
+        replace(one, key=b""),
+    ):
         assert other.opened(CALLER, line) is None
     assert Handshake(KEY, one.caller, one.listener).opened(CALLER, line) is None
     for index in range(len(line) - 1):
-        assert one.opened(CALLER, line[:index] + bytes([line[index] ^ 1]) + line[index + 1 :]) is None
+        assert (
+            one.opened(CALLER, line[:index] + bytes([line[index] ^ 1]) + line[index + 1 :]) is None
+        )
     assert one.opened(CALLER, b"") is None
 
 
@@ -147,7 +167,9 @@ def test_my_own_number_sent_back_to_me_is_refused() -> None:
         for key in (KEY, b""):
             with socket.create_connection(address, 5.0) as one:
                 number = challenge(one)
-                one.sendall(number + b"\n" + Handshake(key, number, number).sealed(CALLER, b"hello"))
+                one.sendall(
+                    number + b"\n" + Handshake(key, number, number).sealed(CALLER, b"hello")
+                )
                 assert rest(one) == b""
         assert ask(address) == b"HELLO"
 
@@ -256,7 +278,9 @@ def test_time_is_for_all_that_is_said(pause_s: float) -> None:
         assert 0.8 < time.monotonic() - began < 5.0
 
 
-def test_without_a_descriptor_left_strangers_go_and_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_descriptor_left_strangers_go_and_ranks_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     accept, failed = socket.socket.accept, list[int]()
 
     def full(one: socket.socket) -> tuple[socket.socket, object]:
@@ -302,12 +326,30 @@ def test_a_call_waits_no_longer_than_it_says() -> None:
         thread.join()
 
 
-# --- what is read -------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 ODD = [
     *HANDED[1:],
-    *(b"", b"null", b"1", b'"x"', b"[]", b"{", b'{"a":}', b'{"a":1}x', b"\xff", b'{"a":"\xed\xa0\x80"}', b"\0"),
-    *(b'{"a":NaN}', b'{"a":Infinity}', b'{"a":-Infinity}', b'{"a":1e999}', b'{"a":' + b"9" * 21 + b"}"),
+    *(
+        b"",
+        b"null",
+        b"1",
+        b'"x"',
+        b"[]",
+        b"{",
+        b'{"a":}',
+        b'{"a":1}x',
+        b"\xff",
+        b'{"a":"\xed\xa0\x80"}',
+        b"\0",
+    ),
+    *(
+        b'{"a":NaN}',
+        b'{"a":Infinity}',
+        b'{"a":-Infinity}',
+        b'{"a":1e999}',
+        b'{"a":' + b"9" * 21 + b"}",
+    ),
     *(b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":"\\ud800"}', b'{"\\uDC00":1}'),
     *(b'{"a":' * 1000 + b"1" + b"}" * 1000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
 ]
@@ -334,13 +376,20 @@ def test_sound_json_is_read() -> None:
 
 def test_odd_json_takes_no_time() -> None:
     began = time.monotonic()
-    for content in (b'{"' + b'\\"' * 500_000, b'"' * 1_000_000, b'{"a":"' + b"[" * 1_000_000, b"\\" * 1_000_000):
+    for content in (
+        b'{"' + b'\\"' * 500_000,
+        b'"' * 1_000_000,
+        b'{"a":"' + b"[" * 1_000_000,
+        b"\\" * 1_000_000,
+    ):
         assert read_object(content) is None
     assert time.monotonic() - began < 2.0
 
 
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-_ANYTHING = st.recursive(_PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+_ANYTHING = st.recursive(
+    _PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+)
 
 
 @settings(max_examples=200)

@@ -45,12 +45,17 @@ def test_every_turn_sees_those_before_it_and_only_what_is_new_is_computed(tiny_m
         said += turn("user", question) + "<|im_start|>assistant\n"
         answer = "".join(conversation.ask(question))
         assert answer == greedy(loaded, said, 12)
-        new = len(turn("user", question).replace("<|im_start|>", "S").replace("<|im_end|>", "E")) + 11
+        new = (
+            len(turn("user", question).replace("<|im_start|>", "S").replace("<|im_end|>", "E")) + 11
+        )
         if number:
             # The end of the last answer, the question and the header; not what came before.
             assert conversation.computed_tokens <= new + 4
         said += answer + "<|im_end|>\n"
-    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * 3]
+    assert [message["role"] for message in conversation.messages] == [
+        "system",
+        *["user", "assistant"] * 3,
+    ]
     conversation.reset()
     first = turn("system", "Be kind.") + turn("user", "And fog?") + "<|im_start|>assistant\n"
     assert "".join(conversation.ask("And fog?")) == greedy(loaded, first, 12)
@@ -74,7 +79,9 @@ def test_sampling_follows_the_seed(tiny_model: Path) -> None:
     loaded = load_for_generation(str(tiny_model), None)
 
     def answer(seed: int) -> str:
-        return "".join(Conversation(loaded, Sampling(1.0, 0.9, seed), max_tokens=12).ask("What is dew?"))
+        return "".join(
+            Conversation(loaded, Sampling(1.0, 0.9, seed), max_tokens=12).ask("What is dew?")
+        )
 
     assert answer(3) == answer(3)
     assert len({answer(seed) for seed in range(4)}) > 1
@@ -115,7 +122,9 @@ def test_each_line_of_a_pipe_is_a_turn(tiny_model: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    conversation = Conversation(load_for_generation(str(tiny_model), None), Sampling(), max_tokens=8)
+    conversation = Conversation(
+        load_for_generation(str(tiny_model), None), Sampling(), max_tokens=8
+    )
     wanted = ["".join(conversation.ask("What is dew?")), "".join(conversation.ask("And fog?"))]
     assert wanted[0] != wanted[1]
     assert done.stdout == f"{wanted[0]}\n{wanted[1]}\n{wanted[0]}\n"

@@ -1,4 +1,6 @@
-"""The tokenizers that tests share are fetched once and whole, however many processes of tests want them at once."""
+"""The tokenizers that tests share are fetched once and whole, however many processes of tests want
+them at once.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_processes_that_want_a_tokenizer_at_once_all_get_it_whole(tmp_path: Path
     }
     command = [sys.executable, "-c", WANTS]
     wanting = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
     ]
     answers = [process.communicate(timeout=120) for process in wanting]
     whole = "[('tokenizer.json', 100000), ('tokenizer_config.json', 100000)]"

@@ -1,4 +1,6 @@
-"""What ``allhands data check`` finds, against counts made by hand; how it shows examples; its exit codes."""
+"""What ``allhands data check`` finds, against counts made by hand; how it shows examples; its exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,31 @@ from allhands.cli.check import (
 )
 from allhands.cli.commands import function_of
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
-from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, check, template_findings
+from allhands.data.check import (
+    CheckOptions,
+    DataFinding,
+    Examiner,
+    SplitReport,
+    check,
+    template_findings,
+)
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
 from allhands.errors import ConfigError, DataError
 
-# The tiny model's tokenizer has a token a byte; its template writes <|im_start|>user\n, <|im_end|>\n and so on.
+# The tiny model's tokenizer has a token a byte; its template writes <|im_start|>user\n,
+# <|im_end|>\n and so on.
 OVERHEAD = 6 + 2 + 11 + 2
 QUESTIONS = ("How?", "Why not?", "Who was it then?", "Where?", "And when exactly?", "What for?")
-ANSWERS = ("Ahoy.", "Because of it all.", "Nobody knows, matey!", "Over there.", "At noon", "For the treasure")
+ANSWERS = (
+    "Ahoy.",
+    "Because of it all.",
+    "Nobody knows, matey!",
+    "Over there.",
+    "At noon",
+    "For the treasure",
+)
 
 
 def chat(question: str, answer: str, line: int = 1) -> Example:
@@ -44,7 +61,12 @@ def weighted(weight: int, line: int) -> Example:
     answer = {"role": "assistant", "content": f"Aye {line}, matey", "weight": weight}
     return Example(
         "chat",
-        Record("chat", messages=({"role": "user", "content": "Hm?"}, answer), source="train.jsonl", line=line),
+        Record(
+            "chat",
+            messages=({"role": "user", "content": "Hm?"}, answer),
+            source="train.jsonl",
+            line=line,
+        ),
         None,
     )
 
@@ -60,7 +82,9 @@ def completion(prompt: str, words: str, line: int = 1) -> Example:
 
 def chats(number: int = 6) -> list[Example]:
     """Different questions, different answers."""
-    return [chat(QUESTIONS[i % 6] + str(i), f"{ANSWERS[i % 6]} {i}", line=i + 1) for i in range(number)]
+    return [
+        chat(QUESTIONS[i % 6] + str(i), f"{ANSWERS[i % 6]} {i}", line=i + 1) for i in range(number)
+    ]
 
 
 def look(
@@ -78,7 +102,7 @@ def byte_tokenizer(tiny_model: Path) -> Any:
     return load_folder(tiny_model)
 
 
-# --- numbers -----------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_counts_of_a_set_made_by_hand(byte_tokenizer: Any) -> None:
@@ -86,8 +110,13 @@ def test_counts_of_a_set_made_by_hand(byte_tokenizer: Any) -> None:
     sizes = [(2, 3), (4, 10), (40, 5), (6, 30)]
     items = [chat("q" * q, "a" * a, line) for line, (q, a) in enumerate(sizes, start=1)]
     report, found = look(items, byte_tokenizer, max_seq_length=50)
-    assert (report.lengths.min, report.lengths.max, report.lengths.total) == (26, 66, 26 + 35 + 66 + 57)
-    # Of the third the answer begins after 20 + 40 tokens: lost, so that it is left out. The last keeps 24 of 31.
+    assert (report.lengths.min, report.lengths.max, report.lengths.total) == (
+        26,
+        66,
+        26 + 35 + 66 + 57,
+    )
+    # Of the third the answer begins after 20 + 40 tokens: lost, so that it is left out. The last
+    # keeps 24 of 31.
     assert (report.examples, report.left_out, report.tokens) == (3, 1, 26 + 35 + 50)
     assert (report.trained.min, report.trained.median, report.trained.max) == (4, 11, 50 - 25)
     assert report.trained.total == 4 + 11 + 25
@@ -95,7 +124,10 @@ def test_counts_of_a_set_made_by_hand(byte_tokenizer: Any) -> None:
     assert (report.lengths.over_limit, report.lengths.lost_tokens) == (2, 16 + 7)
     assert report.counts == {"answers-lost": 1, "answers-cut": 1}
     assert report.shapes == {"chat": 4}
-    assert (found["answers-lost"].places, found["answers-cut"].places) == (("train.jsonl:3",), ("train.jsonl:4",))
+    assert (found["answers-lost"].places, found["answers-cut"].places) == (
+        ("train.jsonl:3",),
+        ("train.jsonl:4",),
+    )
     assert "longest has 66 tokens" in remedy_of(found["answers-cut"])
 
 
@@ -117,7 +149,11 @@ def test_the_numbers_are_those_of_what_training_renders(
 ) -> None:
     tokenizer = TOKENIZERS.setdefault(tiny_model, load_folder(tiny_model))
     items = [chat("q" * q, "a" * a, n) for n, (q, a) in enumerate(sizes)]
-    options: dict[str, Any] = {"mask_prompt": mask_prompt, "max_seq_length": limit, "train_on": train_on}
+    options: dict[str, Any] = {
+        "mask_prompt": mask_prompt,
+        "max_seq_length": limit,
+        "train_on": train_on,
+    }
     renderer = Renderer(tokenizer, **options)
     rendered = [renderer.render(item.record) for item in items if item.record is not None]
     kept = [one for one in rendered if one.mask.any()]
@@ -143,12 +179,17 @@ def test_packing_counts_rows_and_cuts_nothing(byte_tokenizer: Any) -> None:
     assert found == {}
 
 
-# --- what is found -----------------------------------------------------------------------------------
+# --- what is found --------------------------------------------------------------------------------
 
 
 def test_there_is_nothing_to_say_about_a_clean_set() -> None:
-    held_out = [chat("Something else?", "Quite another answer.", 1), chat("A second?", "It is not the same.", 2)]
-    examiner = Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True, vocab_size=500, near_limit=100))
+    held_out = [
+        chat("Something else?", "Quite another answer.", 1),
+        chat("A second?", "It is not the same.", 2),
+    ]
+    examiner = Examiner(
+        tiny(ZEPHYR), CheckOptions(mask_prompt=True, vocab_size=500, near_limit=100)
+    )
     reports, findings = check({"train": chats(12), "valid": held_out, "test": []}, examiner)
     assert findings == []
     assert [report.examples for report in reports] == [12, 2, 0]
@@ -158,8 +199,20 @@ def test_there_is_nothing_to_say_about_a_clean_set() -> None:
 LONG = "wxyz, " * 20
 # code: items, options, count, severity, what the message must say
 PROVOKED: dict[str, tuple[list[Example], dict[str, Any], int, str, str]] = {
-    "answers-cut": ([*chats(9), chat("Hm?", LONG, 50)], {"max_seq_length": 60}, 1, "ruins", "cut off at 60 tokens"),
-    "answers-lost": ([*chats(19), chat(LONG, "Ahoy!", 50)], {"max_seq_length": 60}, 1, "harms", "within 60 tokens"),
+    "answers-cut": (
+        [*chats(9), chat("Hm?", LONG, 50)],
+        {"max_seq_length": 60},
+        1,
+        "ruins",
+        "cut off at 60 tokens",
+    ),
+    "answers-lost": (
+        [*chats(19), chat(LONG, "Ahoy!", 50)],
+        {"max_seq_length": 60},
+        1,
+        "harms",
+        "within 60 tokens",
+    ),
     "cut": (
         [text("Ahoy " * 40, 50), text("Ahoy matey")],
         {"mask_prompt": False, "max_seq_length": 30},
@@ -170,11 +223,23 @@ PROVOKED: dict[str, tuple[list[Example], dict[str, Any], int, str, str]] = {
     "special-text": ([*chats(), chat("Say </s>", "No, never, matey.", 50)], {}, 1, "harms", "</s>"),
     "vocabulary": (chats(4), {"vocab_size": 50}, 4, "ruins", "the model has 50"),
     "short-answers": ([*chats(), chat("Yes?", "7", 50)], {}, 1, "note", "one or two"),
-    "same-answer": ([*chats(8), *(chat(f"Q{n}", "Yo ho ho", n + 50) for n in range(5))], {}, 5, "harms", "the same"),
+    "same-answer": (
+        [*chats(8), *(chat(f"Q{n}", "Yo ho ho", n + 50) for n in range(5))],
+        {},
+        5,
+        "harms",
+        "the same",
+    ),
     "repeats": ([*chats(), chats()[2]], {}, 1, "note", "identical"),
     "bos-twice": ([completion("<s><s>Ahoy", " matey", 50), *chats()], {}, 1, "harms", "twice"),
     "few-examples": (chats(3), {"batch_size": 4}, 0, "harms", "3 examples for batches of 4"),
-    "mask-prompt-off": (chats(), {"mask_prompt": False}, 0, "note", "of the trained tokens are theirs"),
+    "mask-prompt-off": (
+        chats(),
+        {"mask_prompt": False},
+        0,
+        "note",
+        "of the trained tokens are theirs",
+    ),
     "weights-unused": (
         [*chats(), weighted(0, 50), weighted(1, 51)],
         {"mask_prompt": False},
@@ -204,7 +269,11 @@ def test_each_finding_is_provoked(code: str) -> None:
     ("code", "items", "options"),
     [
         ("answers-cut", [*chats(9), chat("Hm?", LONG, 50)], {"max_seq_length": 600}),
-        ("special-text", [text("Say </s> and go on"), text("Something else")], {"mask_prompt": False}),
+        (
+            "special-text",
+            [text("Say </s> and go on"), text("Something else")],
+            {"mask_prompt": False},
+        ),
         ("vocabulary", chats(4), {"vocab_size": 500}),
         ("weights-unused", [*chats(), weighted(0, 50)], {}),
         ("short-answers", [*chats(20), chat("Yes?", "7")], {}),
@@ -248,10 +317,14 @@ def test_what_the_template_leaves_out_is_said() -> None:
     instructed = chat("Hm?", "Aye, matey, aye", 50)
     assert instructed.record is not None
     told = ({"role": "system", "content": "Be brief."}, *instructed.record.turns)
-    record = replace(instructed.record, messages=told, tools=[{"type": "function", "function": {"name": "f"}}])
+    record = replace(
+        instructed.record, messages=told, tools=[{"type": "function", "function": {"name": "f"}}]
+    )
     items = [*chats(), replace(instructed, record=record)]
     _, found = look(items, tiny.__wrapped__(deaf))
-    assert [found[code].places for code in ("system-dropped", "tools-dropped")] == [("train.jsonl:50",)] * 2
+    assert [found[code].places for code in ("system-dropped", "tools-dropped")] == [
+        ("train.jsonl:50",)
+    ] * 2
     # Zephyr's takes any role.
     assert "system-dropped" not in look(items)[1]
 
@@ -321,7 +394,9 @@ def test_overlap_with_the_training_set_is_exact_or_near() -> None:
 
 
 def test_a_missing_validation_set_is_noted() -> None:
-    _, findings = check({"train": chats(), "valid": [], "test": []}, Examiner(tiny(ZEPHYR), CheckOptions()))
+    _, findings = check(
+        {"train": chats(), "valid": [], "test": []}, Examiner(tiny(ZEPHYR), CheckOptions())
+    )
     assert [message_of(f) for f in findings if f.code == "no-split"] == ["there is no valid set"]
 
 
@@ -331,12 +406,14 @@ def test_every_finding_has_words_and_a_remedy() -> None:
 
 def test_a_line_without_a_record_is_said(tmp_path: Path, tiny_model: Path) -> None:
     folder = write(tmp_path / "data", CLEAN, VALID)
-    _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--row", 99, "--row", 2, "--row", 77)
+    _, out = run(
+        folder, "--model", tiny_model, "--mask-prompt", "--row", 99, "--row", 2, "--row", 77
+    )
     assert "no record that can be shown begins in line 77, 99\n" in out
     assert "--- train.jsonl:2: " in out
 
 
-# --- the command -----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def write(folder: Path, train: Sequence[Any], valid: Sequence[Any] = ()) -> Path:
@@ -349,7 +426,12 @@ def write(folder: Path, train: Sequence[Any], valid: Sequence[Any] = ()) -> Path
 
 
 def row(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def run(*arguments: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -361,7 +443,9 @@ def run(*arguments: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-CLEAN = [row(f"{q} {n}", f"{a} {n}") for n, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))]
+CLEAN = [
+    row(f"{q} {n}", f"{a} {n}") for n, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))
+]
 VALID = [row("And now?", "Now we sail."), row("So what?", "So be it, lad.")]
 ESCAPES = re.compile(r"\x1b\[([0-9;]*)m")
 
@@ -380,7 +464,10 @@ def test_a_clean_set_ends_well_on_80_columns(tmp_path: Path, tiny_model: Path) -
     assert out.splitlines()[0] == "train: 24 examples (chat 24)"
     assert "no problems found" in out
     assert max(len(line) for line in out.splitlines()) <= 80
-    total = sum(OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"]) for m in rows[:24])
+    total = sum(
+        OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"])
+        for m in rows[:24]
+    )
     assert re.search(rf"^  tokens .* {total:,}$", out, re.MULTILINE)
 
 
@@ -425,7 +512,13 @@ def test_a_long_stretch_is_shortened_in_its_middle() -> None:
 
 
 def test_bad_rows_are_named_and_the_rest_goes_on(tmp_path: Path, tiny_model: Path) -> None:
-    rows = [*CLEAN, "not json", {"messages": 1}, {"prompt": "a", "completion": " "}, {"chosen": "a", "rejected": "b"}]
+    rows = [
+        *CLEAN,
+        "not json",
+        {"messages": 1},
+        {"prompt": "a", "completion": " "},
+        {"chosen": "a", "rejected": "b"},
+    ]
     folder = write(tmp_path / "data", rows, VALID)
     code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--epochs", 3)
     assert code == 0
@@ -450,25 +543,47 @@ def test_json_has_numbers_findings_and_what_is_shown(tmp_path: Path, tiny_model:
     assert set(train) == {"trained_share", *SplitReport.__dataclass_fields__}
     assert (train["examples"], train["bad_rows"], train["shapes"]) == (6, 1, {"chat": 6})
     assert train["padding"]["batches_per_epoch"] == 2
-    assert [one["code"] for one in found["findings"]] == ["bad-rows", "few-validation", "many-epochs"]
+    assert [one["code"] for one in found["findings"]] == [
+        "bad-rows",
+        "few-validation",
+        "many-epochs",
+    ]
     finding = found["findings"][0]
     assert set(finding) == {"message", "remedy", *DataFinding.__dataclass_fields__}
-    assert (finding["code"], finding["severity"], finding["places"]) == ("bad-rows", "ruins", ["train.jsonl:7"])
+    assert (finding["code"], finding["severity"], finding["places"]) == (
+        "bad-rows",
+        "ruins",
+        ["train.jsonl:7"],
+    )
     assert found["ruined"] is True
     (shown,) = found["shown"]
     assert shown["where"] == "train.jsonl:1"
-    assert [run["text"] for run in shown["runs"] if run["kind"] == "trained"] == ["Ahoy. 0<|im_end|>"]
+    assert [run["text"] for run in shown["runs"] if run["kind"] == "trained"] == [
+        "Ahoy. 0<|im_end|>"
+    ]
 
 
 def test_the_yaml_file_of_the_run_is_read_and_flags_win(tmp_path: Path, tiny_model: Path) -> None:
-    rows = [{"question": q, "reply": f"{a} {n}"} for n, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))]
+    rows = [
+        {"question": q, "reply": f"{a} {n}"}
+        for n, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))
+    ]
     folder = write(tmp_path / "data", rows, rows[:1])
     lines = [f"model: {tiny_model}", f"data: {folder}", "batch_size: 3", "prompt_feature: question"]
-    lines += ["completion_feature: reply", "train: true", "learning_rate: 1e-4", "mask_prompt: true"]
+    lines += [
+        "completion_feature: reply",
+        "train: true",
+        "learning_rate: 1e-4",
+        "mask_prompt: true",
+    ]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
     _, out = run("--config", tmp_path / "run.yaml", "--json")
     train = json.loads(out)["splits"]["train"]
-    assert (train["examples"], train["shapes"], train["padding"]["batches_per_epoch"]) == (6, {"completion": 6}, 2)
+    assert (train["examples"], train["shapes"], train["padding"]["batches_per_epoch"]) == (
+        6,
+        {"completion": 6},
+        2,
+    )
     _, out = run("--config", tmp_path / "run.yaml", "--json", "--batch-size", 1)
     assert json.loads(out)["splits"]["train"]["padding"]["batches_per_epoch"] == 6
 
@@ -483,6 +598,10 @@ def test_wrong_input_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_is_read_from_the_models_config(tmp_path: Path) -> None:
-    for values, size in (({"vocab_size": 7}, 7), ({"text_config": {"vocab_size": 9}}, 9), ({"text_config": 1}, None)):
+    for values, size in (
+        ({"vocab_size": 7}, 7),
+        ({"text_config": {"vocab_size": 9}}, 9),
+        ({"text_config": 1}, None),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(values))
         assert vocabulary_of(tmp_path) == size

@@ -20,23 +20,37 @@ from allhands.data.check import CheckOptions, Examiner, check
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import NUM_REASONS
 from allhands.data.records import ColumnNames
-from allhands.data.shapes import NO_LAST_ANSWER, STARTS_WITH_ANSWER, TWO_SYSTEM, parse_example, remedy_of_warning
+from allhands.data.shapes import (
+    NO_LAST_ANSWER,
+    STARTS_WITH_ANSWER,
+    TWO_SYSTEM,
+    parse_example,
+    remedy_of_warning,
+)
 from allhands.errors import DataError
 from allhands.io.formatting import counted
 from allhands.run.datasets import load_data
 
 
 def turns(*roles: str) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": f"{role} {n}, matey"} for n, role in enumerate(roles)]}
+    return {
+        "messages": [
+            {"role": role, "content": f"{role} {n}, matey"} for n, role in enumerate(roles)
+        ]
+    }
 
 
-# --- groups ------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
-def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(tmp_path: Path, tiny_model: Path) -> None:
+def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     rows = [*CLEAN, row("Why?", ""), {"text": 7}, turns("user", "assistant", "user", "assistant")]
     rows[-1]["messages"][3]["content"] = ""
-    _, out = run(write(tmp_path / "data", rows, VALID), "--model", tiny_model, "--mask-prompt", "--json")
+    _, out = run(
+        write(tmp_path / "data", rows, VALID), "--model", tiny_model, "--mask-prompt", "--json"
+    )
     findings = [f for f in json.loads(out)["findings"] if f["severity"] == "ruins"]
     places = {tuple(f["places"]): f["message"] for f in findings}
     assert set(places) == {("train.jsonl:7", "train.jsonl:9"), ("train.jsonl:8",)}
@@ -46,8 +60,13 @@ def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(tmp_path: P
 
 def test_numbers_and_excerpts_do_not_part_a_group() -> None:
     messages = ["bad at column 3, near 'abc'", "bad at column 14, near 'xyz'", "worse at column 3"]
-    errors = [DataError(words, where=f"train.jsonl:{n}", hint="repair it") for n, words in enumerate(messages)]
-    _, findings = check({"train": [*chats(), *errors]}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
+    errors = [
+        DataError(words, where=f"train.jsonl:{n}", hint="repair it")
+        for n, words in enumerate(messages)
+    ]
+    _, findings = check(
+        {"train": [*chats(), *errors]}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True))
+    )
     bad = [finding for finding in findings if finding.code == "bad-rows"]
     assert [(message_of(f), f.places) for f in bad] == [
         ("2 rows: bad at column …", ("train.jsonl:0", "train.jsonl:1")),
@@ -65,7 +84,7 @@ def test_too_many_reasons_do_not_point_to_a_file_that_is_not_written() -> None:
     assert remedy_of(rest) == "repair the others first"
 
 
-# --- warnings ----------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------------------
 
 
 def test_what_looks_wrong_but_may_be_meant_is_noted() -> None:
@@ -75,7 +94,10 @@ def test_what_looks_wrong_but_may_be_meant_is_noted() -> None:
         turns("system", "system", "user", "assistant"),
         turns("assistant", "user", "assistant"),
     ]
-    items = [parse_example(v, ColumnNames(), source="train.jsonl", line=n) for n, v in enumerate(written, start=20)]
+    items = [
+        parse_example(v, ColumnNames(), source="train.jsonl", line=n)
+        for n, v in enumerate(written, start=20)
+    ]
     examiner = Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True))
     _, findings = check({"train": [*chats(), *items]}, examiner)
     noted = {message_of(f): f for f in findings if f.code == "suspicious-rows"}
@@ -93,16 +115,28 @@ def test_warnings_are_printed_and_ruin_nothing(tmp_path: Path, tiny_model: Path)
     folder = write(tmp_path / "data", [*CLEAN, turns("user", "assistant", "user")], VALID)
     code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--strict")
     assert code == 0
-    assert f"good to know\n  train: 1 row: {NO_LAST_ANSWER}\n      train.jsonl:7\n      what to do: " in out
+    assert (
+        f"good to know\n  train: 1 row: {NO_LAST_ANSWER}\n      train.jsonl:7\n      what to do: "
+        in out
+    )
 
 
-# --- the screen --------------------------------------------------------------------------------------
+# --- the screen -----------------------------------------------------------------------------------
 
 
 def test_shares_are_of_what_is_left_after_the_cut(tmp_path: Path, tiny_model: Path) -> None:
-    # Tokens: 21 + 2 + 3 and 21 + 2 + 5000, of which 100 are left; each answer begins after 19 + 2, before a line break.
+    # Tokens: 21 + 2 + 3 and 21 + 2 + 5000, of which 100 are left; each answer begins after 19 + 2,
+    # before a line break.
     folder = write(tmp_path / "data", [row("qq", "aaa"), row("qq", "a" * 5000)], VALID)
-    options = (folder, "--model", tiny_model, "--mask-prompt", "--split", "train", "--max-seq-length")
+    options = (
+        folder,
+        "--model",
+        tiny_model,
+        "--mask-prompt",
+        "--split",
+        "train",
+        "--max-seq-length",
+    )
     _, out = run(*options, 100)
     assert "  trained          83 of the 126 tokens that are left (65.9%)\n" in out
     assert "  masked           43 of the 126 tokens that are left\n" in out
@@ -114,7 +148,9 @@ def test_shares_are_of_what_is_left_after_the_cut(tmp_path: Path, tiny_model: Pa
 
 def test_where_everything_is_cut_the_lines_are_the_same(tmp_path: Path, tiny_model: Path) -> None:
     folder = write(tmp_path / "data", CLEAN, VALID)
-    _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--split", "train", "--max-seq-length", 8)
+    _, out = run(
+        folder, "--model", tiny_model, "--mask-prompt", "--split", "train", "--max-seq-length", 8
+    )
     assert "  trained          0 of the 0 tokens that are left (0%)\n" in out
     assert "  masked           0 of the 0 tokens that are left\n" in out
 
@@ -125,7 +161,14 @@ def test_large_numbers_keep_apart() -> None:
     console.print(spread_table({"tokens": huge, "trained tokens": LengthSummary.of([1, 2])}))
     lines = console.export_text().splitlines()
     assert lines[0].split() == ["min", "median", "mean", "max", "total"]
-    assert lines[1].split() == ["tokens", "3", "65,036.0", "411,544,309.7", "1,234,567,890", "1,234,632,929"]
+    assert lines[1].split() == [
+        "tokens",
+        "3",
+        "65,036.0",
+        "411,544,309.7",
+        "1,234,567,890",
+        "1,234,632,929",
+    ]
     assert lines[2].split() == ["trained", "tokens", "1", "1.5", "1.5", "2", "3"]
 
 
@@ -141,14 +184,21 @@ def test_one_is_singular(tmp_path: Path, tiny_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(0, "0 rows"), (1, "1 row"), (1.04, "1 row"), (0.5, "0.5 rows"), (1000.0, "1,000 rows"), (20500, "20,500 rows")],
+    [
+        (0, "0 rows"),
+        (1, "1 row"),
+        (1.04, "1 row"),
+        (0.5, "0.5 rows"),
+        (1000.0, "1,000 rows"),
+        (20500, "20,500 rows"),
+    ],
 )
 def test_counted_things(number: float, words: str) -> None:
     assert counted(number, "row") == words
     assert counted(2, "batch", "batches") == "2 batches"
 
 
-# --- what is not there -------------------------------------------------------------------------------
+# --- what is not there ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
@@ -174,22 +224,28 @@ def test_lines_of_which_none_can_be_shown_fail(tmp_path: Path, tiny_model: Path)
     assert "no-row" in {finding["code"] for finding in json.loads(out)["findings"]}
 
 
-# --- what is held out ---------------------------------------------------------------------------------
+# --- what is held out -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("train", "valid", "told"), [(1, 1, True), (2, 1, True), (3, 1, False), (20, 5, False)])
-def test_much_that_is_held_out_is_said(tmp_path: Path, tiny_model: Path, train: int, valid: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("train", "valid", "told"), [(1, 1, True), (2, 1, True), (3, 1, False), (20, 5, False)]
+)
+def test_much_that_is_held_out_is_said(
+    tmp_path: Path, tiny_model: Path, train: int, valid: int, told: bool
+) -> None:
     rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(train + valid)]
     folder = write(tmp_path / "data", rows[:train], rows[train:])
     _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--json")
     found = [finding for finding in json.loads(out)["findings"] if finding["code"] == "held-out"]
     assert [(one["count"], one["total"]) for one in found] == [(valid, train + valid)] * told
-    config = build_config({"train": True, "model": str(tiny_model), "data": str(folder), "batch_size": 1})
+    config = build_config(
+        {"train": True, "model": str(tiny_model), "data": str(folder), "batch_size": 1}
+    )
     notes = " ".join(load_data(config).notes)
     assert ("never trained on" in notes) == told
 
 
-# --- sizes --------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def codes(folder: Path, model: Path, *options: str) -> set[str]:
@@ -215,13 +271,24 @@ def test_epochs_without_end_are_said(
     assert ("many-epochs" in codes(folder, tiny_model, *options)) == told
 
 
-@pytest.mark.parametrize(("valid", "told"), [(2, True), (9, True), (10, False), (20, False), (0, False)])
-def test_a_validation_set_of_a_few_rows_is_said(tmp_path: Path, tiny_model: Path, valid: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("valid", "told"), [(2, True), (9, True), (10, False), (20, False), (0, False)]
+)
+def test_a_validation_set_of_a_few_rows_is_said(
+    tmp_path: Path, tiny_model: Path, valid: int, told: bool
+) -> None:
     rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(100 + valid)]
-    folder = write(tmp_path / "data", rows[:100], rows[100:]) if valid else write(tmp_path / "data", rows)
+    folder = (
+        write(tmp_path / "data", rows[:100], rows[100:])
+        if valid
+        else write(tmp_path / "data", rows)
+    )
     assert ("few-validation" in codes(folder, tiny_model)) == told
     config = build_config({"train": True, "model": str(tiny_model), "data": str(folder)})
-    assert any("too few" in note and note.startswith("valid: ") for note in load_data(config).notes) == told
+    assert (
+        any("too few" in note and note.startswith("valid: ") for note in load_data(config).notes)
+        == told
+    )
 
 
 def test_rows_beyond_the_models_positions_are_said(tmp_path: Path) -> None:
@@ -239,8 +306,26 @@ def test_training_says_so_at_its_start(tmp_path: Path, healthy: bool) -> None:
     rows = [row(f"Why {n}?", "x" * 100) for n in range(24)]
     folder = write(tmp_path / "data", rows[:12], rows[12 if healthy else 22 :])
     done = run_allhands(
-        *("train", "--train", "--model", model, "--data", folder, "--adapter-path", tmp_path / "run"),
-        *("--batch-size", "12", "--iters", "3" if healthy else "20", "--val-batches", "1", "--num-layers", "1"),
+        *(
+            "train",
+            "--train",
+            "--model",
+            model,
+            "--data",
+            folder,
+            "--adapter-path",
+            tmp_path / "run",
+        ),
+        *(
+            "--batch-size",
+            "12",
+            "--iters",
+            "3" if healthy else "20",
+            "--val-batches",
+            "1",
+            "--num-layers",
+            "1",
+        ),
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

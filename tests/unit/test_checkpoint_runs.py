@@ -26,7 +26,7 @@ from allhands.errors import CheckpointError, StorageError
 
 __all__ = ["run"]
 
-# --- the checkpoints of a run ------------------------------------------------------------------------
+# --- the checkpoints of a run ---------------------------------------------------------------------
 
 
 def test_the_latest_is_that_of_the_highest_step_in_a_manifest(run: Path) -> None:
@@ -43,7 +43,11 @@ def test_the_latest_is_that_of_the_highest_step_in_a_manifest(run: Path) -> None
     (run / "checkpoints" / "step-x").mkdir()
     shutil.copytree(found.path, run / "checkpoints" / "copy")
     (run / "checkpoints" / "step-0000400").touch()
-    assert [look.path.name for look in survey(run)] == ["step-0000001", "step-0000200", "step-0000900"]
+    assert [look.path.name for look in survey(run)] == [
+        "step-0000001",
+        "step-0000200",
+        "step-0000900",
+    ]
 
 
 def test_best_counts_where_it_is_later(run: Path) -> None:
@@ -61,7 +65,11 @@ def test_only_the_wanted_run_counts(run: Path) -> None:
     assert step_of(latest(run, run_id=RUN)) == 300
     assert step_of(latest(run, run_id="other")) == 400
     assert latest(run, run_id="none") is None
-    assert (quick_step(run, RUN), quick_step(run, "other"), quick_step(run, "none")) == (300, 400, None)
+    assert (quick_step(run, RUN), quick_step(run, "other"), quick_step(run, "none")) == (
+        300,
+        400,
+        None,
+    )
 
 
 def test_damaged_ones_are_left_out_and_told(run: Path) -> None:
@@ -70,7 +78,10 @@ def test_damaged_ones_are_left_out_and_told(run: Path) -> None:
     rejected: list[CheckpointError] = []
     assert step_of(latest(run, rejected=rejected)) == 100
     wheres = {str(error.where).removeprefix(str(run)) for error in rejected}
-    assert wheres == {"/checkpoints/step-0000300/optimizer.safetensors", "/checkpoints/step-0000200/manifest.json"}
+    assert wheres == {
+        "/checkpoints/step-0000300/optimizer.safetensors",
+        "/checkpoints/step-0000200/manifest.json",
+    }
     # Sizes alone do not tell.
     assert quick_step(run, RUN) == 300
     (checkpoint_path(run, 300) / "optimizer.safetensors").write_bytes(b"")
@@ -99,12 +110,15 @@ def test_one_that_is_pruned_or_replaced_while_it_is_read_is_no_damage(
         real(found)
 
     monkeypatch.setattr(finding, "check_sizes", meanwhile)
-    seen = [(look.path.name, look.checkpoint and look.checkpoint.step, look.error) for look in survey(run)]
+    seen = [
+        (look.path.name, look.checkpoint and look.checkpoint.step, look.error)
+        for look in survey(run)
+    ]
     assert seen == [("step-0000300", 300, None), ("step-0000200", 200, None), ("best", 60, None)]
     assert len(done) == 2
 
 
-# --- retention ---------------------------------------------------------------------------------------
+# --- retention ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,13 +131,17 @@ def test_one_that_is_pruned_or_replaced_while_it_is_read_is_no_damage(
         (9, None, (), {100, 200, 300, 400, 500, 600}),
     ],
 )
-def test_what_is_kept(keep_last: int, keep_every: int | None, protected: Any, kept: set[int], run: Path) -> None:
+def test_what_is_kept(
+    keep_last: int, keep_every: int | None, protected: Any, kept: set[int], run: Path
+) -> None:
     for step in (400, 500, 600):
         write(checkpoint_path(run, step), step)
     write(run / "best", 100)
     removed = prune(run, keep_last, keep_every, protected)
     assert names(run / "checkpoints") == [f"step-{step:07d}" for step in sorted(kept)]
-    assert sorted(removed) == [checkpoint_path(run, s) for s in range(100, 700, 100) if s not in kept]
+    assert sorted(removed) == [
+        checkpoint_path(run, s) for s in range(100, 700, 100) if s not in kept
+    ]
     assert best_in(run) is not None
 
 
@@ -152,8 +170,13 @@ def test_damaged_ones_do_not_count_as_kept(run: Path) -> None:
 def test_what_is_not_a_checkpoint_of_ours_is_not_touched(run: Path, tmp_path: Path) -> None:
     strange: dict[str, Callable[[Path], object]] = {
         "step-0000001": lambda path: path.mkdir(),
-        "step-0000002": lambda path: (shutil.copytree(checkpoint_path(run, 100), path), (path / "mine").touch()),
-        "step-0000003": lambda path: path.symlink_to(shutil.copytree(checkpoint_path(run, 100), tmp_path / "away")),
+        "step-0000002": lambda path: (
+            shutil.copytree(checkpoint_path(run, 100), path),
+            (path / "mine").touch(),
+        ),
+        "step-0000003": lambda path: path.symlink_to(
+            shutil.copytree(checkpoint_path(run, 100), tmp_path / "away")
+        ),
         "step-0000004": lambda path: path.write_text("a file"),
         "copy": lambda path: shutil.copytree(checkpoint_path(run, 100), path),
         ".other.removed-1": lambda path: path.mkdir(),
@@ -171,7 +194,9 @@ def test_the_one_just_written_is_not_read_again(run: Path, monkeypatch: pytest.M
 
     write(checkpoint_path(run, 50), 50, "the run that this one goes on from")
     written = write(checkpoint_path(run, 400), 400)
-    monkeypatch.setattr(finding, "with_state", lambda *_, **__: pytest.fail("the contents were read"))
+    monkeypatch.setattr(
+        finding, "with_state", lambda *_, **__: pytest.fail("the contents were read")
+    )
     removed = prune(run, 1, None, (), written)
     assert removed == [checkpoint_path(run, step) for step in (300, 200, 100, 50)]
     assert names(run / "checkpoints") == ["step-0000400"]
@@ -182,7 +207,7 @@ def test_no_checkpoints_are_nothing_to_prune(tmp_path: Path) -> None:
     assert prune(tmp_path / "nowhere", 1, None, ()) == []
 
 
-# --- resume ------------------------------------------------------------------------------------------
+# --- resume ---------------------------------------------------------------------------------------
 
 
 def test_resume_takes_a_checkpoint_or_the_latest_of_a_directory(run: Path) -> None:
@@ -209,12 +234,22 @@ def test_resume_from_what_is_no_checkpoint_says_what_to_do(run: Path, tmp_path: 
     cases = {
         run / "nowhere": ("no such directory", f"{checkpoint_path(run, 300)}"),
         weights: ("is a file", f"--resume {weights.parent}; ", f"--resume-adapter-file {weights}"),
-        run / "adapters.safetensors": ("is a file", f"--resume-adapter-file {run / 'adapters.safetensors'}"),
+        run / "adapters.safetensors": (
+            "is a file",
+            f"--resume-adapter-file {run / 'adapters.safetensors'}",
+        ),
         weights.with_name("manifest.json"): ("is a file", f"--resume {weights.parent}"),
         tmp_path / "notes.txt": ("is a file", "directory of a checkpoint"),
-        tmp_path / "adapter": ("no checkpoint", f"--resume-adapter-file {tmp_path / 'adapter/adapters.safetensors'}"),
+        tmp_path / "adapter": (
+            "no checkpoint",
+            f"--resume-adapter-file {tmp_path / 'adapter/adapters.safetensors'}",
+        ),
         tmp_path / "empty": ("holds no checkpoint", f"{checkpoint_path(run, 300)}"),
-        tmp_path / "damaged": ("no checkpoint in it is whole", "step-0000100", "optimizer.safetensors"),
+        tmp_path / "damaged": (
+            "no checkpoint in it is whole",
+            "step-0000100",
+            "optimizer.safetensors",
+        ),
         checkpoint_path(tmp_path / "damaged", 100): ("is missing", "checkpoint verify"),
     }
     for path, words in cases.items():
@@ -227,7 +262,9 @@ def test_resume_from_what_is_no_checkpoint_says_what_to_do(run: Path, tmp_path: 
     assert "that has some" in (caught.value.hint or "")
 
 
-def test_a_directory_that_may_not_be_read_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_may_not_be_read_is_told(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def iterdir(self: Path) -> Any:
         raise PermissionError(13, "Permission denied", str(self))
 

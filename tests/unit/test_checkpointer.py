@@ -1,4 +1,6 @@
-"""``allhands.Checkpointer``: everything of a loop comes back to the same bits, on any number of ranks."""
+"""``allhands.Checkpointer``: everything of a loop comes back to the same bits, on any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 class Loop:
-    """A training with random inputs, whose state is the model, Adam's moments, the place in the data and the key."""
+    """A training with random inputs, whose state is the model, Adam's moments, the place in the
+    data and the key.
+    """
 
     def __init__(self, place: Path, **options: Any) -> None:
         mx.random.seed(1)
@@ -46,7 +50,12 @@ class Loop:
         self.optimizer = optim.Adam(learning_rate=optim.cosine_decay(0.1, 50))
         self.loader = DistributedLoader(range(10), 4, seed=2, world=ALONE)
         self.keeper = Checkpointer(
-            place, model=self.model, optimizer=self.optimizer, loader=self.loader, keep_last=2, **options
+            place,
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loader,
+            keep_last=2,
+            **options,
         )
         self.seen: list[list[int]] = []
 
@@ -62,7 +71,10 @@ class Loop:
         return self
 
     def bits(self) -> list[bytes]:
-        return [np.array(one).tobytes() for one in (self.model.layers[0].weight, self.model.layers[2].bias)]
+        return [
+            np.array(one).tobytes()
+            for one in (self.model.layers[0].weight, self.model.layers[2].bias)
+        ]
 
 
 def test_it_goes_on_to_the_same_bits(tmp_path: Path, process: Callable[[], None]) -> None:
@@ -70,7 +82,10 @@ def test_it_goes_on_to_the_same_bits(tmp_path: Path, process: Callable[[], None]
     assert not checkpoints_in(tmp_path / "whole")
     process()
     begun = Loop(tmp_path / "run").run(5)
-    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-0000005", "step-0000004"]
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [
+        "step-0000005",
+        "step-0000004",
+    ]
     process()
     resumed = Loop(tmp_path / "run").run(9)
     assert resumed.keeper.values == {"seen": 5}
@@ -104,7 +119,8 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path, process: Callable[[],
 
 def test_all_ranks_get_what_rank_0_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(communicator: ThreadCommunicator) -> list[float]:
-        # The session is of a thread here; ranks that share no files: only rank 0's computer has the directory.
+        # The session is of a thread here; ranks that share no files: only rank 0's computer has the
+        # directory.
         session = make_session(rank=communicator.rank, size=2, local_size=1)
         session.group = communicator
         place = tmp_path / f"computer-{communicator.rank}"
@@ -148,8 +164,12 @@ def updated(optimizer: optim.Optimizer, model: nn.Linear) -> optim.Optimizer:
         (optim.Adam(0.1), optim.SGD(0.1), "its optimizer is Adam, the one here is SGD"),
         (optim.Adam(0.1), optim.AdamW(0.1), "its optimizer is Adam, the one here is AdamW"),
         (
-            optim.MultiOptimizer([optim.SGD(0.1), optim.Adam(0.1)], [lambda name, _: name == "bias"]),
-            optim.MultiOptimizer([optim.SGD(0.1), optim.AdamW(0.1)], [lambda name, _: name == "bias"]),
+            optim.MultiOptimizer(
+                [optim.SGD(0.1), optim.Adam(0.1)], [lambda name, _: name == "bias"]
+            ),
+            optim.MultiOptimizer(
+                [optim.SGD(0.1), optim.AdamW(0.1)], [lambda name, _: name == "bias"]
+            ),
             r"is SGD \+ Adam, the one here is SGD \+ AdamW",
         ),
     ],
@@ -171,7 +191,9 @@ def test_a_state_of_other_shapes(tmp_path: Path) -> None:
     Checkpointer(tmp_path, optimizer=updated(optim.Adam(0.1), model)).save(3)
     other = optim.Adam(0.1)
     other.init({"weight": mx.zeros((1, 3)), "bias": mx.zeros((1,))})
-    with pytest.raises(CheckpointError, match=r"weight\.m is 1x2 there and 1x3 in the optimizer .and 1 more"):
+    with pytest.raises(
+        CheckpointError, match=r"weight\.m is 1x2 there and 1x3 in the optimizer .and 1 more"
+    ):
         Checkpointer(tmp_path, optimizer=other).restore()
     assert other.state["weight"]["m"].shape == (1, 3)
 
@@ -186,7 +208,9 @@ def test_a_plain_learning_rate_is_the_one_given_now(tmp_path: Path) -> None:
 
     def two(rate: float) -> optim.MultiOptimizer:
         curve = optim.linear_schedule(1.0, 0.0, 4)
-        return optim.MultiOptimizer([optim.SGD(curve), optim.Adam(rate)], [lambda name, _: name == "bias"])
+        return optim.MultiOptimizer(
+            [optim.SGD(curve), optim.Adam(rate)], [lambda name, _: name == "bias"]
+        )
 
     Checkpointer(tmp_path / "two", optimizer=updated(updated(two(0.1), model), model)).save(3)
     both = two(0.5)

@@ -1,4 +1,6 @@
-"""One checkpoint: safetensors that other libraries read, synced and private files, damage of every kind."""
+"""One checkpoint: safetensors that other libraries read, synced and private files, damage of every
+kind.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,12 @@ def write(target: Path, step: int, run_id: str = RUN, **state: Any) -> Checkpoin
     optimizer = [tensor("step", np.array(step, dtype=np.uint64)), tensor("m", weights * 2)]
     files = {"adapters.safetensors": [tensor("w", weights)], "optimizer.safetensors": optimizer}
     return write_checkpoint(
-        target, step, run_id, {"step": step, "iteration": step, **state}, files, {"adapter_config.json": "{}"}
+        target,
+        step,
+        run_id,
+        {"step": step, "iteration": step, **state},
+        files,
+        {"adapter_config.json": "{}"},
     )
 
 
@@ -75,20 +82,26 @@ def step_of(found: Checkpoint | None) -> int | None:
     return None if found is None else found.step
 
 
-# --- tensors -----------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__"),
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+            lambda name: name != "__metadata__"
+        ),
         st.sampled_from(sorted(CODES)).flatmap(
-            lambda name: stn.arrays(np.dtype(name), stn.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+            lambda name: stn.arrays(
+                np.dtype(name), stn.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+            )
         ),
         max_size=6,
     )
 )
-def test_what_is_written_is_read_by_the_safetensors_library(arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+def test_what_is_written_is_read_by_the_safetensors_library(
+    arrays: dict[str, np.ndarray[Any, Any]],
+) -> None:
     content = b"".join(safetensors_pieces([tensor(name, array) for name, array in arrays.items()]))
     found = load(content)
     assert found.keys() == arrays.keys()
@@ -100,7 +113,9 @@ def test_what_is_written_is_read_by_the_safetensors_library(arrays: dict[str, np
     header = json.loads(content[8 : 8 + length])
     assert header.pop("__metadata__") == {"format": "mlx"}
     # As in memory: each begins at a multiple of its items' size.
-    assert all(facts["data_offsets"][0] % arrays[name].itemsize == 0 for name, facts in header.items())
+    assert all(
+        facts["data_offsets"][0] % arrays[name].itemsize == 0 for name, facts in header.items()
+    )
 
 
 def test_what_is_written_is_read_by_mlx_and_mapped(tmp_path: Path) -> None:
@@ -111,9 +126,17 @@ def test_what_is_written_is_read_by_mlx_and_mapped(tmp_path: Path) -> None:
         "one": mx.array(7, dtype=mx.uint64),
     }
     codes = {"q": "U32", "b": "BF16", "flag": "BOOL", "one": "U64"}
-    plain = {name: np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a) for name, a in arrays.items()}
-    tensors = [Tensor(name, codes[name], array.shape, memoryview(plain[name])) for name, array in arrays.items()]
-    written = write_checkpoint(tmp_path / "c", 1, RUN, {}, {"a.safetensors": tensors, "none.safetensors": []})
+    plain = {
+        name: np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
+        for name, a in arrays.items()
+    }
+    tensors = [
+        Tensor(name, codes[name], array.shape, memoryview(plain[name]))
+        for name, array in arrays.items()
+    ]
+    written = write_checkpoint(
+        tmp_path / "c", 1, RUN, {}, {"a.safetensors": tensors, "none.safetensors": []}
+    )
     found: Any = mx.load(str(written.path / "a.safetensors"))
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -144,13 +167,17 @@ def test_large_data_are_passed_on_in_pieces_and_not_copied() -> None:
     ],
     ids=["size", "type", "twice", "name", "order"],
 )
-def test_tensors_that_are_none_are_refused_before_anything_is_written(tensors: list[Tensor], tmp_path: Path) -> None:
+def test_tensors_that_are_none_are_refused_before_anything_is_written(
+    tensors: list[Tensor], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"tensors of a file|no such type|bytes of data"):
         write_checkpoint(tmp_path / "c", 1, RUN, {}, {"a.safetensors": tensors})
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "state.json", "manifest.json", "b\n"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "", ".hidden", "state.json", "manifest.json", "b\n"]
+)
 def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be a file of a checkpoint"):
         write_checkpoint(tmp_path / "c", 1, RUN, {}, {}, {name: "text"})
@@ -159,7 +186,7 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-# --- one checkpoint ----------------------------------------------------------------------------------
+# --- one checkpoint -------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -167,21 +194,38 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = write(tmp_path / "run" / "checkpoints" / "step-0000007", 7, best=[1.5, None, "ü"])
     found = open_checkpoint(written.path)
     assert found == written
-    assert (found.step, found.run_id, found.state) == (7, RUN, {"step": 7, "iteration": 7, "best": [1.5, None, "ü"]})
+    assert (found.step, found.run_id, found.state) == (
+        7,
+        RUN,
+        {"step": 7, "iteration": 7, "best": [1.5, None, "ü"]},
+    )
     assert names(found.path) == sorted([*found.files, "manifest.json"])
     for name, facts in found.files.items():
         content = (found.path / name).read_bytes()
         assert (facts.bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     manifest = (found.path / "manifest.json").read_bytes()
     assert found.digest == hashlib.sha256(manifest).hexdigest()
-    assert json.loads(manifest).keys() == {"format", "step", "iteration", "run_id", "time", "files", "arrays", "sha256"}
-    assert found.num_bytes == sum(path.stat().st_size for path in found.path.iterdir()) - len(manifest)
+    assert json.loads(manifest).keys() == {
+        "format",
+        "step",
+        "iteration",
+        "run_id",
+        "time",
+        "files",
+        "arrays",
+        "sha256",
+    }
+    assert found.num_bytes == sum(path.stat().st_size for path in found.path.iterdir()) - len(
+        manifest
+    )
     for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     assert os.umask(umask) == umask
 
 
-def test_everything_is_synced_before_it_is_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_it_is_relied_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[tuple[str, str]] = []
     at: dict[int, str] = {}
     real_open, real_fsync, real_rename = os.open, os.fsync, os.rename
@@ -209,7 +253,9 @@ def test_everything_is_synced_before_it_is_relied_on(tmp_path: Path, monkeypatch
         assert log.index(("sync", name)) < log.index(("open", "manifest.json")), name
     assert log.index(("sync", "manifest.json")) < renamed
     # The directory under its first name, and the one that holds it after the renaming.
-    assert any(kind == "sync" and name.startswith(".step-0000001.partial-") for kind, name in log[:renamed])
+    assert any(
+        kind == "sync" and name.startswith(".step-0000001.partial-") for kind, name in log[:renamed]
+    )
     assert ("sync", "checkpoints") in log[renamed:]
     assert ("sync", tmp_path.name) in log
 
@@ -221,7 +267,14 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "state.json", "adapters.safetensors", "optimizer.safetensors", "adapter_config.json"]
+    "name",
+    [
+        "manifest.json",
+        "state.json",
+        "adapters.safetensors",
+        "optimizer.safetensors",
+        "adapter_config.json",
+    ],
 )
 def test_damage_of_a_file_is_noticed_and_named(name: str, run: Path) -> None:
     file = checkpoint_path(run, 300) / name
@@ -233,12 +286,16 @@ def test_damage_of_a_file_is_noticed_and_named(name: str, run: Path) -> None:
         error = caught.value
         assert error.where == str(file)
         assert error.exit_code == 9
-        assert f"allhands checkpoint verify {run}" in (error.hint or "") or "rights" in (error.hint or "")
+        assert f"allhands checkpoint verify {run}" in (error.hint or "") or "rights" in (
+            error.hint or ""
+        )
         assert step_of(latest(run)) == 200
         return error.message
 
     # The manifest itself has a sum, too.
-    for at in range(0, len(whole), 4) if name == "manifest.json" else (0, len(whole) // 2, len(whole) - 1):
+    for at in (
+        range(0, len(whole), 4) if name == "manifest.json" else (0, len(whole) // 2, len(whole) - 1)
+    ):
         flip(file, at)
         with pytest.raises(CheckpointError):
             open_checkpoint(file.parent)
@@ -275,23 +332,34 @@ NONSENSE: list[tuple[str, str]] = [
     ('{"format": 4}', "a later version"),
     ('{"format": true}', "format is True"),
     ('{"format": 3}', "not a manifest"),
-    ('{"format": 3, "arrays": [], "files": [], "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "not a manifest"),
+    (
+        '{"format": 3, "arrays": [], "files": [], "step": 1, "iteration": 2, "run_id": "a", "time": 1}',
+        "not a manifest",
+    ),
     (
         '{"format": 3, "arrays": [], "files": {}, "step": "x", "iteration": 2, "run_id": "a", "time": 1}',
         "not a manifest",
     ),
-    ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": NaN}', "not JSON"),
+    (
+        '{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": NaN}',
+        "not JSON",
+    ),
     (
         '{"format": 3, "arrays": [], "files": {"a": 5}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}',
         "not a manifest",
     ),
-    ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "sum is wrong"),
+    (
+        '{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}',
+        "sum is wrong",
+    ),
     ("[" * 100_000, "not JSON"),
     ("\xff", "not JSON"),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), NONSENSE, ids=[words + str(i) for i, (_, words) in enumerate(NONSENSE)])
+@pytest.mark.parametrize(
+    ("text", "words"), NONSENSE, ids=[words + str(i) for i, (_, words) in enumerate(NONSENSE)]
+)
 def test_a_manifest_that_is_nonsense_is_refused(text: str, words: str, run: Path) -> None:
     (checkpoint_path(run, 300) / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=words):

@@ -1,4 +1,6 @@
-"""Which back-end: a table of computers, a measurement where it decides, and a cache that forgets in time."""
+"""Which back-end: a table of computers, a measurement where it decides, and a cache that forgets in
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,23 @@ from typing import Any
 
 import pytest
 
-from allhands.cluster.candidates import Choice, Facts, HostTraits, candidates, facts_here, facts_of, table_choice
-from allhands.cluster.choose import GRADIENT_BYTES, SMALL_BYTES, ChoiceSeams, choose, explain, slower_than_ours
+from allhands.cluster.candidates import (
+    Choice,
+    Facts,
+    HostTraits,
+    candidates,
+    facts_here,
+    facts_of,
+    table_choice,
+)
+from allhands.cluster.choose import (
+    GRADIENT_BYTES,
+    SMALL_BYTES,
+    ChoiceSeams,
+    choose,
+    explain,
+    slower_than_ours,
+)
 from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
 from allhands.cluster.place import Launch
@@ -28,7 +45,7 @@ MAC = HostTraits("mac", 1, "Darwin", 0, "", rdma=True)
 UNKNOWN = HostTraits("quiet", 1)
 PRETENDED_SSH = '#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\nexec /bin/sh -c "$*"\n'
 
-# --- the table ----------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 TABLE: dict[str, tuple[list[HostTraits], str]] = {
     "one Linux computer": ([LINUX], "mpi"),
@@ -72,7 +89,7 @@ def test_why_not(hosts: list[HostTraits], backend: str, words: str) -> None:
     assert words in found.reason
 
 
-# --- measured -----------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 def network(backend: str, latency_s: float, bytes_per_s: float) -> Measurement:
@@ -88,7 +105,9 @@ class Bench:
     directory: Path
     times: dict[str, tuple[float, float]]
     now: float = 1e9
-    asked: list[tuple[str, int, int | None]] = field(default_factory=list[tuple[str, int, "int | None"]])
+    asked: list[tuple[str, int, int | None]] = field(
+        default_factory=list[tuple[str, int, "int | None"]]
+    )
 
     def measure(self, backend: str, num_ranks: int, cores: int | None) -> Measurement:
         self.asked.append((backend, num_ranks, cores))
@@ -146,8 +165,12 @@ def test_short_runs_and_unknown_ones_take_the_table(make: Make) -> None:
     assert bench.asked == []
 
 
-@pytest.mark.parametrize("hosts", [[LINUX, FAR], [GPUS], [replace(LINUX, num_ranks=1)], [replace(LINUX, mpi="")]])
-def test_where_nothing_is_to_be_decided_nothing_is_measured(make: Make, hosts: list[HostTraits]) -> None:
+@pytest.mark.parametrize(
+    "hosts", [[LINUX, FAR], [GPUS], [replace(LINUX, num_ranks=1)], [replace(LINUX, mpi="")]]
+)
+def test_where_nothing_is_to_be_decided_nothing_is_measured(
+    make: Make, hosts: list[HostTraits]
+) -> None:
     bench = make(mpi=SLOW, ring=FAST)
     assert bench.choose(hosts, training_s=1e6).measured == {}
     assert bench.asked == []
@@ -176,7 +199,12 @@ def test_a_cache_that_cannot_be_trusted_is_measured_anew(make: Make, change: str
     else:
         content["figures"]["ring"]["timings"][0]["median_s"] = 0.0
         content["figures"]["mpi"]["timings"][0]["median_s"] = 0.0
-        texts = {"torn": kept.read_text()[:50], "wrong": "[1]", "empty": "", "zero": json.dumps(content)}
+        texts = {
+            "torn": kept.read_text()[:50],
+            "wrong": "[1]",
+            "empty": "",
+            "zero": json.dumps(content),
+        }
         kept.write_text(texts[change])
     assert bench.choose(training_s=1e6).backend == "ring"
     assert len(bench.asked) == 4
@@ -208,7 +236,7 @@ def test_explanation(make: Make) -> None:
     assert explain(table_choice(Facts((GPUS,))))[0] == "back-end nccl: every rank has an NVIDIA GPU"
 
 
-# --- facts --------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def test_mpi_is_not_chosen_for_what_agents_start(tmp_path: Path) -> None:
@@ -217,7 +245,10 @@ def test_mpi_is_not_chosen_for_what_agents_start(tmp_path: Path) -> None:
         assert table_choice(facts).backend == "ring"
         assert choose(facts, seams=ChoiceSeams(directory=tmp_path)).backend == "ring"
     assert table_choice(Facts((LINUX,))).backend == "mpi"
-    assert [host.here for host in facts_of([Host("far", "far"), Host("here")]).hosts] == [False, True]
+    assert [host.here for host in facts_of([Host("far", "far"), Host("here")]).hosts] == [
+        False,
+        True,
+    ]
 
 
 def test_facts_of_this_computer() -> None:
@@ -232,15 +263,24 @@ def test_facts_of_this_computer() -> None:
 
 
 def test_ranks_are_shared_out_in_the_order_of_the_hosts() -> None:
-    hosts = [Host("a", "a", slots=2), Host("b", "b", slots=2, rdma=(None, "rdma_en2")), Host("c", "c")]
+    hosts = [
+        Host("a", "a", slots=2),
+        Host("b", "b", slots=2, rdma=(None, "rdma_en2")),
+        Host("c", "c"),
+    ]
     found = facts_of(hosts, 3).hosts
-    assert [(host.name, host.num_ranks, host.rdma) for host in found] == [("a", 2, False), ("b", 1, True)]
+    assert [(host.name, host.num_ranks, host.rdma) for host in found] == [
+        ("a", 2, False),
+        ("b", 1, True),
+    ]
     assert all((host.gpus, host.mpi, host.system) == (None, None, None) for host in found)
     assert [host.num_ranks for host in facts_of(hosts).hosts] == [2, 2, 1]
     assert facts_of([Host("here", slots=1)], 4).num_ranks == 4
 
 
-def launched(launcher: str = "mlx.launch", backend: str = "ring", size: int = 2, here: int = 2) -> Launch:
+def launched(
+    launcher: str = "mlx.launch", backend: str = "ring", size: int = 2, here: int = 2
+) -> Launch:
     return Launch(launcher, 0, size, 0, here, backend, "test")  # type: ignore[arg-type]
 
 
@@ -252,14 +292,20 @@ def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
     gpus = told(launched(), GPUS) or ""
     assert "-n 2 takes nccl," in gpus
     assert "mpirun" not in gpus
-    # Not where it is no slower: without Open MPI, on a Mac, or where it was measured to be the faster one.
+    # Not where it is no slower: without Open MPI, on a Mac, or where it was measured to be the
+    # faster one.
     assert told(launched(), replace(LINUX, mpi="")) is None
     assert told(launched(), HostTraits("mac", 2, "Darwin", 0, "5.0.11")) is None
     bench = make(mpi=SLOW, ring=FAST)
     assert bench.choose(training_s=3600.0).backend == "ring"
     assert told(launched(), bench=bench) is None
     # Nor to somebody who has not started it so, nor over several computers.
-    for other in (launched("openmpi", "mpi"), launched("allhands"), launched(backend="nccl"), launched(here=1)):
+    for other in (
+        launched("openmpi", "mpi"),
+        launched("allhands"),
+        launched(backend="nccl"),
+        launched(here=1),
+    ):
         assert told(other) is None
 
 
@@ -283,7 +329,9 @@ def test_another_computer_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("answer", ["exit 255", "echo '@{'", "echo hello", "sleep 60"])
-def test_one_that_does_not_answer_is_not_known(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_answer_is_not_known(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(tmp_path / "ssh")))
@@ -298,5 +346,7 @@ def test_a_supervisor_that_chooses_loads_neither_mlx_nor_numpy() -> None:
         "from allhands.cluster.choose import choose\n"
         "print(choose(facts_here(2)).backend, [name for name in ('mlx', 'numpy', 'rich') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split(maxsplit=1)[1] == "[]\n"

@@ -1,4 +1,6 @@
-"""What ``--strategy auto`` takes by the ranks' memory, of a model that is never read: for ranks that are all alike."""
+"""What ``--strategy auto`` takes by the ranks' memory, of a model that is never read: for ranks
+that are all alike.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ModelError
 from allhands.model.adapters import make_trainable
-from allhands.run.choosing import Choosing, _quicker, _Rank, is_open, reads_later, strategy_by_memory
+from allhands.run.choosing import (
+    Choosing,
+    _quicker,
+    _Rank,
+    is_open,
+    reads_later,
+    strategy_by_memory,
+)
 from allhands.run.dividing import DividedModel
 from allhands.run.piping import piped
 from allhands.runtime.accelerator import Accelerator
@@ -23,8 +32,18 @@ from allhands.runtime.accelerator import Accelerator
 GIGABYTE = 10**9
 # 1.03 billion weights: 4.1 GB in float32.
 SIZES: dict[str, Any] = {
-    **{"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 16},
-    **{"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": 16_000, "tie_word_embeddings": True},
+    **{
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+    },
+    **{
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 16_000,
+        "tie_word_embeddings": True,
+    },
 }
 CPU = Accelerator("cpu", "cpu", 0, 8, True, None)
 GPU = Accelerator("cuda", "gpu", 0, 8, False, None)
@@ -32,17 +51,25 @@ METAL = Accelerator("metal", "gpu", 0, 8, False, None)
 
 
 def choosing(
-    gigabytes: float, ranks: int = 4, accelerator: Accelerator = CPU, kind: Any = llama, **options: Any
+    gigabytes: float,
+    ranks: int = 4,
+    accelerator: Accelerator = CPU,
+    kind: Any = llama,
+    **options: Any,
 ) -> Choosing:
     """A training on ranks with so much memory each, on computers of their own."""
-    config = TrainConfig(**{"train": True, "fine_tune_type": "full", "num_layers": -1, "batch_size": 8, **options})
+    config = TrainConfig(
+        **{"train": True, "fine_tune_type": "full", "num_layers": -1, "batch_size": 8, **options}
+    )
     sizes = {"model_type": kind.__name__.rpartition(".")[2], **SIZES}
     model = kind.Model(kind.ModelArgs.from_dict({**sizes, "head_dim": 128}))
     make_trainable(model, config)
     divided = DividedModel(model, sizes, np.full(64, 512))
     mesh = Mesh(rank=0, size=ranks, local_rank=0, local_size=1)
     device = replace(accelerator, memory_bytes=int(gigabytes * GIGABYTE))
-    return Choosing(config, divided, mesh, device, present_bytes=0 if accelerator is not CPU else GIGABYTE // 8)
+    return Choosing(
+        config, divided, mesh, device, present_bytes=0 if accelerator is not CPU else GIGABYTE // 8
+    )
 
 
 def chosen(*how: Any, **options: Any) -> tuple[str, str]:
@@ -102,7 +129,9 @@ def test_what_fits_nowhere_is_refused_with_what_would() -> None:
 
 
 def test_a_gpu_is_refused_by_its_weights_alone() -> None:
-    """Its other memory is an estimate: a run that may not fit begins with the way that needs least, and says so."""
+    """Its other memory is an estimate: a run that may not fit begins with the way that needs least,
+    and says so.
+    """
     for device in (GPU, METAL):
         name, told = chosen(3, 4, device)
         assert name == "fsdp"
@@ -122,7 +151,14 @@ def test_nothing_is_taken_that_changes_the_result_or_the_architecture_cannot() -
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "data"}, {"strategy": "fsdp"}, {"tp": 2}, {"cp": 2}, {"sync_every": 4}, {"sync_delay": 1}],
+    [
+        {"strategy": "data"},
+        {"strategy": "fsdp"},
+        {"tp": 2},
+        {"cp": 2},
+        {"sync_every": 4},
+        {"sync_delay": 1},
+    ],
 )
 def test_what_a_person_has_chosen_stays(options: dict[str, Any]) -> None:
     asked = choosing(12, **options)
@@ -146,7 +182,9 @@ def test_one_rank_has_no_choice() -> None:
 
 
 def test_unlike_memory_has_unlike_parts() -> None:
-    """Three quarters of every array on the rank with three times as much memory, and no more than it has on each."""
+    """Three quarters of every array on the rank with three times as much memory, and no more than
+    it has on each.
+    """
     rank = _Rank(choosing(12, 2))
     rooms = 24 * GIGABYTE, 8 * GIGABYTE
     told = [{"room": room, "present": rank.present, "needs": rank.needs(2)} for room in rooms]
@@ -173,8 +211,12 @@ class Ranks:
     [(20e9, "fsdp"), (0.1e9, "pipeline")],
     ids=["a fast link", "a slow link"],
 )
-def test_link_and_speed_decide_where_both_fit(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, name: str) -> None:
-    """A step of 4,096 tokens takes four such ranks 0.8 s; 12 GB of weights and gradients are sent by each."""
+def test_link_and_speed_decide_where_both_fit(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, name: str
+) -> None:
+    """A step of 4,096 tokens takes four such ranks 0.8 s; 12 GB of weights and gradients are sent
+    by each.
+    """
 
     def sums(_communicator: Any, plan: Any) -> list[dict[str, float]]:
         # Each of four ranks sends one and a half times the bytes.

@@ -1,4 +1,6 @@
-"""``allhands checkpoint list|inspect|verify``: what a person reads, what a machine reads, exit codes."""
+"""``allhands checkpoint list|inspect|verify``: what a person reads, what a machine reads, exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import typer
 from test_checkpoints import RUN, flip, write
 from typer.testing import CliRunner
 
-from allhands.checkpoints import Tensor, checkpoint_path, checkpoints_in, open_checkpoint, write_checkpoint
+from allhands.checkpoints import (
+    Tensor,
+    checkpoint_path,
+    checkpoints_in,
+    open_checkpoint,
+    write_checkpoint,
+)
 from allhands.cli.commands import function_of
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig
@@ -33,7 +41,8 @@ STATE = {
     "model": {"path": "models/tiny", "fingerprint": "f00dcafe" * 8},
     "data": {"train": "0123456789abcdef", "valid": "fedcba9876543210", "test": None},
     "versions": {"allhands": "0.1.0", "mlx": "0.32.1"},
-    "config": TrainConfig.model_validate({"batch_size": 8, "seed": 5}).model_dump(mode="json") | {"new_option": [1]},
+    "config": TrainConfig.model_validate({"batch_size": 8, "seed": 5}).model_dump(mode="json")
+    | {"new_option": [1]},
 }
 
 
@@ -57,7 +66,9 @@ def invoke(function: Callable[..., None], *arguments: str | Path) -> tuple[int, 
     """Exit code and output; errors come as they are."""
     app = typer.Typer(rich_markup_mode=None)
     app.command()(function)
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+    )
     if isinstance(done.exception, Exception):
         raise done.exception
     return done.exit_code, done.output
@@ -144,7 +155,9 @@ def test_one_checkpoint_alone(file: str | None, run: Path) -> None:
     for function in (list_checkpoints, verify_checkpoints):
         code, text = invoke(function, given)
         assert code == 9
-        assert "damaged: step-0000200/optimizer.safetensors: its SHA-256 sum" in " ".join(text.split())
+        assert "damaged: step-0000200/optimizer.safetensors: its SHA-256 sum" in " ".join(
+            text.split()
+        )
     assert invoke(verify_checkpoints, checkpoint_path(run, 100))[0] == 0
 
 
@@ -174,12 +187,18 @@ def test_a_list_without_a_whole_one_is_9(run: Path) -> None:
 def test_verify_is_9_if_any_is_damaged_and_says_what_resume_takes(run: Path) -> None:
     code, text = invoke(verify_checkpoints)
     assert code == 0
-    assert rows(text)[-2:] == ["0 of 4 damaged; --resume would take step 300:", str(checkpoint_path(run, 300))]
+    assert rows(text)[-2:] == [
+        "0 of 4 damaged; --resume would take step 300:",
+        str(checkpoint_path(run, 300)),
+    ]
     flip(checkpoint_path(run, 300) / "state.json", 0)
     code, text = invoke(verify_checkpoints, run)
     assert code == CheckpointError.exit_code == 9
     assert "damaged: step-0000300/state.json" in " ".join(text.split())
-    assert rows(text)[-2:] == ["1 of 4 damaged; --resume would take step 200:", str(checkpoint_path(run, 200))]
+    assert rows(text)[-2:] == [
+        "1 of 4 damaged; --resume would take step 200:",
+        str(checkpoint_path(run, 200)),
+    ]
     for path in [*checkpoints_in(run), run / "best"]:
         (path / "optimizer.safetensors").write_bytes(b"")
     code, text = invoke(verify_checkpoints, run)
@@ -232,7 +251,9 @@ def test_inspect_shows_what_a_checkpoint_holds(run: Path, full: Path) -> None:
 def test_inspect_of_a_new_model_compares_with_the_defaults_of_pretraining(run: Path) -> None:
     config = PretrainConfig.model_validate({"tokenizer": "words", "data": "stories", "layers": 2})
     state = {**STATE, "config": config.model_dump(mode="json")}
-    made = write_checkpoint(checkpoint_path(run, 400), 400, RUN, state, {}, {"adapter_config.json": "{}"})
+    made = write_checkpoint(
+        checkpoint_path(run, 400), 400, RUN, state, {}, {"adapter_config.json": "{}"}
+    )
     code, text = invoke(inspect_checkpoint, made.path)
     assert code == 0
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -246,8 +267,23 @@ def test_inspect_for_machines(full: Path) -> None:
     assert code == 0
     told = json.loads(text)
     found = open_checkpoint(full)
-    assert told.keys() == {"path", "step", "iteration", "run_id", "time", "state", "files", "arrays", "digest"}
-    assert (told["path"], told["step"], told["run_id"], told["digest"]) == (str(full), 400, RUN, found.digest)
+    assert told.keys() == {
+        "path",
+        "step",
+        "iteration",
+        "run_id",
+        "time",
+        "state",
+        "files",
+        "arrays",
+        "digest",
+    }
+    assert (told["path"], told["step"], told["run_id"], told["digest"]) == (
+        str(full),
+        400,
+        RUN,
+        found.digest,
+    )
     assert told["state"] == STATE
     assert told["files"].keys() == found.files.keys()
     weights = told["files"]["adapters.safetensors"]
@@ -277,9 +313,13 @@ ODD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("state", ODD, ids=range(len(ODD)))
-def test_whatever_the_state_holds_is_shown_and_steers_nothing(state: dict[str, Any], run: Path) -> None:
+def test_whatever_the_state_holds_is_shown_and_steers_nothing(
+    state: dict[str, Any], run: Path
+) -> None:
     tensor = Tensor("a\x1b[0m[b]", "U8", (1,), b"1")
-    write_checkpoint(checkpoint_path(run, 500), 500, "\x1b[31m[x]", state, {"w.safetensors": [tensor]})
+    write_checkpoint(
+        checkpoint_path(run, 500), 500, "\x1b[31m[x]", state, {"w.safetensors": [tensor]}
+    )
     for function in (inspect_checkpoint, list_checkpoints, verify_checkpoints):
         code, text = invoke(function)
         assert code == 0
@@ -294,5 +334,7 @@ def test_a_list_needs_neither_mlx_nor_numpy(run: Path) -> None:
         "from allhands.cli.verbs_runs import CheckpointList as A\n"
         "l(A(Path('adapters'))); print(sorted({'mlx', 'mlx.core', 'numpy', 'safetensors'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"

@@ -18,7 +18,8 @@ from allhands.config.aliases import ALIASES, COMMANDS, ELSEWHERE, OF_VERBS, for_
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig
 
-# Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more than that.
+# Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more
+# than that.
 HELP_SECONDS = 5.0
 
 
@@ -85,7 +86,9 @@ def test_the_help_comes_quickly_and_without_mlx() -> None:
         "from allhands.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([m for m in ('mlx.core', 'mlx_lm', 'matplotlib', 'transformers') if m in sys.modules])"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert loaded.stdout.splitlines()[-1] == "[]"
 
 
@@ -97,7 +100,9 @@ def loaded_by(*arguments: str) -> set[str]:
         "    names = {n if n.startswith('allhands') else n.partition('.')[0] for n in set(sys.modules) - bare}\n"
         "    print('loaded', *sorted(n for n in names - sys.stdlib_module_names if n[0] != '_'), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return set(done.stderr.splitlines()[-1].split()[1:])
 
 
@@ -115,7 +120,10 @@ OWN = {
     ".errors",
 }
 OWN |= {".io", ".io.paths", ".io.terminal"}
-OWN |= {".runtime", *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "versions", "without_torch"))}
+OWN |= {
+    ".runtime",
+    *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "versions", "without_torch")),
+}
 # What options are made from.
 OPTIONS = {
     ".cli.option_groups",
@@ -158,7 +166,9 @@ def test_options_are_all_that_the_help_of_training_loads() -> None:
     assert found == {f"allhands{name}" for name in OWN | OPTIONS}
 
 
-def test_the_overview_says_of_each_verb_what_the_verb_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_says_of_each_verb_what_the_verb_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, quick, _ = run_main(capsys, "--help")
     with pytest.raises(SystemExit):
         make_app()(args=["--help"], prog_name="allhands")
@@ -167,7 +177,16 @@ def test_the_overview_says_of_each_verb_what_the_verb_says(capsys: pytest.Captur
 
 def test_every_verb_explains_itself_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     found = dict(verbs())
-    assert {"train", "generate", "compare", "plot", "demo", "version", "model get", "data demo"} <= set(found)
+    assert {
+        "train",
+        "generate",
+        "compare",
+        "plot",
+        "demo",
+        "version",
+        "model get",
+        "data demo",
+    } <= set(found)
     code, overview, _ = run_main(capsys, "--help")
     assert code == 0
     for name, command in found.items():
@@ -223,7 +242,10 @@ def test_a_choice_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixt
     ("arguments", "told"),
     [
         (("train", "--iters", "abc"), "'--iters': must be a valid integer (got 'abc')"),
-        (("train", "--learning-rate", "1e"), "'--learning-rate': must be a valid number (got '1e')"),
+        (
+            ("train", "--learning-rate", "1e"),
+            "'--learning-rate': must be a valid number (got '1e')",
+        ),
         (("generate", "--temp", "-1"), "'--temp': must be greater than or equal to 0 (got '-1')"),
     ],
 )
@@ -240,7 +262,9 @@ def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
-def test_flags_of_other_trainers_are_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_other_trainers_are_explained(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flag = f"--{name.replace('_', '-')}"
     code, _, err = run_main(capsys, "train", flag, "8")
     assert code == 2
@@ -274,7 +298,10 @@ def test_flags_of_mlx_lm_name_what_the_verb_has(
 
 
 def test_what_is_done_instead_of_a_flag_is_an_option_of_that_verb() -> None:
-    known = {name: {flag for option in command.params for flag in option.opts} for name, command in verbs()}
+    known = {
+        name: {flag for option in command.params for flag in option.opts}
+        for name, command in verbs()
+    }
     for verb, hints in OF_VERBS.items():
         for flag, hint in hints.items():
             assert f"--{flag.replace('_', '-')}" not in known[verb], (verb, flag)
@@ -285,15 +312,47 @@ def test_what_is_done_instead_of_a_flag_is_an_option_of_that_verb() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        *(("lora", "train"), ("finetune", "train"), ("fine_tune", "train"), ("mlx_lm.lora", "train")),
-        *(("convert", "model get"), ("quantise", "model get"), ("download", "model get"), ("get", "model get")),
-        *(("merge", "fuse"), ("evaluate", "eval"), ("perplexity", "eval"), ("test", "eval"), ("inference", "generate")),
-        *(("server", "serve"), ("push", "upload"), ("prepare", "data prepare"), ("check", "data check")),
-        *(("trian", "train"), ("finetun", "train"), ("data prepar", "data prepare"), ("data convert", "data prepare")),
-        *(("model quantize", "model get"), ("model download", "model get"), ("cluster chekc", "cluster check")),
+        *(
+            ("lora", "train"),
+            ("finetune", "train"),
+            ("fine_tune", "train"),
+            ("mlx_lm.lora", "train"),
+        ),
+        *(
+            ("convert", "model get"),
+            ("quantise", "model get"),
+            ("download", "model get"),
+            ("get", "model get"),
+        ),
+        *(
+            ("merge", "fuse"),
+            ("evaluate", "eval"),
+            ("perplexity", "eval"),
+            ("test", "eval"),
+            ("inference", "generate"),
+        ),
+        *(
+            ("server", "serve"),
+            ("push", "upload"),
+            ("prepare", "data prepare"),
+            ("check", "data check"),
+        ),
+        *(
+            ("trian", "train"),
+            ("finetun", "train"),
+            ("data prepar", "data prepare"),
+            ("data convert", "data prepare"),
+        ),
+        *(
+            ("model quantize", "model get"),
+            ("model download", "model get"),
+            ("cluster chekc", "cluster check"),
+        ),
     ],
 )
-def test_an_unknown_verb_names_ours(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_verb_names_ours(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = run_main(capsys, *typed.split())
     assert code == 2
     assert f"allhands {meant}" in err
@@ -301,7 +360,9 @@ def test_an_unknown_verb_names_ours(typed: str, meant: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("typed", ["dpo", "awq", "mlx_lm.gptq", "zzz", "model zzz"])
-def test_what_there_is_not_names_no_other_verb_as_the_same(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_there_is_not_names_no_other_verb_as_the_same(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = run_main(capsys, *typed.split())
     assert code == 2
     assert "did you mean" not in err
@@ -334,7 +395,11 @@ def test_aliases_are_flags_with_dashes_and_with_underscores(alias: str) -> None:
 def test_no_alias_takes_a_flag_of_another_verb() -> None:
     for name, command in verbs():
         if name != "train":
-            own = {flag.lstrip("-").replace("-", "_") for option in command.params for flag in option.opts}
+            own = {
+                flag.lstrip("-").replace("-", "_")
+                for option in command.params
+                for flag in option.opts
+            }
             assert not {flag for flag in own if len(flag) > 1} & set(ALIASES), name
 
 
@@ -363,9 +428,13 @@ def test_version_names_what_determines_the_numbers(capsys: pytest.CaptureFixture
     assert [line.split()[0] for line in out.splitlines()] == ["allhands", "mlx", "mlx-lm", "numpy"]
 
 
-@pytest.mark.parametrize(("verb", "more", "code"), [("train", ["--train"], 3), ("pretrain", ["--tokenizer", "no"], 4)])
+@pytest.mark.parametrize(
+    ("verb", "more", "code"), [("train", ["--train"], 3), ("pretrain", ["--tokenizer", "no"], 4)]
+)
 @pytest.mark.parametrize("after", [(), ("--iters", "2")])
-def test_resume_needs_no_value(tmp_path: Path, verb: str, more: list[str], code: int, after: tuple[str, ...]) -> None:
+def test_resume_needs_no_value(
+    tmp_path: Path, verb: str, more: list[str], code: int, after: tuple[str, ...]
+) -> None:
     done = run_allhands(verb, "--data", "no-data", *more, "--resume", *after, cwd=tmp_path)
     assert (done.returncode, "argument" in done.stderr) == (code, False), done.stderr
 
@@ -375,7 +444,11 @@ def test_resume_needs_no_value(tmp_path: Path, verb: str, more: list[str], code:
 def test_an_output_that_is_full_is_told(words: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "allhands", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "allhands", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode == 5
     assert done.stderr.count("standard output") == 1

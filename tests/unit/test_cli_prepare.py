@@ -21,7 +21,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
     """Exit code and screen of the command at 80 columns."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command("prepare")(function_of("data.DataPrepare prepare:prepare"))
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"})
+    result = CliRunner().invoke(
+        app, list(arguments), env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
+    )
     if isinstance(result.exception, AllhandsError):
         return result.exception.exit_code, result.output + str(result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -30,21 +32,44 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 def test_the_screen_says_what_became_of_the_rows(tmp_path: Path) -> None:
     rows = [*texts(range(30)), {"text": sentence(1)}, {"text": ""}, "{"]
-    names = write(tmp_path / "raw", {"a-file-with-a-name-that-is-far-too-long-for-any-table.jsonl": rows})
+    names = write(
+        tmp_path / "raw", {"a-file-with-a-name-that-is-far-too-long-for-any-table.jsonl": rows}
+    )
     code, screen = invoke(*names, "--out", str(tmp_path / "out"))
     assert code == 0
-    for words in ("read: 33 rows", "kept: 31 rows", "1 exact", "left out: 2 rows", "what to do", "text 31", "--model"):
+    for words in (
+        "read: 33 rows",
+        "kept: 31 rows",
+        "1 exact",
+        "left out: 2 rows",
+        "what to do",
+        "text 31",
+        "--model",
+    ):
         assert words in screen, words
     assert "allhands data check" in screen
     commands = [line for line in screen.splitlines() if line.startswith("  allhands ")]
     assert len(commands) == 2
-    assert all(len(line) <= 80 for line in screen.splitlines() if line not in commands and str(tmp_path) not in line)
+    assert all(
+        len(line) <= 80
+        for line in screen.splitlines()
+        if line not in commands and str(tmp_path) not in line
+    )
 
 
 def test_columns_on_the_command_line(tmp_path: Path) -> None:
-    names = write(tmp_path / "raw", {"a.jsonl": [{"question": sentence(i), "answer": "x", "b": "y"} for i in range(9)]})
+    names = write(
+        tmp_path / "raw",
+        {"a.jsonl": [{"question": sentence(i), "answer": "x", "b": "y"} for i in range(9)]},
+    )
     code, _ = invoke(
-        *names, "--out", str(tmp_path / "1"), "--column", "prompt=question", "--column", "completion=answer"
+        *names,
+        "--out",
+        str(tmp_path / "1"),
+        "--column",
+        "prompt=question",
+        "--column",
+        "completion=answer",
     )
     assert code == 0
     flags = ("--prompt-feature", "question", "--completion-feature", "b")
@@ -75,7 +100,9 @@ def test_wrong_use_and_useless_data_have_their_codes(
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-def test_what_is_lost_of_a_text_file_is_told_with_the_remedy(tmp_path: Path, tiny_model: Path) -> None:
+def test_what_is_lost_of_a_text_file_is_told_with_the_remedy(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     book = tmp_path / "book.txt"
     book.write_text("\n\n".join(sentence(number) for number in range(40)))
     remedy = "--documents blank-line makes one of each paragraph; or train with --packing"
@@ -87,13 +114,20 @@ def test_what_is_lost_of_a_text_file_is_told_with_the_remedy(tmp_path: Path, tin
         assert (remedy in " ".join(screen.split())) == told
 
 
-def test_with_a_tokenizer_alone_the_next_step_is_pre_training(tmp_path: Path, tiny_model: Path) -> None:
+def test_with_a_tokenizer_alone_the_next_step_is_pre_training(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     alone = tmp_path / "tokenizer"
     alone.mkdir()
     for file in tiny_model.glob("token*"):
         shutil.copy(file, alone)
-    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": f"a text of row {n}"}) + "\n" for n in range(20)))
-    for model, told in ((alone, f"allhands pretrain --tokenizer {alone}"), (tiny_model, "allhands train --train")):
+    (tmp_path / "raw.jsonl").write_text(
+        "".join(json.dumps({"text": f"a text of row {n}"}) + "\n" for n in range(20))
+    )
+    for model, told in (
+        (alone, f"allhands pretrain --tokenizer {alone}"),
+        (tiny_model, "allhands train --train"),
+    ):
         flags = (str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--force")
         code, screen = invoke(*flags, "--model", str(model))
         assert (code, told in screen) == (0, True), screen
@@ -102,7 +136,9 @@ def test_with_a_tokenizer_alone_the_next_step_is_pre_training(tmp_path: Path, ti
 
 
 def test_tokens_of_a_model(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
-    code, screen = invoke(str(tiny_data), "--out", str(tmp_path / "out"), "--model", str(tiny_model))
+    code, screen = invoke(
+        str(tiny_data), "--out", str(tmp_path / "out"), "--model", str(tiny_model)
+    )
     assert code == 0, screen
     assert report_of(tmp_path / "out")["lengths"]["unit"] == "tokens"
     assert "tokens" in screen
@@ -113,7 +149,11 @@ def test_what_the_models_template_leaves_out_is_said(tmp_path: Path, tiny_model:
     call = {"type": "function", "function": {"name": "tide", "arguments": {"place": "Skye"}}}
     ask, answer = {"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon."}
     calling = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    rows = [{"messages": [ask, answer]}, {"messages": calling}, {"messages": [ask, answer], "images": ["a.png"]}]
+    rows = [
+        {"messages": [ask, answer]},
+        {"messages": calling},
+        {"messages": [ask, answer], "images": ["a.png"]},
+    ]
     names = write(tmp_path / "raw", {"a.jsonl": rows})
     for model in ([], ["--model", str(tiny_model)]):
         out = tmp_path / f"out{len(model)}"

@@ -1,4 +1,6 @@
-"""Packed gradients: what they are rounded to, who sends how many bytes by which way, and where that is refused."""
+"""Packed gradients: what they are rounded to, who sends how many bytes by which way, and where that
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_nothing_and_the_same_everywhere_stay_what_they_are(codec) -> None:  # t
 
 def test_groups_do_not_disturb_each_other() -> None:
     """A norm's gradient beside a matrix's, a million times as large."""
-    row = mx.concatenate([mx.random.normal((64,), key=mx.random.key(1)) * scale for scale in (1e6, 1.0, 1e-6)])
+    row = mx.concatenate(
+        [mx.random.normal((64,), key=mx.random.key(1)) * scale for scale in (1e6, 1.0, 1e-6)]
+    )
     found = unpack(CODECS["int8"], pack(CODECS["int8"], row), 192)
     for place in range(3):
         part = slice(64 * place, 64 * place + 64)
@@ -99,7 +103,9 @@ def test_code_of_our_own_packs_and_adds_up_with_the_bits_of_mlx() -> None:
     told = list[str]()
     for native in ("on", "off"):
         environ = {**os.environ, "ALLHANDS_NATIVE": native, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, env=environ, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PACKED], capture_output=True, text=True, env=environ, check=True
+        )
         told.append(done.stdout)
     assert told[0] == told[1]
     assert told[0].count("[") == 6
@@ -129,7 +135,9 @@ def test_ranks_with_nothing_and_with_everything_add_up(name: str) -> None:
 
     found = run_ranks(size, work)
     assert not any(isinstance(each, Exception) for each in found), found
-    brought = [np.array(mx.random.normal((50, 70), key=mx.random.key(rank))) for rank in range(size)]
+    brought = [
+        np.array(mx.random.normal((50, 70), key=mx.random.key(rank))) for rank in range(size)
+    ]
     exact = brought[0] + 3 * sum(brought[1:])
     totals = [each[0] for each in found]  # type: ignore[index]
     assert all(np.array_equal(each, totals[0]) for each in totals)
@@ -140,19 +148,24 @@ def test_ranks_with_nothing_and_with_everything_add_up(name: str) -> None:
         np.testing.assert_allclose(totals[0], exact, atol=0.05)
 
 
-# --- bytes and ways ------------------------------------------------------------------------------------
+# --- bytes and ways -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "ranks", "route"),
     [
         *(("int8", "ring", ranks, "gather" if ranks <= 7 else "pass") for ranks in range(2, 10)),
-        *(("int4", "mpi", ranks, "gather" if ranks <= 12 else "pass") for ranks in (2, 3, 12, 13, 64)),
+        *(
+            ("int4", "mpi", ranks, "gather" if ranks <= 12 else "pass")
+            for ranks in (2, 3, 12, 13, 64)
+        ),
         *(("bf16", "ring", ranks, "gather" if ranks == 2 else "sum") for ranks in (2, 3, 8)),
         ("int8", "nccl", 8, "gather"),
     ],
 )
-def test_the_way_with_the_fewest_roundings_that_saves_bytes(name: str, backend: str, ranks: int, route: str) -> None:
+def test_the_way_with_the_fewest_roundings_that_saves_bytes(
+    name: str, backend: str, ranks: int, route: str
+) -> None:
     assert CODECS[name].route(backend, ranks) == route
 
 
@@ -161,7 +174,12 @@ def test_gradients_in_half_precision_are_gathered_by_fewer() -> None:
     assert routes == ["gather", "gather", "pass"]
     assert not CODECS["bf16"].packs((64, 64), 2)
     # Two groups of 72 bytes are more than 65 numbers of two.
-    assert [CODECS["int8"].packs((count,), 2) for count in (63, 64, 65, 128)] == [False, True, False, True]
+    assert [CODECS["int8"].packs((count,), 2) for count in (63, 64, 65, 128)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert CODECS["int8"].packs((65,), 4)
 
 
@@ -178,7 +196,9 @@ def test_packed_never_sends_more(name: str, backend: str, ranks: int) -> None:
         assert traffic.sent(2) <= bars[name] * plain.sent(2)
     # A divided optimizer's weights travel besides.
     divided = DividedOptimizerCosts().traffic(60_000_000, 60_000_000, scatters=True, packed=traffic)
-    assert divided.sent(ranks) == pytest.approx(traffic.sent(ranks) + 60_000_000 * (ranks - 1) / ranks, abs=2)
+    assert divided.sent(ranks) == pytest.approx(
+        traffic.sent(ranks) + 60_000_000 * (ranks - 1) / ranks, abs=2
+    )
     assert DataCosts().traffic(60_000_000, 0, scatters=True, packed=traffic) == traffic
 
 
@@ -186,10 +206,12 @@ def test_a_plan_takes_the_time_of_what_travels() -> None:
     link = link_of("100Mbit/s")
     plain = StepModel(0.1, 800.0, 1e-3, 8, 60_000_000, 32_000_000)
     packed = replace(plain, packed=PackedGradients(CODECS["int4"], "ring"))
-    assert exchange_s(packed, link, 2) == pytest.approx(0.15625 * exchange_s(plain, link, 2), rel=0.01)
+    assert exchange_s(packed, link, 2) == pytest.approx(
+        0.15625 * exchange_s(plain, link, 2), rel=0.01
+    )
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def model_of(dtype: mx.Dtype) -> nn.Module:
@@ -212,7 +234,9 @@ def model_of(dtype: mx.Dtype) -> nn.Module:
         ("int8", mx.bfloat16, 4, "ring", True),
     ],
 )
-def test_what_saves_nothing_is_refused(compress: str, dtype: mx.Dtype, ranks: int, backend: str, fits: bool) -> None:
+def test_what_saves_nothing_is_refused(
+    compress: str, dtype: mx.Dtype, ranks: int, backend: str, fits: bool
+) -> None:
     config = TrainConfig(compress=compress)  # type: ignore[arg-type]
     parts = (config, Ranks(ranks, backend), model_of(dtype), "data")
     if fits:
@@ -228,7 +252,10 @@ def test_what_saves_nothing_is_refused(compress: str, dtype: mx.Dtype, ranks: in
 
 def test_nothing_is_packed_unless_asked_for() -> None:
     assert chosen_codec(TrainConfig(), Ranks(2, "ring"), model_of(mx.float32), "data") is None
-    assert chosen_codec(TrainConfig(compress="int8"), Ranks(1, "none"), model_of(mx.float32), "data") is None
+    assert (
+        chosen_codec(TrainConfig(compress="int8"), Ranks(1, "none"), model_of(mx.float32), "data")
+        is None
+    )
 
 
 def test_a_strategy_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,4 +284,8 @@ def test_rows_of_a_table_travel_where_they_are_fewer_bytes_than_the_packed_table
 
 def test_calls_are_as_large_as_asked_for_or_as_the_back_end_likes() -> None:
     assert bucket_bytes_for("nccl", 1.5) == bucket_bytes_for("ring", 1.5) == 1_500_000
-    assert bucket_bytes_for("nccl", None) > bucket_bytes_for("ring", None) == bucket_bytes_for("mpi", None)
+    assert (
+        bucket_bytes_for("nccl", None)
+        > bucket_bytes_for("ring", None)
+        == bucket_bytes_for("mpi", None)
+    )

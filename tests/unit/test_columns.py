@@ -36,7 +36,13 @@ def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "more",
-    [{"context": "In the sea."}, {"choices": ["a", "b"]}, {"solution": "another"}, {"query": "other"}, {"hint": "b"}],
+    [
+        {"context": "In the sea."},
+        {"choices": ["a", "b"]},
+        {"solution": "another"},
+        {"query": "other"},
+        {"hint": "b"},
+    ],
 )
 def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no known shape"):
@@ -52,7 +58,9 @@ def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) 
         ("Full Name,Date of birth", ""),
     ],
 )
-def test_a_table_without_a_header_is_told_which_one_to_write(tmp_path: Path, first: str, told: str) -> None:
+def test_a_table_without_a_header_is_told_which_one_to_write(
+    tmp_path: Path, first: str, told: str
+) -> None:
     """And one whose columns only have other names is told how to name them."""
     (tmp_path / "rows.csv").write_text(f"{first}\n{','.join('xy'[: first.count(',') + 1])}\n")
     done = call_allhands("data", "prepare", "rows.csv", "--out", "out", cwd=tmp_path)

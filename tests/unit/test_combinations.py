@@ -44,7 +44,10 @@ def test_rounds_and_what_they_cannot_go_with(flags: dict[str, Any], named: str) 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
-    [({"packing": True, "mask_prompt": True}, "--mask-prompt"), ({"isolate_documents": True}, "--packing: add it")],
+    [
+        ({"packing": True, "mask_prompt": True}, "--mask-prompt"),
+        ({"isolate_documents": True}, "--packing: add it"),
+    ],
 )
 def test_packing_that_cannot_take_effect_is_refused(flags: dict[str, Any], word: str) -> None:
     assert word in refused(flags).message
@@ -128,7 +131,9 @@ def test_ranks_make_up_groups_that_divide_matrices() -> None:
         ({"pp_split": "8,8,8,8"}, 2, "--pp-split 8,8,8,8"),
     ],
 )
-def test_ranks_make_up_the_stages_that_are_asked_for(flags: dict[str, Any], ranks: int, where: str | None) -> None:
+def test_ranks_make_up_the_stages_that_are_asked_for(
+    flags: dict[str, Any], ranks: int, where: str | None
+) -> None:
     config = build_config({"strategy": "pipeline", **flags})
     problem = unfit_stages(config, ranks)
     assert (problem and problem.where) == where
@@ -138,12 +143,15 @@ def test_ranks_make_up_the_stages_that_are_asked_for(flags: dict[str, Any], rank
     assert piped(left, Mesh(0, ranks)).pipe == (ranks if where else config.pp or ranks)
     assert len(left.notes) == (where is not None)
     assert left.strategy == ("auto" if ranks == 1 else "pipeline")
-    fewer = as_left(build_config({"strategy": "pipeline", "min_ranks": ranks + 1, **flags}), Mesh(0, ranks))
+    fewer = as_left(
+        build_config({"strategy": "pipeline", "min_ranks": ranks + 1, **flags}), Mesh(0, ranks)
+    )
     assert fewer.pp_split == config.pp_split, "not so few"
 
 
 @pytest.mark.parametrize(
-    "options", [{"tp": 2}, {"cp": 4}, {"ep": 2}, {"ep": 4, "tp": 4}, {"strategy": "fsdp", "dp_shard": 2}]
+    "options",
+    [{"tp": 2}, {"cp": 4}, {"ep": 2}, {"ep": 4, "tp": 4}, {"strategy": "fsdp", "dp_shard": 2}],
 )
 def test_nouns_agree_with_the_number_of_ranks_that_are_left(options: dict[str, Any]) -> None:
     for ranks in (1, 3):

@@ -1,4 +1,6 @@
-"""The page "Coming from mlx_lm": each old name is mlx_lm's, each new one is ours, in the real parsers."""
+"""The page "Coming from mlx_lm": each old name is mlx_lm's, each new one is ours, in the real
+parsers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from allhands.config.schema import TrainConfig
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from-mlx-lm.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(mlx[^`]+)` \| `(allhands [^`]+)` \|", PAGE, re.MULTILINE)
-THEIRS = {entry.name: entry for entry in entry_points(group="console_scripts") if entry.name.startswith("mlx")}
+THEIRS = {
+    entry.name: entry
+    for entry in entry_points(group="console_scripts")
+    if entry.name.startswith("mlx")
+}
 
 
 class Parsed(Exception):
@@ -85,13 +91,22 @@ def test_every_option_of_their_training_is_one_of_ours(monkeypatch: pytest.Monke
         *(("mlx_lm.convert", "model get"), ("mlx_lm.upload", "upload")),
     ],
 )
-def test_what_has_no_place_says_where_it_went(old: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_place_says_where_it_went(
+    old: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of those on the page, each; of all others that are told of, that they are mlx_lm's at all."""
     found, _ = command_of_ours(verb.split())
     ours = {name for option in found.params for name in option.opts}
-    lost = {name[2:].replace("-", "_") for name in options_of_theirs(old, monkeypatch) - ours if name[:2] == "--"}
+    lost = {
+        name[2:].replace("-", "_")
+        for name in options_of_theirs(old, monkeypatch) - ours
+        if name[:2] == "--"
+    }
     on_page = {
-        option[2:].replace("-", "_") for row in ROWS if row[0].startswith(f"{old} ") for option in row[0].split()[1:]
+        option[2:].replace("-", "_")
+        for row in ROWS
+        if row[0].startswith(f"{old} ")
+        for option in row[0].split()[1:]
     }
     told = {*ELSEWHERE, *OF_MLX_LM, *OF_VERBS.get(verb, {})}
     assert on_page & lost <= told

@@ -31,21 +31,33 @@ def yaml_of(tmp_path: Path, text: str) -> Path:
     return path
 
 
-# --- defaults and names ------------------------------------------------------------------------------
+# --- defaults and names ---------------------------------------------------------------------------
 
 
 def test_every_key_of_mlx_lm_is_a_field_with_the_same_default() -> None:
     config = TrainConfig()
     ours = config.model_dump(exclude={"lora_parameters"})
-    # What differs, and why: defaults of our own (demo, our seed of adapters), and the 16 or 1000 that we
-    # choose later, because --fine-tune-type and --epochs decide them.
-    different = {"model", "data", "num_layers", "iters", "optimizer_config", "report_to", "lora_parameters"}
+    # What differs, and why: defaults of our own (demo, our seed of adapters), and the 16 or 1000
+    # that we choose later, because --fine-tune-type and --epochs decide them.
+    different = {
+        "model",
+        "data",
+        "num_layers",
+        "iters",
+        "optimizer_config",
+        "report_to",
+        "lora_parameters",
+    }
     for key, value in CONFIG_DEFAULTS.items():
         assert key in TrainConfig.model_fields, key
         if key not in different:
             assert ours[key] == value, key
     theirs = {"rank": 8, "scale": 20.0, "dropout": 0.0}
-    assert config.lora_parameters.model_dump(exclude={"keys"}) == theirs == CONFIG_DEFAULTS["lora_parameters"]
+    assert (
+        config.lora_parameters.model_dump(exclude={"keys"})
+        == theirs
+        == CONFIG_DEFAULTS["lora_parameters"]
+    )
 
 
 def test_aliases_lead_to_fields_and_nothing_else_is_shadowed() -> None:
@@ -93,43 +105,68 @@ def test_an_alias_sets_its_field_in_yaml_and_in_python(alias: str, tmp_path: Pat
     given, expected = ALIASED[alias]
     assert getattr(build_config({alias: given}), ALIASES[alias]) == expected
     for spelling in (alias, alias.replace("_", "-")):
-        assert getattr(build_config({}, yaml_of(tmp_path, f"{spelling}: {given}\n")), ALIASES[alias]) == expected
+        assert (
+            getattr(build_config({}, yaml_of(tmp_path, f"{spelling}: {given}\n")), ALIASES[alias])
+            == expected
+        )
 
 
 def test_a_schedule_and_a_project_by_their_other_names() -> None:
-    assert build_config({"report_to": "wandb", "wandb_project": "herring"}).project_name == "herring"
     assert (
-        build_config({"lr_scheduler_type": "cosine"}).lr_schedule == build_config({"lr_schedule": "cosine"}).lr_schedule
+        build_config({"report_to": "wandb", "wandb_project": "herring"}).project_name == "herring"
+    )
+    assert (
+        build_config({"lr_scheduler_type": "cosine"}).lr_schedule
+        == build_config({"lr_schedule": "cosine"}).lr_schedule
     )
 
 
-# --- precedence --------------------------------------------------------------------------------------
+# --- precedence -----------------------------------------------------------------------------------
 
 
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
-    path = yaml_of(tmp_path, "iters: 30\nbatch-size: 6\ngrad_checkpoint: true\ntrain: true\nseed: null\n")
+    path = yaml_of(
+        tmp_path, "iters: 30\nbatch-size: 6\ngrad_checkpoint: true\ntrain: true\nseed: null\n"
+    )
     verb, flags = parse(["train", "-c", str(path), "--batch-size", "2", "--no-train"])
     assert verb == "train"
     config = build_config(flags, flags["config"])
-    assert (config.iters, config.batch_size, config.grad_checkpoint, config.train) == (30, 2, True, False)
+    assert (config.iters, config.batch_size, config.grad_checkpoint, config.train) == (
+        30,
+        2,
+        True,
+        False,
+    )
     # null means "not set" in mlx_lm's files, and so does an absent key.
     assert (config.seed, config.save_every) == (0, 100)
 
 
 def test_a_flag_wins_over_an_alias_in_yaml(tmp_path: Path) -> None:
-    assert build_config({"learning_rate": 1e-3}, yaml_of(tmp_path, "lr: 1e-6\n")).learning_rate == 1e-3
+    assert (
+        build_config({"learning_rate": 1e-3}, yaml_of(tmp_path, "lr: 1e-6\n")).learning_rate == 1e-3
+    )
 
 
-# --- YAML --------------------------------------------------------------------------------------------
+# --- YAML -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-5", 1e-5), ("1E-05", 1e-5), ("2.5e-4", 2.5e-4), ("1e+2", 100.0), ("3e2", 300.0), (".5e-3", 5e-4)],
+    [
+        ("1e-5", 1e-5),
+        ("1E-05", 1e-5),
+        ("2.5e-4", 2.5e-4),
+        ("1e+2", 100.0),
+        ("3e2", 300.0),
+        (".5e-3", 5e-4),
+    ],
 )
 def test_exponents_without_a_dot_are_numbers(text: str, value: float, tmp_path: Path) -> None:
     found = read_yaml(
-        yaml_of(tmp_path, f"learning_rate: {text}\nlr_schedule: {{name: cosine_decay, arguments: [{text}, 9]}}")
+        yaml_of(
+            tmp_path,
+            f"learning_rate: {text}\nlr_schedule: {{name: cosine_decay, arguments: [{text}, 9]}}",
+        )
     )
     assert found["learning_rate"] == value
     assert isinstance(found["learning_rate"], float)
@@ -212,11 +249,12 @@ def test_unreadable_yaml_is_explained(tmp_path: Path) -> None:
     assert tagged.where == f"{tmp_path / 'run.yaml'}:1"
 
 
-# --- wrong keys and values ---------------------------------------------------------------------------
+# --- wrong keys and values ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("key", "suggested"), [("learning_rat", "learning_rate"), ("batchsize", "batch_size"), ("num-layer", "num_layers")]
+    ("key", "suggested"),
+    [("learning_rat", "learning_rate"), ("batchsize", "batch_size"), ("num-layer", "num_layers")],
 )
 def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Path) -> None:
     error = refused({}, yaml_of(tmp_path, f"{key}: 1\n"))
@@ -258,12 +296,36 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
         ({"learning_rate": 0.0}, "--learning-rate", "greater than 0"),
         ({"learning_rate": True}, "--learning-rate", "must be a number"),
         ({"warmup_steps": False}, "--warmup-steps", "must be a number"),
-        ({"optimizer_config": {"adamw": {"betas": [0.9]}}}, "--optimizer-config", "adamw: betas must be two numbers"),
-        ({"optimizer_config": {"adamw": {"betas": [0.9, 2]}}}, "--optimizer-config", "betas[1] must be less than 1"),
-        ({"optimizer_config": {"adam": {"eps": 0}}}, "--optimizer-config", "adam: eps must be greater than 0"),
-        ({"optimizer_config": {"adafactor": {"eps": 1}}}, "--optimizer-config", "adafactor: eps must be two numbers"),
-        ({"optimizer_config": {"muon": {"betas": 3}}}, "--optimizer-config", "muon: betas must be two numbers"),
-        ({"optimizer_config": '{"sgd": {"momentum": "x"}}'}, "--optimizer-config", "momentum must be a valid number"),
+        (
+            {"optimizer_config": {"adamw": {"betas": [0.9]}}},
+            "--optimizer-config",
+            "adamw: betas must be two numbers",
+        ),
+        (
+            {"optimizer_config": {"adamw": {"betas": [0.9, 2]}}},
+            "--optimizer-config",
+            "betas[1] must be less than 1",
+        ),
+        (
+            {"optimizer_config": {"adam": {"eps": 0}}},
+            "--optimizer-config",
+            "adam: eps must be greater than 0",
+        ),
+        (
+            {"optimizer_config": {"adafactor": {"eps": 1}}},
+            "--optimizer-config",
+            "adafactor: eps must be two numbers",
+        ),
+        (
+            {"optimizer_config": {"muon": {"betas": 3}}},
+            "--optimizer-config",
+            "muon: betas must be two numbers",
+        ),
+        (
+            {"optimizer_config": '{"sgd": {"momentum": "x"}}'},
+            "--optimizer-config",
+            "momentum must be a valid number",
+        ),
         ({"learning_rate": float("nan")}, "--learning-rate", "finite"),
         ({"learning_rate": float("inf")}, "--learning-rate", "finite"),
         ({"max_grad_norm": -1.0}, "--max-grad-norm", "greater than 0"),
@@ -277,12 +339,20 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
         ({"optimizer": "lion"}, "--optimizer", "'adam'"),
         ({"lora_parameters": "{rank: 8}"}, "--lora-parameters", "not valid JSON"),
         ({"lora_parameters": '{"rank": 0}'}, "--lora-parameters", "rank: "),
-        ({"lora_parameters": '{"rank": 8, "alpha": 16}'}, "--lora-parameters", "scale = alpha / rank"),
+        (
+            {"lora_parameters": '{"rank": 8, "alpha": 16}'},
+            "--lora-parameters",
+            "scale = alpha / rank",
+        ),
         ({"lora_parameters": '{"ranks": 8}'}, "--lora-parameters", "ranks: "),
         ({"lora_parameters": "8"}, "--lora-parameters", "LoraParameters"),
         ({"lora_parameters": '{"dropout": 1.0}'}, "--lora-parameters", "dropout: "),
         ({"lr_schedule": "triangle"}, "--lr-schedule", "name: "),
-        ({"lr_schedule": '{"name": "cosine", "arguments": [1]}'}, "--lr-schedule", "takes no arguments"),
+        (
+            {"lr_schedule": '{"name": "cosine", "arguments": [1]}'},
+            "--lr-schedule",
+            "takes no arguments",
+        ),
         ({"lr_schedule": "cosine_decay"}, "--lr-schedule", "needs arguments"),
         ({"clear_cache_threshold": "2 parsecs"}, "--clear-cache-threshold", "not a size"),
         ({"clear_cache_threshold": -1}, "--clear-cache-threshold", "greater than or equal to 0"),
@@ -292,7 +362,9 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
         ({"hf_dataset": '{"train_split": "a"}'}, "--hf-dataset", "path"),
     ],
 )
-def test_a_bad_value_is_named_with_its_flag(flags: dict[str, Any], where: str, message: str) -> None:
+def test_a_bad_value_is_named_with_its_flag(
+    flags: dict[str, Any], where: str, message: str
+) -> None:
     error = refused(flags)
     assert error.where == where
     assert message in error.message
@@ -302,7 +374,9 @@ def test_a_bad_value_is_named_with_its_flag(flags: dict[str, Any], where: str, m
 @pytest.mark.parametrize(
     "key", ["model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile"]
 )
-def test_an_empty_path_is_not_taken_for_an_option_that_was_not_given(key: str, tmp_path: Path) -> None:
+def test_an_empty_path_is_not_taken_for_an_option_that_was_not_given(
+    key: str, tmp_path: Path
+) -> None:
     """It is what a shell makes of a variable that is not set."""
     for value in ("", "  "):
         error = refused({key: value})
@@ -325,24 +399,39 @@ def test_a_bad_value_is_named_with_its_place_in_the_file(tmp_path: Path) -> None
     [
         ({"iters": 3, "epochs": 1}, ("--iters", "--epochs")),
         ({"train_on": "last"}, ("--train-on", "--mask-prompt")),
-        ({"early_stopping_patience": 2, "val_batches": 0}, ("--early-stopping-patience", "--val-batches")),
-        ({"lr_schedule": '{"name": "cosine", "warmup": 3}', "warmup_steps": 3}, ("--lr-schedule", "--warmup-steps")),
+        (
+            {"early_stopping_patience": 2, "val_batches": 0},
+            ("--early-stopping-patience", "--val-batches"),
+        ),
+        (
+            {"lr_schedule": '{"name": "cosine", "warmup": 3}', "warmup_steps": 3},
+            ("--lr-schedule", "--warmup-steps"),
+        ),
         ({"weight_decay": 0.1}, ("--weight-decay", "adamw")),
         ({"optimizer_config": '{"lion": {}}'}, ("optimizer_config", "lion")),
     ],
 )
-def test_options_that_exclude_each_other_name_both(flags: dict[str, Any], words: tuple[str, str]) -> None:
+def test_options_that_exclude_each_other_name_both(
+    flags: dict[str, Any], words: tuple[str, str]
+) -> None:
     error = refused(flags)
     assert all(word in error.message for word in words)
     assert error.hint
 
 
-# --- structured values -------------------------------------------------------------------------------
+# --- structured values ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("0", 0), ("2GB", 2 * 10**9), ("500MB", 5 * 10**8), ("1.5 kb", 1500), ("3G", 3 * 10**9), ("2GiB", 2 << 30)],
+    [
+        ("0", 0),
+        ("2GB", 2 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1.5 kb", 1500),
+        ("3G", 3 * 10**9),
+        ("2GiB", 2 << 30),
+    ],
 )
 def test_sizes_are_understood(text: str, size: int) -> None:
     assert build_config({"clear_cache_threshold": text}).clear_cache_threshold == size
@@ -393,14 +482,29 @@ FULL: dict[str, Any] = {
     [
         TrainConfig(),
         TrainConfig.model_validate(FULL),
-        TrainConfig.model_validate({"packing": True, "isolate_documents": True, "strategy": "zero1"}),
-        TrainConfig.model_validate({"strategy": "pipeline", "pp": 2, "pp_schedule": "zb", "pp_split": "20,12"}),
+        TrainConfig.model_validate(
+            {"packing": True, "isolate_documents": True, "strategy": "zero1"}
+        ),
+        TrainConfig.model_validate(
+            {"strategy": "pipeline", "pp": 2, "pp_schedule": "zb", "pp_split": "20,12"}
+        ),
         TrainConfig.model_validate({"strategy": "fsdp", "reshard": "off", "dp_shard": 2}),
         *(TrainConfig.model_validate({"num_ranks": 4, option: 2}) for option in ("tp", "cp", "ep")),
         demo_config(Path("out dir"), "m", 1, 1, 60, 0),
         demo_config(Path("out"), "m", 2, 4, 9, 3),
     ],
-    ids=["defaults", "everything", "packing", "stages", "shards", "matrices", "rows", "experts", "demo1", "demo2"],
+    ids=[
+        "defaults",
+        "everything",
+        "packing",
+        "stages",
+        "shards",
+        "matrices",
+        "rows",
+        "experts",
+        "demo1",
+        "demo2",
+    ],
 )
 def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> None:
     _, flags = parse(arguments(config))
@@ -411,14 +515,16 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 
 
 def test_the_round_trip_covers_every_field_but_two() -> None:
-    # iters excludes epochs, hosts a hostfile, sync_every a strategy; config names a file; packing without mask_prompt,
-    # and a strategy, with what belongs to it, have cases of their own.
+    # iters excludes epochs, hosts a hostfile, sync_every a strategy; config names a file; packing
+    # without mask_prompt, and a strategy, with what belongs to it, have cases of their own.
     stages = {"strategy", "tp", "cp", "ep", "pp", "pp_schedule", "pp_split", "reshard", "dp_shard"}
     missing = {"iters", "config", "packing", "isolate_documents", "hosts", *stages}
     assert set(TrainConfig.model_fields) - set(FULL) == missing
 
 
-@pytest.mark.parametrize("weights", [[], [1, 0], [2, -1], "[1, x]", "[1, NaN]", ["2", "1"], "fast", 2])
+@pytest.mark.parametrize(
+    "weights", [[], [1, 0], [2, -1], "[1, x]", "[1, NaN]", ["2", "1"], "fast", 2]
+)
 def test_weights_of_ranks_are_positive_numbers(weights: Any) -> None:
     assert refused({"rank_weights": weights}).where == "--rank-weights"
     assert build_config({"rank_weights": "[2, 0.5]"}).given_weights == [2.0, 0.5]
@@ -435,7 +541,10 @@ def test_the_command_line_of_a_file_configuration_needs_no_file(tmp_path: Path) 
 
 def test_the_fingerprint_is_that_of_what_ranks_must_share() -> None:
     base = build_config({"batch_size": 4})
-    assert build_config({"batch_size": 4, "adapter_path": "x", "cores_per_rank": 1}).fingerprint() == base.fingerprint()
+    assert (
+        build_config({"batch_size": 4, "adapter_path": "x", "cores_per_rank": 1}).fingerprint()
+        == base.fingerprint()
+    )
     assert build_config({"batch_size": 5}).fingerprint() != base.fingerprint()
     assert set(TrainConfig.model_fields) >= TrainConfig.LOCAL_KEYS
 
@@ -444,12 +553,18 @@ def test_the_fingerprint_is_that_of_what_ranks_must_share() -> None:
     ("name", "value", "words"),
     [
         ("num_layers", 4, "--num-layers is for fine-tuning"),
-        ("lora_parameters", {"rank": 4, "scale": 20.0, "dropout": 0.0}, "--lora-parameters is for fine-tuning"),
+        (
+            "lora_parameters",
+            {"rank": 4, "scale": 20.0, "dropout": 0.0},
+            "--lora-parameters is for fine-tuning",
+        ),
         ("fine_tune_type", "lora", "is always trained in full"),
         ("model", "other", "--model is not used"),
     ],
 )
-def test_what_is_for_fine_tuning_is_refused_in_pre_training(name: str, value: object, words: str) -> None:
+def test_what_is_for_fine_tuning_is_refused_in_pre_training(
+    name: str, value: object, words: str
+) -> None:
     given = {"tokenizer": "t", "data": "d"}
     assert PretrainConfig.model_validate(given).fine_tune_type == "full"
     with pytest.raises(ValueError, match=words):
@@ -468,7 +583,10 @@ def told(tmp_path: Path, text: str) -> ConfigError:
 def test_all_wrong_values_of_a_file_are_named_in_its_order(tmp_path: Path) -> None:
     error = told(tmp_path, "model: m\niters: many\nbatch_size: [4]\nlearning_rate: -1\n")
     words = str(error)
-    places = [words.index(f"run.yaml:{line}: {key}: must") for line, key in ((2, "iters"), (3, "batch_size"))]
+    places = [
+        words.index(f"run.yaml:{line}: {key}: must")
+        for line, key in ((2, "iters"), (3, "batch_size"))
+    ]
     assert places == sorted(places)
     assert words.index("run.yaml:4: learning_rate: must") > places[1]
     assert "(got 'many')" in words
@@ -481,14 +599,19 @@ def test_all_wrong_values_of_a_file_are_named_in_its_order(tmp_path: Path) -> No
         ("iters: 3\nlora_parameters:\n  rank: 8\n  scale: 2.0\n  rank: 4\n", 5, "rank", 3),
     ],
 )
-def test_a_key_that_a_file_gives_twice_is_refused(tmp_path: Path, text: str, line: int, key: str, other: int) -> None:
+def test_a_key_that_a_file_gives_twice_is_refused(
+    tmp_path: Path, text: str, line: int, key: str, other: int
+) -> None:
     words = str(told(tmp_path, text))
     assert f"run.yaml:{line}: {key} is given twice, in line {other} too" in words
 
 
 def test_what_a_structured_option_has_is_named(tmp_path: Path) -> None:
     words = str(told(tmp_path, "lora_parameters:\n  rnk: 8\n"))
-    assert "run.yaml:1: lora_parameters: rnk: is unknown (got 8); it has rank, scale, dropout, keys" in words
+    assert (
+        "run.yaml:1: lora_parameters: rnk: is unknown (got 8); it has rank, scale, dropout, keys"
+        in words
+    )
 
 
 def test_a_line_that_does_not_begin_where_others_do(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def given(**values: object) -> dict[str, Any]:
     return hyperparameters({"SM_HPS": json.dumps(values)}, Path("/nowhere"))
 
 
-# --- hyperparameters -----------------------------------------------------------------------------------
+# --- hyperparameters ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,15 @@ def test_strings_mean_what_the_fields_are(name: str, text: str, field: str, mean
 
 
 def test_structures_come_as_json_in_strings() -> None:
-    config = merged({}, given(lora_parameters='{"rank": 4, "scale": 10.0, "dropout": 0.1}', lr_schedule="cosine"))
-    assert (config.lora_parameters.rank, config.lora_parameters.scale, config.lora_parameters.dropout) == (4, 10.0, 0.1)
+    config = merged(
+        {},
+        given(lora_parameters='{"rank": 4, "scale": 10.0, "dropout": 0.1}', lr_schedule="cosine"),
+    )
+    assert (
+        config.lora_parameters.rank,
+        config.lora_parameters.scale,
+        config.lora_parameters.dropout,
+    ) == (4, 10.0, 0.1)
     assert config.lr_schedule is not None
     assert config.lr_schedule.name == "cosine"
 
@@ -78,7 +85,11 @@ def test_a_string_is_left_alone_where_it_is_no_json() -> None:
 
 
 def test_what_sagemaker_adds_is_passed_over() -> None:
-    added = {"sagemaker_program": "train.py", "sagemaker_region": "x", "_tuning_objective_metric": "loss"}
+    added = {
+        "sagemaker_program": "train.py",
+        "sagemaker_region": "x",
+        "_tuning_objective_metric": "loss",
+    }
     assert given(**added, iters="3") == {"iters": "3"}
 
 
@@ -91,10 +102,24 @@ def test_the_file_wins_over_the_toolkits_variables(tmp_path: Path) -> None:
 
 
 def test_arguments_of_the_toolkit() -> None:
-    words = ["--iters", "100", "--mask-prompt", "--learning_rate=1e-4", "--num-layers", "-1", "--train", "True"]
+    words = [
+        "--iters",
+        "100",
+        "--mask-prompt",
+        "--learning_rate=1e-4",
+        "--num-layers",
+        "-1",
+        "--train",
+        "True",
+    ]
     found = hyperparameters({"SM_USER_ARGS": json.dumps(words)}, Path("/nowhere"))
     config = merged({}, found)
-    assert (config.iters, config.mask_prompt, config.learning_rate, config.num_layers) == (100, True, 1e-4, -1)
+    assert (config.iters, config.mask_prompt, config.learning_rate, config.num_layers) == (
+        100,
+        True,
+        1e-4,
+        -1,
+    )
     assert config.train
     twice = '["--iters", "1", "--iters", "2"]'
     for wrong in ('"--iters 3"', '["iters"]', '["--iters=1", "2"]', "[1]", "no", "{}", twice):
@@ -127,14 +152,21 @@ def test_one_given_twice_and_files_that_are_none(tmp_path: Path) -> None:
             hyperparameters({}, write(tmp_path / "hyperparameters.json", text))
 
 
-# --- arguments -----------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def test_arguments_win_over_hyperparameters_and_both_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "options.yaml", "iters: 1\nbatch_size: 2\nseed: 3\n")
-    arguments = parse_arguments(["--iters=10", "--learning_rate", "0.001", f"--config={file}", "--resume"])
+    arguments = parse_arguments(
+        ["--iters=10", "--learning_rate", "0.001", f"--config={file}", "--resume"]
+    )
     config = merged(arguments, {"iters": "20", "batch_size": "20"})
-    assert (config.iters, config.batch_size, config.seed, config.learning_rate) == (10, 20, 3, 0.001)
+    assert (config.iters, config.batch_size, config.seed, config.learning_rate) == (
+        10,
+        20,
+        3,
+        0.001,
+    )
     assert config.resume == "auto"
 
 
@@ -149,10 +181,21 @@ def test_wrong_arguments_are_one_message() -> None:
     "values",
     [
         {"train": True, "iters": 3, "mask_prompt": False, "keep_best": False},
-        {"lora_parameters": {"rank": 4, "scale": 2.5}, "lr_schedule": "cosine", "rank_weights": [2, 1]},
+        {
+            "lora_parameters": {"rank": 4, "scale": 2.5},
+            "lr_schedule": "cosine",
+            "rank_weights": [2, 1],
+        },
         {"data": "a b'c", "model": "--odd", "hf_dataset": [{"path": "x/y"}]},
-        {"lr_schedule": {"name": "cosine_decay", "arguments": [1e-5, 100]}, "clear_cache_threshold": "2GB"},
-        {"optimizer": "adamw", "optimizer_config": {"adamw": {"betas": [0.9, 0.95]}}, "num_layers": -1},
+        {
+            "lr_schedule": {"name": "cosine_decay", "arguments": [1e-5, 100]},
+            "clear_cache_threshold": "2GB",
+        },
+        {
+            "optimizer": "adamw",
+            "optimizer_config": {"adamw": {"betas": [0.9, 0.95]}},
+            "num_layers": -1,
+        },
     ],
 )
 def test_flags_give_the_same_configuration_back(values: dict[str, Any]) -> None:
@@ -162,7 +205,7 @@ def test_flags_give_the_same_configuration_back(values: dict[str, Any]) -> None:
     assert again.model_fields_set == config.model_fields_set
 
 
-# --- channels ------------------------------------------------------------------------------------------
+# --- channels -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,7 +230,11 @@ def test_channels_are_splits_and_shards_are_joined(tmp_path: Path, work: Path) -
     write(tmp_path / "val/anything.jsonl", "4\n")
     write(tmp_path / "t.jsonl", "5\n")
     write(tmp_path / "extra/x", "")
-    channels = {"train": tmp_path / "train", "validation": tmp_path / "val", "test": tmp_path / "t.jsonl"}
+    channels = {
+        "train": tmp_path / "train",
+        "validation": tmp_path / "val",
+        "test": tmp_path / "t.jsonl",
+    }
     found, notes = data_of({**channels, "extra": tmp_path / "extra"}, work)
     assert found is not None
     read = {path.name: path.read_text() for path in found.iterdir()}
@@ -256,7 +303,7 @@ def test_a_channel_without_a_model_or_with_a_hostile_archive(tmp_path: Path, wor
     assert not list(tmp_path.rglob("escaped.json"))
 
 
-# --- the platform's defaults -----------------------------------------------------------------------------
+# --- the platform's defaults ----------------------------------------------------------------------
 
 
 def sagemaker(root: Path, hosts: int = 1, gpus: int = 0, **variables: str) -> Machine:
@@ -282,9 +329,24 @@ def test_sagemaker_with_four_gpus(tmp_path: Path, work: Path) -> None:
 
 
 def test_what_a_person_says_wins(tmp_path: Path, work: Path) -> None:
-    words = ["--data=demo", "--adapter-path=mine", "-n", "2", "--max-restarts=0", "--no-train", "--stop-grace-s=7"]
+    words = [
+        "--data=demo",
+        "--adapter-path=mine",
+        "-n",
+        "2",
+        "--max-restarts=0",
+        "--no-train",
+        "--stop-grace-s=7",
+    ]
     config = configured(sagemaker(tmp_path, gpus=4), work, *words)
-    said = (config.data, config.adapter_path, config.num_ranks, config.max_restarts, config.train, config.stop_grace_s)
+    said = (
+        config.data,
+        config.adapter_path,
+        config.num_ranks,
+        config.max_restarts,
+        config.train,
+        config.stop_grace_s,
+    )
     assert said == ("demo", "mine", 2, 0, False, 7.0)
     assert configured(sagemaker(tmp_path), work, "--keep-last=0").max_restarts is None
 
@@ -294,7 +356,8 @@ def test_several_computers_write_checkpoints_on_the_first_only(tmp_path: Path, w
     first = configured(machine, work)
     assert first.adapter_path == str(tmp_path / "opt/ml/checkpoints")
     write(
-        tmp_path / "opt/ml/input/config/resourceconfig.json", '{"current_host": "algo-2", "hosts": ["algo-1","algo-2"]}'
+        tmp_path / "opt/ml/input/config/resourceconfig.json",
+        '{"current_host": "algo-2", "hosts": ["algo-1","algo-2"]}',
     )
     second = configured(machine, work)
     assert second.adapter_path == str(work / "run")
@@ -328,13 +391,20 @@ def test_buckets_are_mounted_files_on_vertex(tmp_path: Path, work: Path) -> None
 def test_kubernetes_gives_its_own_time(tmp_path: Path, work: Path) -> None:
     env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     assert configured(Machine(env, tmp_path), work).stop_grace_s == 20.0
-    assert configured(Machine({**env, "ALLHANDS_GRACE_S": "120"}, tmp_path), work).stop_grace_s == 100.0
+    assert (
+        configured(Machine({**env, "ALLHANDS_GRACE_S": "120"}, tmp_path), work).stop_grace_s
+        == 100.0
+    )
     assert configured(Machine({**env, "ALLHANDS_GRACE_S": "6"}, tmp_path), work).stop_grace_s == 5.0
 
 
-def test_words_that_are_no_options_are_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_are_no_options_are_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     became: list[list[str]] = []
-    monkeypatch.setattr("os.execvp", lambda program, words: became.append([program, *words]) or exec_ends())
+    monkeypatch.setattr(
+        "os.execvp", lambda program, words: became.append([program, *words]) or exec_ends()
+    )
     with pytest.raises(KeyboardInterrupt):
         run_container(["sh", "-c", "true"], Machine({}, tmp_path))
     assert became == [["sh", "sh", "-c", "true"]]
@@ -347,7 +417,7 @@ def exec_ends() -> None:
     raise KeyboardInterrupt  # nothing follows an exec
 
 
-# --- results -------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def adapter(run: Path) -> Path:
@@ -359,7 +429,11 @@ def adapter(run: Path) -> Path:
 
 
 def files(directory: Path) -> dict[str, str]:
-    return {str(p.relative_to(directory)): p.read_text() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_text()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 def test_the_model_is_copied_and_nothing_else(tmp_path: Path) -> None:
@@ -378,7 +452,9 @@ def test_the_model_is_copied_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
-def test_it_is_copied_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_it_is_copied_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
     run, calls = adapter(tmp_path / "run"), list[str]()
     real = shutil.copyfile if failing % 2 else Path.replace
 
@@ -388,7 +464,9 @@ def test_it_is_copied_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
-    monkeypatch.setattr(shutil, "copyfile", fails) if failing % 2 else monkeypatch.setattr(Path, "replace", fails)
+    monkeypatch.setattr(shutil, "copyfile", fails) if failing % 2 else monkeypatch.setattr(
+        Path, "replace", fails
+    )
     with pytest.raises(StorageError, match="No space left"):
         publish_model(run, tmp_path / "model")
     assert len(calls) == failing + 1

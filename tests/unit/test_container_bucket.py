@@ -15,7 +15,9 @@ def write(path: Path, text: str = "") -> None:
 
 
 def checkpoint(run: Path, step: int) -> None:
-    write_checkpoint(checkpoint_path(run, step), step, "run", {"step": step}, {}, {"note.json": f'"{step}"'})
+    write_checkpoint(
+        checkpoint_path(run, step), step, "run", {"step": step}, {}, {"note.json": f'"{step}"'}
+    )
 
 
 def test_the_mirror_follows_and_brings_back(tmp_path: Path) -> None:
@@ -32,7 +34,10 @@ def test_the_mirror_follows_and_brings_back(tmp_path: Path) -> None:
     shutil.rmtree(checkpoint_path(run, 10))
     checkpoint(run, 30)
     mirror.finish()
-    assert sorted(path.name for path in (bucket / "checkpoints").iterdir()) == ["step-0000020", "step-0000030"]
+    assert sorted(path.name for path in (bucket / "checkpoints").iterdir()) == [
+        "step-0000020",
+        "step-0000030",
+    ]
     other = tmp_path / "other"
     Mirror(other, bucket, said.append).restore()
     again = latest(other)
@@ -43,10 +48,18 @@ def test_the_mirror_follows_and_brings_back(tmp_path: Path) -> None:
 
 
 def test_the_mirror_keeps_logs_of_all_computers_and_starts(tmp_path: Path) -> None:
-    run, other, bucket, said = tmp_path / "run", tmp_path / "other", tmp_path / "bucket", list[str]()
+    run, other, bucket, said = (
+        tmp_path / "run",
+        tmp_path / "other",
+        tmp_path / "bucket",
+        list[str](),
+    )
     for start in (1, 2):
         shutil.rmtree(run, ignore_errors=True)
-        first, second = Mirror(run, bucket, said.append), Mirror(other, bucket, said.append, logs_only=True)
+        first, second = (
+            Mirror(run, bucket, said.append),
+            Mirror(other, bucket, said.append, logs_only=True),
+        )
         first.restore()
         second.restore()
         write(run / "logs/rank-0.log", f"start {start}")

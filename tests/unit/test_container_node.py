@@ -1,4 +1,6 @@
-"""One computer's ranks of several: failures, deadlines while other computers are not seen, and stops."""
+"""One computer's ranks of several: failures, deadlines while other computers are not seen, and
+stops.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,12 @@ def ended(*codes: int) -> list[RankExit]:
     return [RankExit(2 + i, code, time.monotonic() - 50 + i) for i, code in enumerate(codes)]
 
 
-@pytest.mark.parametrize(("elsewhere", "silence", "told"), [(900.0, 899.0, False), (900.0, 901.0, True), (0, 31, True)])
-def test_ranks_that_wait_for_other_computers_get_time(elsewhere: float, silence: float, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("elsewhere", "silence", "told"), [(900.0, 899.0, False), (900.0, 901.0, True), (0, 31, True)]
+)
+def test_ranks_that_wait_for_other_computers_get_time(
+    elsewhere: float, silence: float, told: bool
+) -> None:
     spec = LaunchSpec(["true"], 4, "ring", Path("/nowhere"), hang_timeout_s=30.0)
     watch = ProgressWatch(Limits.of(spec, 1.0, elsewhere))
     marks = {rank: Marks(True, True, None, Beat(5, "reduce", 1, 10.0)) for rank in (2, 3)}
@@ -124,9 +130,14 @@ def test_a_rank_that_stands_still_is_named(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("mark", "words"),
-    [(Marks(), "did not finish starting"), (Marks(ready=True), "waited for ranks on other computers")],
+    [
+        (Marks(), "did not finish starting"),
+        (Marks(ready=True), "waited for ranks on other computers"),
+    ],
 )
-def test_starting_has_a_deadline(run: Run, monkeypatch: pytest.MonkeyPatch, mark: Marks, words: str) -> None:
+def test_starting_has_a_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch, mark: Marks, words: str
+) -> None:
     monkeypatch.setattr(attempt, "_ELSEWHERE_S", 3.0)
     begun = time.monotonic()
     end, _ = run(Ranks(mark=mark), start_deadline_s=0.1)
@@ -136,7 +147,12 @@ def test_starting_has_a_deadline(run: Run, monkeypatch: pytest.MonkeyPatch, mark
 
 
 def test_the_cause_is_named_and_not_its_consequence(run: Run) -> None:
-    end, _ = run(Ranks(ended(8, 4), {3: {"type": "ModelError", "message": "not found", "text": "model: not found"}}))
+    end, _ = run(
+        Ranks(
+            ended(8, 4),
+            {3: {"type": "ModelError", "message": "not found", "text": "model: not found"}},
+        )
+    )
     assert (end.code, end.reason) == (4, "rank 3: model: not found")
     end, _ = run(Ranks(ended(-9), memory=True))
     assert end.code == 137
@@ -165,7 +181,9 @@ def test_a_lost_peer_is_a_failure(run: Run) -> None:
         (signal.SIGUSR1, (143, -signal.SIGTERM), 143),
     ],
 )
-def test_a_stop_is_passed_on_once_and_is_no_failure(run: Run, number: int, codes: tuple[int, ...], code: int) -> None:
+def test_a_stop_is_passed_on_once_and_is_no_failure(
+    run: Run, number: int, codes: tuple[int, ...], code: int
+) -> None:
     ranks = Ranks(codes=codes, stop=number)
     end, said = run(ranks)
     assert (end.code, end.reason) == (code, None)
@@ -181,13 +199,17 @@ def test_a_second_stop_ends_at_once(run: Run) -> None:
     assert time.monotonic() - begun < 3
 
 
-def test_a_stop_before_the_start_waits_for_little(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_before_the_start_waits_for_little(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attempt, "_START_GRACE_S", 0.2)
     end, _ = run(Ranks(mark=Marks(), stop=signal.SIGTERM))
     assert end.code == 143
 
 
-def test_a_meeting_that_fails_is_the_error(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meeting_that_fails_is_the_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def meet(*_: object) -> tuple[str, ...]:
         raise DistributedError("rank 1 was started for 3 ranks")
 

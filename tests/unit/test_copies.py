@@ -125,7 +125,9 @@ def test_a_newcomer_that_cannot_write_keeps_nobody_waiting(
     def share(rank: int) -> AllhandsError | None:
         restored = Restored({"step": 5, "iteration": 5}, {}, {}, "checkpoints/step-0000005", "one")
         try:
-            share_history(ThreadCommunicator(rank, 3, table), tmp_path / str(rank), restored, "next", rank > 0)
+            share_history(
+                ThreadCommunicator(rank, 3, table), tmp_path / str(rank), restored, "next", rank > 0
+            )
         except AllhandsError as error:
             return error
         return None

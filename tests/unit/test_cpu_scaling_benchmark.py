@@ -32,15 +32,26 @@ def test_the_kinds_differ_in_processes_and_cores_alone(bench: Any, tmp_path: Pat
             value = words.pop(0) if words and not words[0].startswith("-") else True
             flags[{"n": "num_ranks"}.get(name, name)] = value
         found[kind] = build_config(flags)
-    values = [config.model_dump(exclude={"num_ranks", "cores_per_rank"}) for config in found.values()]
+    values = [
+        config.model_dump(exclude={"num_ranks", "cores_per_rank"}) for config in found.values()
+    ]
     assert values[0] == values[1] == values[2]
-    assert [(config.num_ranks, config.cores_per_rank) for config in found.values()] == [(1, 1), (2, 1), (1, None)]
+    assert [(config.num_ranks, config.cores_per_rank) for config in found.values()] == [
+        (1, 1),
+        (2, 1),
+        (1, None),
+    ]
 
 
 def test_the_rate_counts_tokens_over_seconds_after_the_warm_up(bench: Any, tmp_path: Path) -> None:
     speeds = [(1.0, 9.0), (1.0, 9.0), (100.0, 1.0), (400.0, 0.5)]
-    lines = [{"event": "train", "tokens_per_s": speed, "step_time_s": seconds} for speed, seconds in speeds]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"event": "started"}, *lines])))
+    lines = [
+        {"event": "train", "tokens_per_s": speed, "step_time_s": seconds}
+        for speed, seconds in speeds
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"event": "started"}, *lines]))
+    )
     assert bench.rate(tmp_path) == pytest.approx((100 + 200) / 1.5)
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines[:2])))
     with pytest.raises(bench.BenchmarkError, match="raise --iters"):

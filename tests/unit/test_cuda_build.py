@@ -1,4 +1,6 @@
-"""Kernels for NVIDIA GPUs: every one is accepted by the compiler, and what is kept on disk is whole or built again."""
+"""Kernels for NVIDIA GPUs: every one is accepted by the compiler, and what is kept on disk is whole
+or built again.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,12 @@ def kept(cache: Path) -> list[Path]:
 
 
 def test_a_kernel_is_built_once(builds: list[str], tmp_path: Path) -> None:
-    codes = [build.built(source, capability) for _ in range(2) for source in "ab" for capability in ((9, 0), (8, 0))]
+    codes = [
+        build.built(source, capability)
+        for _ in range(2)
+        for source in "ab"
+        for capability in ((9, 0), (8, 0))
+    ]
     assert builds == ["a", "a", "b", "b"]
     assert len(set(codes)) == 4
     assert codes[0] == b"code of a for --gpu-architecture=sm_90"
@@ -102,8 +109,12 @@ def test_a_kernel_is_built_once(builds: list[str], tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "cuda").stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:20], lambda b: b"", lambda b: b[:-1] + b"?"])
-def test_what_is_not_whole_is_built_again(builds: list[str], tmp_path: Path, damage: object) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b[:20], lambda b: b"", lambda b: b[:-1] + b"?"]
+)
+def test_what_is_not_whole_is_built_again(
+    builds: list[str], tmp_path: Path, damage: object
+) -> None:
     code = build.built("a", (9, 0))
     (path,) = kept(tmp_path)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
@@ -112,7 +123,9 @@ def test_what_is_not_whole_is_built_again(builds: list[str], tmp_path: Path, dam
     assert builds == ["a", "a"]
 
 
-def test_without_a_place_to_keep_it_a_kernel_is_built_all_the_same(builds: list[str], tmp_path: Path) -> None:
+def test_without_a_place_to_keep_it_a_kernel_is_built_all_the_same(
+    builds: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "cuda").write_text("in the way")
     assert build.built("a", (9, 0)) == build.built("a", (9, 0))
     assert builds == ["a", "a"]

@@ -1,6 +1,7 @@
 """CUDA kernels run on a CPU, a warp at a time: their arithmetic and which thread computes what.
 
-What differs on a GPU (many warps at once, its own rounding) is tested there, in tests/parity/test_fused.py.
+What differs on a GPU (many warps at once, its own rounding) is tested there, in
+tests/parity/test_fused.py.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ extern "C" void run(int blocks, int threads, void** arrays, const int* numbers) 
 
 @pytest.fixture(scope="module")
 def prelude(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prelude, already parsed, in the directory where kernels are compiled: most of that time is its headers'."""
+    """The prelude, already parsed, in the directory where kernels are compiled: most of that time
+    is its headers'.
+    """
     header = tmp_path_factory.mktemp("kernels") / "prelude.h"
     header.write_text(PRELUDE)
     compile_to(header.with_suffix(".h.gch"), "-x", "c++-header", header)
@@ -132,7 +135,9 @@ def emulated(prelude: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels are run by a C++ program; the names of those that were."""
     ran: list[str] = []
 
-    def run(self: Any, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+    def run(
+        self: Any, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+    ) -> list[mx.array]:
         name, text = kernels.source(self.name, self.dtype, tuple(self.constants.items()))
         found = re.search(rf"void {name}\(([^)]*)\)", text)
         assert found is not None
@@ -227,7 +232,9 @@ def test_numbers_are_spread_and_collected(emulated: list[str]) -> None:
     assert emulated == ["spread", "collect", "scale_by"]
 
 
-@pytest.mark.parametrize("ids", [[3, 0, 8, 3, 3, 0, 3, 3, 3, 3], [5], [1] * 13, list(range(9))], ids=str)
+@pytest.mark.parametrize(
+    "ids", [[3, 0, 8, 3, 3, 0, 3, 3, 3, 3], [5], [1] * 13, list(range(9))], ids=str
+)
 @pytest.mark.parametrize("features", [4, 1100])
 def test_the_gradient_of_an_embedding(
     emulated: list[str], ids: list[int], features: int, monkeypatch: pytest.MonkeyPatch
@@ -257,24 +264,36 @@ def halves(*arrays: mx.array) -> list[mx.array]:
 
 
 def most_off(actual: mx.array, expected: mx.array) -> float:
-    """The largest difference of a number, as a share of it, in units of what rounding to bfloat16 takes at most."""
+    """The largest difference of a number, as a share of it, in units of what rounding to bfloat16
+    takes at most.
+    """
     difference = mx.abs(actual.astype(mx.float32) - expected)
     return number((difference / (mx.abs(expected) + 1e-3)).max()) * 2**8
 
 
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 8, 2), (32, 4, 16), (20, 24, 32)], ids=str)
 @pytest.mark.parametrize(("rows", "features"), [(5, 32), (83, 288)])
-def test_swiglu_of_adapted_products(emulated: list[str], rows: int, features: int, ranks: tuple[int, int, int]) -> None:
+def test_swiglu_of_adapted_products(
+    emulated: list[str], rows: int, features: int, ranks: tuple[int, int, int]
+) -> None:
     gate, up, down = ranks
-    x, inner, cotangent = rounded(rows, 2 * features), rounded(rows, gate + up), rounded(rows, features)
+    x, inner, cotangent = (
+        rounded(rows, 2 * features),
+        rounded(rows, gate + up),
+        rounded(rows, features),
+    )
     cinner, a = rounded(rows, down), rounded(features, down, scale=0.3)
     b = block_diagonal(rounded(gate, features, scale=0.3), rounded(up, features, scale=0.2))
-    value, (gradient,) = with_gradients(lambda x: ops.plain_swiglu(x + inner @ b), [x], cotangent + cinner @ a.T)
+    value, (gradient,) = with_gradients(
+        lambda x: ops.plain_swiglu(x + inner @ b), [x], cotangent + cinner @ a.T
+    )
     assert kernels.fits_adapted(features, mx.bfloat16, ranks)
     given = halves(x, inner, b)
     # The one rounding at the end, and a little for sums in another order.
     assert most_off(kernels.swiglu_adapted(given[0], given[1], given[2], (gate, up)), value) < 1.1
-    dx, again = kernels.swiglu_adapted_vjp(given[0], given[1], given[2], (gate, up), *halves(cotangent, cinner, a))
+    dx, again = kernels.swiglu_adapted_vjp(
+        given[0], given[1], given[2], (gate, up), *halves(cotangent, cinner, a)
+    )
     assert most_off(dx, gradient) < 1.1
     assert most_off(again, value) < 1.1
 
@@ -294,7 +313,13 @@ def test_an_adapted_feed_forward_block(emulated: list[str]) -> None:
     x, cotangent = rounded(rows, width), rounded(rows, width + 4)
     wide, down = rounded(2 * features, width, scale=0.3), rounded(width + 4, features, scale=0.3)
     b = block_diagonal(rounded(8, features, scale=0.3), rounded(8, features + 0, scale=0.2))
-    arrays = [x, rounded(width, 16, scale=0.3), b, rounded(features, 8, scale=0.3), rounded(8, width + 4, scale=0.3)]
+    arrays = [
+        x,
+        rounded(width, 16, scale=0.3),
+        b,
+        rounded(features, 8, scale=0.3),
+        rounded(8, width + 4, scale=0.3),
+    ]
 
     def plain(x: mx.array, a1: mx.array, b1: mx.array, a2: mx.array, b2: mx.array) -> mx.array:
         y = ops.plain_swiglu(x @ wide.T + (x @ a1) @ b1)
@@ -304,7 +329,10 @@ def test_an_adapted_feed_forward_block(emulated: list[str]) -> None:
     dense, dense_down = halves(wide, down)
 
     def fused(*arrays: mx.array) -> mx.array:
-        into, back = (lambda _: dense, lambda _: dense), (lambda _: dense_down, lambda _: dense_down)
+        into, back = (
+            (lambda _: dense, lambda _: dense),
+            (lambda _: dense_down, lambda _: dense_down),
+        )
         return _adapted_mlp(arrays[0], into, back, (8, 8), *arrays[1:])
 
     # The kernels compute when they are called, which a traced function's would not.
@@ -343,7 +371,11 @@ def test_adam(emulated: list[str], masters: bool, finite: bool) -> None:
     scalars = mx.array([factor, float(finite), rate, b1, b2, eps, shrunk, root, 1 - b1, 1 - b2])
     g = factor * gradient
     m, v = b1 * first + (1 - b1) * g, b2 * second + (1 - b2) * g * g
-    expected = [shrunk * weight - rate * m / (root * mx.sqrt(v) + eps), m, v] if finite else [weight, first, second]
+    expected = (
+        [shrunk * weight - rate * m / (root * mx.sqrt(v) + eps), m, v]
+        if finite
+        else [weight, first, second]
+    )
     kernel = kernels.adam_master if masters else kernels.adam
     found = list(kernel(gradient, weight, (first, second), scalars))
     if masters:
@@ -373,7 +405,9 @@ def test_what_adam_is_told(
         assert scalars[:, 1].tolist() == [0.0, 0.0]
         return
     factor = min(1.0, max_norm / (9 / tokens + 1e-6)) if max_norm >= 0 else 1.0
-    corrected, root = (rate / (1 - b1**step), (1 - b2**step) ** -0.5) if bias_correction else (rate, 1.0)
+    corrected, root = (
+        (rate / (1 - b1**step), (1 - b2**step) ** -0.5) if bias_correction else (rate, 1.0)
+    )
     for side, shrunk in zip(scalars.tolist(), (1.0, 1 - rate * decay), strict=True):
         expected = [factor / tokens, 1.0, corrected, b1, b2, eps, shrunk, root, 1 - b1, 1 - b2]
         # A power of float32.
@@ -386,7 +420,9 @@ def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int) -> 
     angles = normal(7, features // 2)
     turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
     cotangent = normal(*x.shape)
-    value, (gradient,) = with_gradients(lambda x: ops.plain_rope(x, turns, heads + kv_heads), [x], cotangent)
+    value, (gradient,) = with_gradients(
+        lambda x: ops.plain_rope(x, turns, heads + kv_heads), [x], cotangent
+    )
     assert off(kernels.rope(x, turns, heads, kv_heads), value) < 1e-6
     both = heads + kv_heads
     q, k, v = (mx.contiguous(part) for part in mx.split(cotangent, [heads, both], axis=2))

@@ -53,7 +53,7 @@ def served(root: Path) -> Iterator[Dashboard]:
         yield running
 
 
-# --- what there is ------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 def test_runs_are_found_below_a_directory_the_latest_first(root: Path) -> None:
@@ -89,7 +89,9 @@ def test_the_end_of_a_log_and_of_nothing_else(root: Path, tmp_path: Path) -> Non
 
 
 def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
-    """A sample is forged easily, and the number in it may be another program's by now: that one is left alone."""
+    """A sample is forged easily, and the number in it may be another program's by now: that one is
+    left alone.
+    """
     run, other = (write_run(tmp_path / name, ended=None) for name in ("run", "other"))
     for one in (run, other):
         write_samples(one, ranks=1, host=lambda _: os.uname().nodename)
@@ -106,9 +108,16 @@ def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
         "held = [open(*word.rsplit(':', 1)) for word in sys.argv[2:]]\nprint('', flush=True)\ntime.sleep(20)"
     )
     reads = [[f"{file}:r"]] if sys.platform == "linux" else []
-    strangers = [[], [f"{its}:a"], [f"{run / 'logs' / 'monitor-rank-7.jsonl'}:a"], [f"{run / 'logs' / 'rank-0.log'}:a"]]
+    strangers = [
+        [],
+        [f"{its}:a"],
+        [f"{run / 'logs' / 'monitor-rank-7.jsonl'}:a"],
+        [f"{run / 'logs' / 'rank-0.log'}:a"],
+    ]
     for held in [[f"{file}:a"], *strangers, *reads]:
-        with subprocess.Popen([sys.executable, "-c", wait, "allhands", *held], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", wait, "allhands", *held], stdout=subprocess.PIPE
+        ) as process:
             assert process.stdout is not None
             process.stdout.readline()
             written_for(process)
@@ -133,13 +142,15 @@ def test_who_has_got_the_number_of_a_process_is_not_asked(tmp_path: Path) -> Non
     with subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        sample = replace(read_samples(run)[-1], pid=process.pid, time=time.time() - 1000.0, ended=False)
+        sample = replace(
+            read_samples(run)[-1], pid=process.pid, time=time.time() - 1000.0, ended=False
+        )
         file.write_text(f"{encode_sample(sample)}\n")
         assert head_of(read_facts(run)) is None
         process.kill()
 
 
-# --- over HTTP ----------------------------------------------------------------------------------------
+# --- over HTTP ------------------------------------------------------------------------------------
 
 
 def test_the_page_its_files_and_what_it_asks_for(served: Dashboard) -> None:
@@ -165,7 +176,14 @@ def test_a_run_beside_its_plan_and_its_phases(served: Dashboard, root: Path) -> 
     """As a report has them: a step took half of the second that was planned."""
     prediction = {"step_s": 1.0, "exposed_s": 0.0}
     plan = {
-        **{"time": 1.0, "options": {}, "processor": "cpu", "device": None, "steps": 60, "start_s": 0.0},
+        **{
+            "time": 1.0,
+            "options": {},
+            "processor": "cpu",
+            "device": None,
+            "steps": 60,
+            "start_s": 0.0,
+        },
         **{"step": {"tokens": 200.0}, "memory": [], "measured": None},
         "machines": [{"machines": 1, "prediction": prediction, "training_s": 60.0}],
     }
@@ -199,7 +217,9 @@ def test_nothing_else_is_handed_out(served: Dashboard, path: str) -> None:
 
 
 def test_other_names_and_other_pages_are_refused(served: Dashboard) -> None:
-    """A name that somebody else's server has made point here, and a request that another page makes."""
+    """A name that somebody else's server has made point here, and a request that another page
+    makes.
+    """
     assert served.ask("/", headers={"Host": "evil.example"})[0] == 400
     status, told, _ = served.ask("/api/stop?run=one", method="POST")
     assert (status, "own page" in told) == (403, True)
@@ -210,18 +230,31 @@ def test_other_names_and_other_pages_are_refused(served: Dashboard) -> None:
 
 def test_others_than_this_computer_need_the_token(root: Path) -> None:
     with dashboard(root, "--host", "0.0.0.0") as open_to_all:
-        here = replace(open_to_all, address=f"http://127.0.0.1:{open_to_all.address.rsplit(':', 1)[1]}")
+        here = replace(
+            open_to_all, address=f"http://127.0.0.1:{open_to_all.address.rsplit(':', 1)[1]}"
+        )
         token = open_to_all.token
         assert token is not None
         assert len(token) > 20
-        for path in ("/", "/api/runs", "/assets/script.js", "/?token=wrong", "/?token=%C3%A9", "/?token=%FF"):
+        for path in (
+            "/",
+            "/api/runs",
+            "/assets/script.js",
+            "/?token=wrong",
+            "/?token=%C3%A9",
+            "/?token=%FF",
+        ):
             assert here.ask(path)[0] == 403, path
         assert here.ask("/api/runs", headers={"Cookie": f"allhands-token={token}"})[0] == 200
         assert here.ask("/api/runs", headers={"Cookie": "allhands-token=wrong"})[0] == 403
         assert here.ask("/api/runs", headers={"Cookie": "allhands-token=\xe9"})[0] == 403
-        # At the address that was printed, too, which is this computer's own; not under a name that points to it.
+        # At the address that was printed, too, which is this computer's own; not under a name that
+        # points to it.
         assert open_to_all.ask("/api/runs", headers={"Cookie": f"allhands-token={token}"})[0] == 200
-        assert here.ask("/", headers={"Host": "evil.example", "Cookie": f"allhands-token={token}"})[0] == 400
+        assert (
+            here.ask("/", headers={"Host": "evil.example", "Cookie": f"allhands-token={token}"})[0]
+            == 400
+        )
 
 
 def test_it_ends_cleanly(root: Path) -> None:
@@ -238,7 +271,11 @@ def test_it_ends_cleanly(root: Path) -> None:
 def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_path: Path) -> None:
     port = served.address.rsplit(":", 1)[1].strip("/")
     taken = call_allhands("dashboard", str(root), "--port", port)
-    assert (taken.returncode, "cannot listen" in taken.stderr, "Traceback" in taken.stderr) == (2, True, False)
+    assert (taken.returncode, "cannot listen" in taken.stderr, "Traceback" in taken.stderr) == (
+        2,
+        True,
+        False,
+    )
     none = call_allhands("dashboard", str(tmp_path / "none"))
     assert (none.returncode, "no such directory" in none.stderr) == (3, True)
     short = call_allhands("dashboard", str(root), "--token", "abc")

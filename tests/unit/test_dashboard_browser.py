@@ -35,7 +35,9 @@ def test_it_shows_runs_as_they_go_on(browser: Any, tmp_path: Path, width: int, s
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(running.address)
         page.wait_for_selector("[data-drawn]")
-        assert page.is_checked("#runs tbody tr:has-text('first') input"), "the only run is shown unasked"
+        assert page.is_checked("#runs tbody tr:has-text('first') input"), (
+            "the only run is shown unasked"
+        )
         assert page.text_content("#state") == "1 run, 0 going on"
         # A second run, written while the page is open, and chosen with the keyboard.
         write_run(tmp_path / "second")
@@ -63,11 +65,17 @@ def going_on(directory: Path, **options: Any) -> Generator[Path]:
     (directory / "logs").mkdir()
     samples = monitor_file(directory / "logs", "rank", 0)
     # A process is one of the run only as long as it holds the file of its samples open.
-    code = "import sys, time; held = open(sys.argv[1], 'a'); print('.', flush=True); time.sleep(120)"
-    with subprocess.Popen([sys.executable, "-c", code, str(samples)], stdout=subprocess.PIPE) as process:
+    code = (
+        "import sys, time; held = open(sys.argv[1], 'a'); print('.', flush=True); time.sleep(120)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(samples)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        sample = replace(SAMPLE, host=socket.gethostname(), pid=process.pid, time=time.time() + 1.0, every_s=60.0)
+        sample = replace(
+            SAMPLE, host=socket.gethostname(), pid=process.pid, time=time.time() + 1.0, every_s=60.0
+        )
         samples.write_text(f"{encode_sample(sample)}\n")
         try:
             yield directory
@@ -90,13 +98,18 @@ def test_losses_and_stop_are_in_sight(browser: Any, tmp_path: Path, width: int) 
     write_run(tmp_path / "killed", ended=None)
     os.utime(tmp_path / "killed" / "metrics.jsonl", (1e9, 1e9))
     place = tmp_path / "runs" / "now-with-a-name-as-long-as-people-give-to-their-runs"
-    with going_on(place, valid=lambda step: 3.25, train=lambda step: 2.5), dashboard(tmp_path) as running:
+    with (
+        going_on(place, valid=lambda step: 3.25, train=lambda step: 2.5),
+        dashboard(tmp_path) as running,
+    ):
         page = browser.new_page(viewport={"width": width, "height": 844})
         page.goto(running.address)
         page.wait_for_selector("[data-drawn]")
         row = page.locator("#runs tr:has-text('now')")
         cells = [
-            cell for cell in row.locator("td").all() if "2.500" in cell.inner_text() or "3.250" in cell.inner_text()
+            cell
+            for cell in row.locator("td").all()
+            if "2.500" in cell.inner_text() or "3.250" in cell.inner_text()
         ]
         assert len(cells) == 2
         for element in (*cells, row.locator("button.stop"), row.locator(".status")):
@@ -104,7 +117,10 @@ def test_losses_and_stop_are_in_sight(browser: Any, tmp_path: Path, width: int) 
         _, _, height = row.locator("button.stop").evaluate(SEEN)
         assert height >= (44 if width < 768 else 24), "large enough for a finger"
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate("document.querySelector('#list .scroll').scrollWidth") <= width or width == 800
+        assert (
+            page.evaluate("document.querySelector('#list .scroll').scrollWidth") <= width
+            or width == 800
+        )
         if width == 1200:
             over = "it => it.scrollWidth - it.clientWidth"
             assert page.locator("#list .scroll").evaluate(over) <= 0, "no scrolling sideways"
@@ -112,14 +128,21 @@ def test_losses_and_stop_are_in_sight(browser: Any, tmp_path: Path, width: int) 
         told = {
             name: (
                 page.inner_text(f"#runs tr:has-text('{name}') .status"),
-                page.eval_on_selector(f"#runs tr:has-text('{name}') .status", "it => getComputedStyle(it).color"),
                 page.eval_on_selector(
-                    f"#runs tr:has-text('{name}') .status", "it => getComputedStyle(it, '::before').content"
+                    f"#runs tr:has-text('{name}') .status", "it => getComputedStyle(it).color"
+                ),
+                page.eval_on_selector(
+                    f"#runs tr:has-text('{name}') .status",
+                    "it => getComputedStyle(it, '::before').content",
                 ),
             )
             for name in ("now", "older-1", "killed")
         }
-        assert [told[name][0] for name in ("now", "older-1", "killed")] == ["going on", "finished", "crashed or killed"]
+        assert [told[name][0] for name in ("now", "older-1", "killed")] == [
+            "going on",
+            "finished",
+            "crashed or killed",
+        ]
         for place in range(3):
             assert len({one[place] for one in told.values()}) == 3, told
         page.close()

@@ -79,7 +79,9 @@ PATHS = [
 
 _GET = ("GET", "HEAD")
 ROUTES = {
-    **dict.fromkeys(("/", "/api/runs", "/api/page", "/api/log", "/assets/script.js", "/assets/style.css"), _GET),
+    **dict.fromkeys(
+        ("/", "/api/runs", "/api/page", "/api/log", "/assets/script.js", "/assets/style.css"), _GET
+    ),
     "/api/stop": ("POST",),
 }
 
@@ -96,7 +98,9 @@ def check_requests(running: Dashboard, requests: Sequence[bytes]) -> Counter[str
     port, seen = port_of(running), Counter[str]()
 
     def send(request: bytes) -> bytes:
-        if b"\r\n\r\n" not in request:  # the rest would be waited for: half of these callers leave, the others say it
+        if (
+            b"\r\n\r\n" not in request
+        ):  # the rest would be waited for: half of these callers leave, the others say it
             request += b"\r\n\r\n" * (len(request) % 2)
         with connect(port) as client:
             client.settimeout(0.3)
@@ -123,12 +127,18 @@ def test_garbage_over_the_network(served: Dashboard) -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
 @pytest.mark.parametrize("path", ["/", "/api/page?run=one", "/api/stop"])
-def test_what_comes_behind_a_request_and_is_none_is_no_trouble(root: Path, path: str, pause_s: float) -> None:
-    """A body that is not written as its request says, while the answer is made or after it: nothing is logged."""
+def test_what_comes_behind_a_request_and_is_none_is_no_trouble(
+    root: Path, path: str, pause_s: float
+) -> None:
+    """A body that is not written as its request says, while the answer is made or after it: nothing
+    is logged.
+    """
     with dashboard(root) as running:
         for body in (b"x" * 30, b"5\r\nabc", b"zz\r\n"):
             with connect(port_of(running)) as client, contextlib.suppress(ConnectionError):
-                head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+                head = (
+                    f"GET {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+                )
                 client.sendall(head.encode())
                 time.sleep(pause_s)
                 client.sendall(body)
@@ -142,8 +152,21 @@ def test_what_comes_behind_a_request_and_is_none_is_no_trouble(root: Path, path:
 @pytest.mark.long
 def test_a_hundred_thousand_inputs_over_the_network(root: Path) -> None:
     """Into one process, which is alive at the end, as large as it was, and answers."""
-    words = [b"GET ", b"POST ", b"HTTP/1.1", b"Host: localhost", b"\r\n", b"/api/runs", b" ", b":", b"\0", b"Cookie"]
-    pieces = st.lists(st.one_of(st.sampled_from(words), st.binary(max_size=20)), max_size=20).map(b"".join)
+    words = [
+        b"GET ",
+        b"POST ",
+        b"HTTP/1.1",
+        b"Host: localhost",
+        b"\r\n",
+        b"/api/runs",
+        b" ",
+        b":",
+        b"\0",
+        b"Cookie",
+    ]
+    pieces = st.lists(st.one_of(st.sampled_from(words), st.binary(max_size=20)), max_size=20).map(
+        b"".join
+    )
     request = st.one_of(st.binary(), pieces)
     with dashboard(root) as running:
         check = partial(check_requests, running)
@@ -175,10 +198,20 @@ async def status_of(app: Any, scope: dict[str, Any]) -> int:
 
 
 @pytest.mark.long
-def test_a_hundred_thousand_requests_of_any_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_thousand_requests_of_any_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     app = make_app(Settings(tmp_path, Guard(token="correct-horse")))
     source = random.Random(3)
-    names = [b"host", b"origin", b"cookie", b"authorization", b"x-allhands", b"sec-fetch-site", b"content-length"]
+    names = [
+        b"host",
+        b"origin",
+        b"cookie",
+        b"authorization",
+        b"x-allhands",
+        b"sec-fetch-site",
+        b"content-length",
+    ]
     values = [
         b"localhost",
         b"[::1]:8",
@@ -187,10 +220,22 @@ def test_a_hundred_thousand_requests_of_any_kind(tmp_path: Path, capsys: pytest.
         b"allhands-token=correct-horse",
         b"allhands-token=\xe9",
     ]
-    values += [b"Bearer correct-horse", b"stop", b"cross-site", b"-1", b"", b'a="; b=\x00', b"http://localhost"]
+    values += [
+        b"Bearer correct-horse",
+        b"stop",
+        b"cross-site",
+        b"-1",
+        b"",
+        b'a="; b=\x00',
+        b"http://localhost",
+    ]
 
     def some(parts: list[bytes]) -> bytes:
-        return source.choice(parts) if source.random() < 0.9 else source.randbytes(source.randrange(30))
+        return (
+            source.choice(parts)
+            if source.random() < 0.9
+            else source.randbytes(source.randrange(30))
+        )
 
     async def ask_all() -> Counter[int]:
         seen: Counter[int] = Counter()
@@ -221,7 +266,7 @@ def test_a_hundred_thousand_requests_of_any_kind(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-# --- who asks -----------------------------------------------------------------------------------------
+# --- who asks -------------------------------------------------------------------------------------
 
 
 def test_names_and_pages(served: Dashboard) -> None:
@@ -248,10 +293,15 @@ def test_an_address_of_version_6(root: Path) -> None:
 
 
 def test_the_token_of_programs_and_of_people(root: Path) -> None:
-    with dashboard(root, "--token", "a+b/c&d=e%f", "--name", "one.example", "--name", "two.example") as running:
+    with dashboard(
+        root, "--token", "a+b/c&d=e%f", "--name", "one.example", "--name", "two.example"
+    ) as running:
         assert running.ask("/api/runs")[0] == 403
         assert (
-            running.ask("/api/runs", headers={"Authorization": "Bearer a+b/c&d=e%f", "Host": "two.example"})[0] == 200
+            running.ask(
+                "/api/runs", headers={"Authorization": "Bearer a+b/c&d=e%f", "Host": "two.example"}
+            )[0]
+            == 200
         )
         assert running.ask("/api/runs", headers={"Authorization": "Bearer a+b"})[0] == 403
         # As it was printed; whatever stands before the question mark, it leads to the dashboard.
@@ -268,7 +318,11 @@ def test_the_token_of_programs_and_of_people(root: Path) -> None:
 
 def test_a_name_that_is_none_is_one_message(root: Path) -> None:
     done = call_allhands("dashboard", str(root), "--host", "no.such.host.invalid")
-    assert (done.returncode, "what to do" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+    assert (done.returncode, "what to do" in done.stderr, "Traceback" in done.stderr) == (
+        2,
+        True,
+        False,
+    )
 
 
 @pytest.mark.slow
@@ -298,7 +352,7 @@ def test_callers_that_never_finish_hold_up_nobody(root: Path) -> None:
             client.close()
 
 
-# --- files of runs that somebody else has written -----------------------------------------------------
+# --- files of runs that somebody else has written -------------------------------------------------
 
 
 def spoiled(source: random.Random, content: bytes) -> bytes:
@@ -320,7 +374,13 @@ def spoiled(source: random.Random, content: bytes) -> bytes:
 
 
 def change(source: random.Random, found: Any) -> None:
-    places = list(found) if isinstance(found, dict) else list(range(len(found))) if isinstance(found, list) else []
+    places = (
+        list(found)
+        if isinstance(found, dict)
+        else list(range(len(found)))
+        if isinstance(found, list)
+        else []
+    )
     if places:
         place = source.choice(places)
         if isinstance(found[place], dict | list) and source.random() < 0.6:
@@ -330,9 +390,20 @@ def change(source: random.Random, found: Any) -> None:
 
 
 def check_files(folder: Path, count: int, seed: int) -> None:
-    source, run = random.Random(seed), write_run(folder / "run", steps=20, ranks=2, ended=None, sampled=[("a", "b")])
+    source, run = (
+        random.Random(seed),
+        write_run(folder / "run", steps=20, ranks=2, ended=None, sampled=[("a", "b")]),
+    )
     write_samples(run, host=lambda _: os.uname().nodename)
-    event = {"time": 1.0, "kind": "failed", "attempt": 1, "rank": 0, "message": "lost", "host": "mac", "error": "x"}
+    event = {
+        "time": 1.0,
+        "kind": "failed",
+        "attempt": 1,
+        "rank": 0,
+        "message": "lost",
+        "host": "mac",
+        "error": "x",
+    }
     (run / "events.jsonl").write_text(f"{json.dumps(event)}\n" * 3)
     whole = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for _ in range(count):
@@ -378,7 +449,9 @@ def test_a_run_that_cannot_be_shown_hides_no_other(
     assert capsys.readouterr().err.count("out of nowhere") == 1
 
 
-@pytest.mark.parametrize("made", [lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir])
+@pytest.mark.parametrize(
+    "made", [lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir]
+)
 def test_logs_are_files_of_the_run(tmp_path: Path, made: Callable[[Path], None]) -> None:
     run = write_run(tmp_path / "run")
     (run / "logs").mkdir(exist_ok=True)

@@ -34,8 +34,14 @@ def write(folder: Path, *texts: str, name: str = "train") -> Path:
     return folder
 
 
-def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], splits: tuple[str, ...] = ("train",)) -> list[str]:
-    """A stand-in for the ``datasets`` library, whose every split has ``rows``; gives the splits that are loaded."""
+def hub(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[dict[str, Any]],
+    splits: tuple[str, ...] = ("train",),
+) -> list[str]:
+    """A stand-in for the ``datasets`` library, whose every split has ``rows``; gives the splits
+    that are loaded.
+    """
     module, loaded = types.ModuleType("datasets"), list[str]()
     module.load_dataset = lambda *_, split, **__: (loaded.append(split), rows)[1]  # type: ignore[attr-defined]
     module.get_dataset_split_names = lambda path: list(splits)  # type: ignore[attr-defined]
@@ -52,7 +58,9 @@ def test_data_that_change_while_they_are_read_are_not_stored(
     tiny_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "data", "the first version")
-    config = build_config({"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0})
+    config = build_config(
+        {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0}
+    )
     tokenizer = load_tokenizer(str(tiny_model))
     sources = find_splits(config)
     plain = sources["train"]
@@ -73,15 +81,25 @@ def test_a_split_that_a_hub_dataset_lacks_is_said_before_training(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub(monkeypatch, [{"text": "some words"}])
-    config = build_config({"model": str(tiny_model), "data": "owner/name", "train": True, "test": True})
+    config = build_config(
+        {"model": str(tiny_model), "data": "owner/name", "train": True, "test": True}
+    )
     with pytest.raises(DataError, match="no test split") as caught:
         find_splits(config)
     assert "test_split" in (caught.value.hint or "")
 
 
-def test_columns_are_heeded_for_a_hub_dataset_named_by_data(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_heeded_for_a_hub_dataset_named_by_data(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub(monkeypatch, [{"text": "not this", "story": "once upon a time"}])
-    flags = {"model": str(tiny_model), "data": "owner/name", "train": True, "val_batches": 0, "text_feature": "story"}
+    flags = {
+        "model": str(tiny_model),
+        "data": "owner/name",
+        "train": True,
+        "val_batches": 0,
+        "text_feature": "story",
+    }
     tokenizer = load_tokenizer(str(tiny_model)).tokenizer
     assert "once upon a time" in text_of(load_data(build_config(flags)), tokenizer)
 
@@ -100,7 +118,14 @@ def test_a_hub_dataset_named_by_data_is_taken_by_its_own_splits(
 ) -> None:
     found = hub(monkeypatch, [{"text": "some words"}], splits)
     sources = find_splits(
-        build_config({"model": str(tiny_model), "data": "owner/name", "train": True, "test": "test" in splits})
+        build_config(
+            {
+                "model": str(tiny_model),
+                "data": "owner/name",
+                "train": True,
+                "test": "test" in splits,
+            }
+        )
     )
     assert found == loaded
     assert list(sources) == ["train", "valid", *(["test"] if "test" in splits else [])]
@@ -108,19 +133,29 @@ def test_a_hub_dataset_named_by_data_is_taken_by_its_own_splits(
 
 @pytest.mark.parametrize("where", [{"data": "demo"}, {"hf_dataset": {"path": "owner/name"}}])
 def test_columns_without_effect_are_refused(where: dict[str, Any], tiny_model: Path) -> None:
-    config = build_config({"model": str(tiny_model), "train": True, "text_feature": "story", **where})
+    config = build_config(
+        {"model": str(tiny_model), "train": True, "text_feature": "story", **where}
+    )
     with pytest.raises(ConfigError) as caught:
         find_splits(config)
     assert caught.value.where == "--text-feature"
 
 
-def test_places_in_notes_are_those_of_the_file_that_was_read(tiny_model: Path, tmp_path: Path) -> None:
+def test_places_in_notes_are_those_of_the_file_that_was_read(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     rows = [{"prompt": "a" * 90, "completion": "b"}, {"prompt": "a", "completion": "b"}]
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "valid"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "mask_prompt": True, "max_seq_length": 60}
+    flags = {
+        "model": str(tiny_model),
+        "data": str(folder),
+        "train": True,
+        "mask_prompt": True,
+        "max_seq_length": 60,
+    }
     notes = [note for note in load_data(build_config(flags)).notes if "left out" in note]
     assert [note.rpartition(": ")[2] for note in notes] == ["train.jsonl:1", "valid.jsonl:1"]
 
@@ -136,12 +171,19 @@ def test_places_in_notes_are_those_of_the_file_that_was_read(tiny_model: Path, t
     ],
 )
 def test_an_error_gives_the_path_as_the_person_did(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, where: str
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: str,
+    where: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / name).parent.mkdir(parents=True)
     (tmp_path / "data" / name).write_text(content)
-    config = build_config({"train": True, "model": str(tiny_model), "data": "./data", "packing": True})
+    config = build_config(
+        {"train": True, "model": str(tiny_model), "data": "./data", "packing": True}
+    )
     with pytest.raises(DataError) as caught:
         load_data(config)
     assert caught.value.where == where
@@ -150,7 +192,13 @@ def test_an_error_gives_the_path_as_the_person_did(
 
 def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
     def pretraining(file: Path, **options: Any) -> PretrainConfig:
-        given = {"train": True, "data": str(file), "tokenizer": str(tiny_model), "max_seq_length": 8, **options}
+        given = {
+            "train": True,
+            "data": str(file),
+            "tokenizer": str(tiny_model),
+            "max_seq_length": 8,
+            **options,
+        }
         return build_config(given, None, PretrainConfig)
 
     file = tmp_path / "stories.txt"
@@ -173,12 +221,20 @@ def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("more", "noted"), [(0, True), (1, False)])
-def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, more: int, noted: bool) -> None:
+def test_a_text_shorter_than_a_row_is_noted(
+    tiny_model: Path, tmp_path: Path, more: int, noted: bool
+) -> None:
     file = tmp_path / "train.txt"
     file.write_text("Hi there.")
     tokenizer = load_tokenizer(str(tiny_model))
     count = len(tokenizer.tokenizer.encode("Hi there.")) + 1  # the end of the text
-    given = {"train": True, "data": str(tmp_path), "model": str(tiny_model), "packing": True, "val_batches": 0}
+    given = {
+        "train": True,
+        "data": str(tmp_path),
+        "model": str(tiny_model),
+        "packing": True,
+        "val_batches": 0,
+    }
     data = load_data(build_config({**given, "max_seq_length": count - more}))
     assert data.train is not None
     assert len(data.train) == 1
@@ -187,17 +243,27 @@ def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("rows", "noted"), [(3, True), (30, False)])
-def test_one_long_text_is_as_many_examples_as_rows(tiny_model: Path, tmp_path: Path, rows: int, noted: bool) -> None:
+def test_one_long_text_is_as_many_examples_as_rows(
+    tiny_model: Path, tmp_path: Path, rows: int, noted: bool
+) -> None:
     for name, count in (("train", 200), ("valid", rows)):
         (tmp_path / f"{name}.txt").write_text("Once upon. " * count)
-    given = {"train": True, "data": str(tmp_path), "model": str(tiny_model), "packing": True, "max_seq_length": 11}
+    given = {
+        "train": True,
+        "data": str(tmp_path),
+        "model": str(tiny_model),
+        "packing": True,
+        "max_seq_length": 11,
+    }
     assert any(note.startswith("valid: ") for note in load_data(build_config(given)).notes) == noted
 
 
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
     folder = write(write(tmp_path / "data", "some words"), "more words", name="eval")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True}
-    assert any("eval.jsonl: call it valid.jsonl" in note for note in load_data(build_config(flags)).notes)
+    assert any(
+        "eval.jsonl: call it valid.jsonl" in note for note in load_data(build_config(flags)).notes
+    )
 
 
 def test_the_tokenizers_files_are_part_of_the_key(tiny_model: Path, tmp_path: Path) -> None:
@@ -225,7 +291,12 @@ def test_a_rank_that_does_not_lead_waits_for_the_one_that_does(
         return store.open_store(*arguments, patience_s=0.0)
 
     monkeypatch.setattr(datasets, "open_store", noted)
-    flags = {"model": str(tiny_model), "data": str(write(tmp_path / "data", "words")), "train": True, "val_batches": 0}
+    flags = {
+        "model": str(tiny_model),
+        "data": str(write(tmp_path / "data", "words")),
+        "train": True,
+        "val_batches": 0,
+    }
     config, tokenizer = build_config(flags), load_tokenizer(str(tiny_model))
     for leads in (True, False):
         open_data(config, find_splits(config), tokenizer, leads=leads)
@@ -233,16 +304,28 @@ def test_a_rank_that_does_not_lead_waits_for_the_one_that_does(
 
 
 @pytest.mark.parametrize(("batch", "noted"), [(2, False), (3, True)])
-def test_a_batch_of_more_than_all_examples_is_noted(tiny_model: Path, tmp_path: Path, batch: int, noted: bool) -> None:
+def test_a_batch_of_more_than_all_examples_is_noted(
+    tiny_model: Path, tmp_path: Path, batch: int, noted: bool
+) -> None:
     folder = write(tmp_path / "data", "some words", "more words")
-    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0, "batch_size": batch}
+    flags = {
+        "model": str(tiny_model),
+        "data": str(folder),
+        "train": True,
+        "val_batches": 0,
+        "batch_size": batch,
+    }
     said = "train: 2 examples, less than a batch: each step trains on all"
     assert load_data(build_config(flags)).notes == ((said,) if noted else ())
 
 
-def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "data" / "train.jsonl").mkdir(parents=True)
-    config = build_config({"model": str(tiny_model), "data": str(tmp_path / "data"), "train": True, "val_batches": 0})
+    config = build_config(
+        {"model": str(tiny_model), "data": str(tmp_path / "data"), "train": True, "val_batches": 0}
+    )
     with pytest.raises(DataError, match="Is a directory") as caught:
         open_data(config, find_splits(config), load_tokenizer(str(tiny_model)))
     assert caught.value.where == str(tmp_path / "data" / "train.jsonl")
@@ -250,7 +333,9 @@ def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(tiny_model: Pa
 
 
 @pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"])
-def test_what_the_template_leaves_out_is_noted_at_every_start(tiny_model: Path, tmp_path: Path, template: str) -> None:
+def test_what_the_template_leaves_out_is_noted_at_every_start(
+    tiny_model: Path, tmp_path: Path, template: str
+) -> None:
     model, folder = tmp_path / "model", tmp_path / "data"
     shutil.copytree(tiny_model, model)
     (model / "chat_template.jinja").write_text(
@@ -259,9 +344,20 @@ def test_what_the_template_leaves_out_is_noted_at_every_start(tiny_model: Path, 
     )
     folder.mkdir()
     thoughts = ["", *(f"<think>\nIt is {n}.\n</think>\n\n" for n in range(5))]
-    rows = [[{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": f"{one}Aye."}] for one in thoughts]
-    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    flags = {"model": str(model), "data": str(folder), "train": True, "val_batches": 0, "mask_prompt": True}
+    rows = [
+        [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": f"{one}Aye."}]
+        for one in thoughts
+    ]
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    )
+    flags = {
+        "model": str(model),
+        "data": str(folder),
+        "train": True,
+        "val_batches": 0,
+        "mask_prompt": True,
+    }
     # Opened the second time.
     for _ in range(2):
         said = [note for note in load_data(build_config(flags)).notes if "leaves out" in note]
@@ -270,5 +366,9 @@ def test_what_the_template_leaves_out_is_noted_at_every_start(tiny_model: Path, 
             continue
         (note,) = said
         assert note.startswith("train: 5 of 6 examples: ")
-        for words in ('"It is 0."', "(train.jsonl:2, train.jsonl:3, train.jsonl:4, ...)", "what to do: "):
+        for words in (
+            '"It is 0."',
+            "(train.jsonl:2, train.jsonl:3, train.jsonl:4, ...)",
+            "what to do: ",
+        ):
             assert words in note

@@ -1,4 +1,6 @@
-"""Chat templates that write the current date: which date it is, who is told, and all else as transformers has it."""
+"""Chat templates that write the current date: which date it is, who is told, and all else as
+transformers has it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from allhands.data.shapes import Example
 from allhands.errors import DataError
 
 NEW_YEAR = datetime(2027, 1, 1, 9, 5, 7)
-# As in Llama 3.2 (asked whether it is there), gpt-oss (in a macro), Mistral (computed with), and in every awkward way.
+# As in Llama 3.2 (asked whether it is there), gpt-oss (in a macro), Mistral (computed with), and in
+# every awkward way.
 DATES = {
     "plain": "Today: {{ strftime_now('%d %b %Y') }}\n",
     "asked for": """{% if not date_string is defined %}{% if strftime_now is defined %}
@@ -43,7 +46,10 @@ class StoppedDatetime(datetime):
 
 def chat(*turns: str, tools: list[Any] | None = None) -> Record:
     """Questions and answers in turn."""
-    messages = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
+    messages = [
+        {"role": ("user", "assistant")[place % 2], "content": turn}
+        for place, turn in enumerate(turns)
+    ]
     return Record("chat", messages=tuple(messages), tools=tools, source="train.jsonl", line=7)
 
 
@@ -54,7 +60,9 @@ def test_the_date_is_that_of_the_moment_and_all_else_as_transformers_has_it(
 ) -> None:
     tokenizer = tiny(DATES[name] + CHATML)
     record = chat("When?", "Now.", "And then?", "Later.")
-    ours = Renderer(tokenizer, mask_prompt=masked, max_seq_length=4096, moment=NEW_YEAR).render(record)
+    ours = Renderer(tokenizer, mask_prompt=masked, max_seq_length=4096, moment=NEW_YEAR).render(
+        record
+    )
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", StoppedDatetime)
     text = tokenizer.apply_chat_template(list(record.messages or ()), tokenize=False)
     assert ours.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False)
@@ -63,7 +71,9 @@ def test_the_date_is_that_of_the_moment_and_all_else_as_transformers_has_it(
         assert trained == "Now.<|im_end|>Later.<|im_end|>"
     assert bool(ours.dates) == (name not in ("not at all", "computed with"))
     assert all(date in text for date in ours.dates)
-    later = Renderer(tokenizer, mask_prompt=masked, max_seq_length=4096, moment=NEW_YEAR + timedelta(days=40))
+    later = Renderer(
+        tokenizer, mask_prompt=masked, max_seq_length=4096, moment=NEW_YEAR + timedelta(days=40)
+    )
     assert (later.render(record).tokens.tolist() == ours.tokens.tolist()) == (
         name in ("not at all", "with a format of its own")
     )
@@ -73,17 +83,24 @@ def test_without_a_moment_one_renderer_keeps_to_one(monkeypatch: pytest.MonkeyPa
     """Answers are found by rendering a conversation several times, between which a second may pass."""
     ticks = iter(range(10_000))
     monkeypatch.setattr(
-        StoppedDatetime, "now", classmethod(lambda _, tz=None: NEW_YEAR + timedelta(seconds=next(ticks)))
+        StoppedDatetime,
+        "now",
+        classmethod(lambda _, tz=None: NEW_YEAR + timedelta(seconds=next(ticks))),
     )
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", StoppedDatetime)
-    renderer = Renderer(tiny("{{ strftime_now('%S') }}" + CHATML), mask_prompt=True, max_seq_length=4096)
+    renderer = Renderer(
+        tiny("{{ strftime_now('%S') }}" + CHATML), mask_prompt=True, max_seq_length=4096
+    )
     first, second = (renderer.render(chat("a", "b", "c", "d")) for _ in range(2))
     assert first.tokens.tolist() == second.tokens.tolist()
 
 
 def test_of_several_templates_the_right_one_is_asked() -> None:
     tokenizer = tiny("" + CHATML + " ")  # of its own, since the other tests share theirs
-    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}" + CHATML, "tool_use": "tools " + CHATML}
+    tokenizer.chat_template = {
+        "default": "{{ strftime_now('%Y') }}" + CHATML,
+        "tool_use": "tools " + CHATML,
+    }
     texts = []
     for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
         record = chat("a", "b", tools=tools)
@@ -95,7 +112,9 @@ def test_of_several_templates_the_right_one_is_asked() -> None:
 
 def test_what_a_dated_template_rejects_is_rejected() -> None:
     words = "{{ strftime_now('%Y') }}{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
-    renderer = Renderer(tiny(words + CHATML), mask_prompt=True, max_seq_length=4096, moment=NEW_YEAR)
+    renderer = Renderer(
+        tiny(words + CHATML), mask_prompt=True, max_seq_length=4096, moment=NEW_YEAR
+    )
     with pytest.raises(DataError, match="not this"):
         renderer.render(chat("no", "b"))
     assert renderer.render(chat("yes", "b")).mask.any()
@@ -107,7 +126,7 @@ def test_a_question_is_answered_today(monkeypatch: pytest.MonkeyPatch) -> None:
     assert template.text([{"role": "user", "content": "a"}], None).startswith("01 Jan 2027")
 
 
-# --- data check --------------------------------------------------------------------------------------
+# --- data check -----------------------------------------------------------------------------------
 
 
 def found_in(records: list[Record], tokenizer: Any) -> dict[str, DataFinding]:
@@ -121,7 +140,10 @@ def test_a_date_is_a_note_that_counts_the_chats_that_have_it() -> None:
     words = "{% if messages[0].content != 'x' %}Today: {{ strftime_now('%d %b %Y') }}\n{% endif %}"
     plain, dated = tiny(CHATML), tiny(words + CHATML)
     records = [chat(f"q{i}", f"a{i}") for i in range(6)]
-    without = [Record("text", text="Today is the day.", source="train.jsonl", line=8), chat("x", "y")]
+    without = [
+        Record("text", text="Today is the day.", source="train.jsonl", line=8),
+        chat("x", "y"),
+    ]
     assert "dated" not in found_in(records + without, plain)
     found = found_in(records + without, dated)["dated"]
     assert (found.severity, found.count, found.total) == ("note", 6, 8)

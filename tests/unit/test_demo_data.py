@@ -1,4 +1,6 @@
-"""The shipped pirate data: enough of it, no leak from split to split, consistent speech, and the score."""
+"""The shipped pirate data: enough of it, no leak from split to split, consistent speech, and the
+score.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def topics() -> dict[QuestionPair, frozenset[str]]:
     everything = {pair: words(f"{pair.question} {pair.answer}") for pair in pairs()}
     counts = Counter(word for found in everything.values() for word in found)
     return {
-        pair: frozenset(word for word in found if counts[word] <= COMMON and not is_pirate_word(word))
+        pair: frozenset(
+            word for word in found if counts[word] <= COMMON and not is_pirate_word(word)
+        )
         for pair, found in everything.items()
     }
 
@@ -59,7 +63,11 @@ def test_there_are_enough_pairs_on_many_subjects() -> None:
 
 
 def test_the_splits_hold_every_pair_once_and_every_subject() -> None:
-    assert {name: len(members) for name, members in splits().items()} == {"train": 504, "valid": 64, "test": 64}
+    assert {name: len(members) for name, members in splits().items()} == {
+        "train": 504,
+        "valid": 64,
+        "test": 64,
+    }
     assert Counter(pair for members in splits().values() for pair in members) == Counter(pairs())
     subjects = {pair.topic for pair in pairs()}
     assert all({pair.topic for pair in members} == subjects for members in splits().values())
@@ -87,10 +95,12 @@ def test_nothing_leaks_from_one_split_to_another() -> None:
 
 def test_the_search_for_twins_finds_twins() -> None:
     one = next(pair for pair in pairs() if "rainbow" in pair.question)
-    twin = (
-        "Sunlight enters raindrops, bends, bounces off the back an' bends again as it leaves, splittin' into colours."
+    twin = "Sunlight enters raindrops, bends, bounces off the back an' bends again as it leaves, splittin' into colours."
+    about = frozenset(
+        word
+        for word in words(f"How do rainbows appear after rain? {twin}")
+        if not is_pirate_word(word)
     )
-    about = frozenset(word for word in words(f"How do rainbows appear after rain? {twin}") if not is_pirate_word(word))
     assert len(about & topics()[one]) / min(len(about), len(topics()[one])) > 0.34
 
 
@@ -118,7 +128,10 @@ def test_every_answer_is_pirate_speech_and_about_as_much_of_it() -> None:
 
 
 def count_answers(pattern: str) -> int:
-    return sum(bool(re.search(rf"(?<![\w'])(?:{pattern})(?![\w'])", pair.answer, re.IGNORECASE)) for pair in pairs())
+    return sum(
+        bool(re.search(rf"(?<![\w'])(?:{pattern})(?![\w'])", pair.answer, re.IGNORECASE))
+        for pair in pairs()
+    )
 
 
 def test_the_speech_is_consistent() -> None:

@@ -1,4 +1,6 @@
-"""The files in deploy/ are what Slurm, Kubernetes, Kubeflow and Docker take, and their commands are ours."""
+"""The files in deploy/ are what Slurm, Kubernetes, Kubeflow and Docker take, and their commands are
+ours.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def trained(words: list[str]) -> TrainConfig:
     return build_config(parse_arguments(words))
 
 
-# --- Kubernetes ----------------------------------------------------------------------------------------
+# --- Kubernetes -----------------------------------------------------------------------------------
 
 
 def pod_templates() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -70,7 +72,9 @@ def test_there_is_each_kind_once() -> None:
 
 
 def test_the_schemas_of_kubernetes_take_them() -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     checked = 0
     for path in MANIFESTS:
         for document in documents(path):
@@ -83,13 +87,17 @@ def test_the_schemas_of_kubernetes_take_them() -> None:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         validator.validate(pod, validator.latest_version(), strict=True)
         pod["spec"] = {**template["spec"], "terminationGracePeriod": 1}
-        with pytest.raises(validator.ValidationError):  # the schema of this very place refuses a misspelt key
+        with pytest.raises(
+            validator.ValidationError
+        ):  # the schema of this very place refuses a misspelt key
             validator.validate(pod, validator.latest_version(), strict=True)
         assert name
 
 
 def test_kubeflows_own_models_take_the_train_job() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
+    )
     document = of_kind("TrainJob")
     read = models.TrainerV1alpha1TrainJob.from_dict(document)
     # What the models do not know they leave out, so nothing may be missing.
@@ -107,7 +115,13 @@ MPI_JOB: dict[str, type] = {
     "mpiImplementation": str,
 }
 RUN_POLICY = {
-    *("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "schedulingPolicy"),
+    *(
+        "cleanPodPolicy",
+        "ttlSecondsAfterFinished",
+        "activeDeadlineSeconds",
+        "backoffLimit",
+        "schedulingPolicy",
+    ),
     *("suspend", "managedBy"),
 }
 
@@ -116,7 +130,9 @@ def test_the_mpi_job_has_only_fields_of_its_kind() -> None:
     document = of_kind("MPIJob")
     spec = document["spec"]
     assert document["apiVersion"] == "kubeflow.org/v2beta1"
-    assert {name: type(value) for name, value in spec.items()} == {name: MPI_JOB[name] for name in spec}
+    assert {name: type(value) for name, value in spec.items()} == {
+        name: MPI_JOB[name] for name in spec
+    }
     assert set(spec["runPolicy"]) <= RUN_POLICY
     assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
     assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
@@ -131,7 +147,10 @@ def test_the_mpi_job_starts_a_rank_a_slot_with_what_mpirun_and_we_understand() -
     (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     words = [*launcher["command"], *launcher["args"]]
     ours = words.index("/opt/allhands/bin/allhands")
-    assert int(words[words.index("-np") + 1]) == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert (
+        int(words[words.index("-np") + 1])
+        == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    )
     assert words[ours + 1] == "train"
     config = trained(words[ours + 2 :])
     assert config.train
@@ -149,15 +168,21 @@ def test_the_mpi_job_starts_a_rank_a_slot_with_what_mpirun_and_we_understand() -
 
 
 def test_mpirun_asks_ssh_for_the_workers_by_their_full_names(tmp_path: Path) -> None:
-    """Ours, with the manifest's own words; only the hostfile and the program in ssh's place are others."""
+    """Ours, with the manifest's own words; only the hostfile and the program in ssh's place are
+    others.
+    """
     from allhands.cluster.mpi import find_mpi, mpi_variables
 
     mpi = find_mpi()
     if mpi is None:
         pytest.skip("Open MPI is not installed")
-    (launcher,) = of_kind("MPIJob")["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    (launcher,) = of_kind("MPIJob")["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"][
+        "containers"
+    ]
     hostfile, ssh, asked = tmp_path / "hostfile", tmp_path / "ssh", tmp_path / "asked"
-    hostfile.write_text("".join(f"allhands-worker-{n}.allhands.default.svc slots=1\n" for n in (0, 1)))
+    hostfile.write_text(
+        "".join(f"allhands-worker-{n}.allhands.default.svc slots=1\n" for n in (0, 1))
+    )
     ssh.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(asked))}\nexit 1\n')
     ssh.chmod(0o755)
     words = [str(hostfile) if word == "/etc/mpi/hostfile" else word for word in launcher["args"]]
@@ -187,9 +212,15 @@ def test_pods_of_the_indexed_job_recognise_each_other() -> None:
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert pod["subdomain"] == service["metadata"]["name"] == variables["ALLHANDS_PEERS_SERVICE"]
     assert spec["completions"] == spec["parallelism"] == int(variables["ALLHANDS_NUM_NODES"])
-    names = [f"{job['metadata']['name']}-{n}.{pod['subdomain']}" for n in range(spec["completions"])]
+    names = [
+        f"{job['metadata']['name']}-{n}.{pod['subdomain']}" for n in range(spec["completions"])
+    ]
     for index, name in enumerate(names):
-        own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name.partition(".")[0], "KUBERNETES_SERVICE_HOST": "::1"}
+        own = {
+            "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": name.partition(".")[0],
+            "KUBERNETES_SERVICE_HOST": "::1",
+        }
         launch = recognise({**variables, **own}, root=Path("/nonexistent"))
         assert (launch.launcher, launch.rank, launch.size) == ("kubernetes", index, 2)
         assert launch.hosts == tuple(names)
@@ -201,11 +232,23 @@ def test_pods_of_the_indexed_job_recognise_each_other() -> None:
 def test_exit_codes_that_end_the_job_are_those_of_our_mistakes() -> None:
     from allhands import errors
 
-    (rule,) = (one for one in of_kind("Job")["spec"]["podFailurePolicy"]["rules"] if one["action"] == "FailJob")
+    (rule,) = (
+        one
+        for one in of_kind("Job")["spec"]["podFailurePolicy"]["rules"]
+        if one["action"] == "FailJob"
+    )
     codes = {
-        kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AllhandsError)
+        kind.exit_code
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, AllhandsError)
     }
-    lasting = codes - {1, 7, 8, 75, 130}  # defects, peers that are lost, and stops may be other the next time
+    lasting = codes - {
+        1,
+        7,
+        8,
+        75,
+        130,
+    }  # defects, peers that are lost, and stops may be other the next time
     assert set(rule["onExitCodes"]["values"]) == lasting
 
 
@@ -221,7 +264,8 @@ def test_pods_of_the_train_job_recognise_each_other() -> None:
             "PET_MASTER_PORT": "29500",
         }
         launch = recognise(
-            {**variables, **set_by_kubeflow, "KUBERNETES_SERVICE_HOST": "::1"}, root=Path("/nonexistent")
+            {**variables, **set_by_kubeflow, "KUBERNETES_SERVICE_HOST": "::1"},
+            root=Path("/nonexistent"),
         )
         assert (launch.rank, launch.size, launch.node, launch.num_nodes) == (node, 2, node, 2)
         assert launch.meeting is not None
@@ -242,28 +286,39 @@ def test_pods_have_no_rights_and_shared_memory() -> None:
         assert spec["securityContext"]["runAsNonRoot"], name
         assert not spec["automountServiceAccountToken"], name
         for one in spec["containers"]:
-            assert one["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert one["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
             mounts = {mount["name"]: mount["mountPath"] for mount in one.get("volumeMounts", [])}
             if "launcher" not in name.lower():
                 assert mounts == {"storage": "/storage", "shared-memory": "/dev/shm"}
-                memory = next(volume for volume in spec["volumes"] if volume["name"] == "shared-memory")
+                memory = next(
+                    volume for volume in spec["volumes"] if volume["name"] == "shared-memory"
+                )
                 assert memory["emptyDir"]["medium"] == "Memory"
     claim = of_kind("PersistentVolumeClaim")["metadata"]["name"]
     named = re.findall(r"claimName: (\S+)", "".join(path.read_text() for path in MANIFESTS))
     assert set(named) == {claim}
 
 
-# --- Slurm ---------------------------------------------------------------------------------------------
+# --- Slurm ----------------------------------------------------------------------------------------
 
 
 def test_scripts_are_sound() -> None:
     for path in (SBATCH, DEPLOY / "docker/train"):
-        done = subprocess.run([tool("shellcheck"), str(path)], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [tool("shellcheck"), str(path)], capture_output=True, text=True, timeout=30, check=False
+        )
         assert done.returncode == 0, done.stdout
 
 
-def submit(tmp_path: Path, code: int, state: str, *words: str, **variables: str) -> tuple[int, list[list[str]], str]:
-    """Run the batch script with programs in the place of Slurm's that write down how they were called."""
+def submit(
+    tmp_path: Path, code: int, state: str, *words: str, **variables: str
+) -> tuple[int, list[list[str]], str]:
+    """Run the batch script with programs in the place of Slurm's that write down how they were
+    called.
+    """
     (tmp_path / "bin").mkdir(exist_ok=True)
     log = tmp_path / "called"
     log.unlink(missing_ok=True)
@@ -276,9 +331,20 @@ def submit(tmp_path: Path, code: int, state: str, *words: str, **variables: str)
         path.write_text(f"#!/bin/sh\n{record}\n{answer}\n")
         path.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    env |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "VENV": "", **variables}
+    env |= {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "77",
+        "VENV": "",
+        **variables,
+    }
     done = subprocess.run(
-        ["bash", str(SBATCH), *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        ["bash", str(SBATCH), *words],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return done.returncode, calls, done.stdout + done.stderr
@@ -290,10 +356,22 @@ def test_the_batch_script_trains_with_our_options(tmp_path: Path) -> None:
     assert code == 0, text
     (srun,) = calls
     ours = srun.index("allhands")
-    assert srun[:ours] == ["srun", "--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    assert srun[:ours] == [
+        "srun",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--cpus-per-task=6",
+    ]
     assert srun[ours + 1] == "train"
     config = trained(srun[ours + 2 :])
-    said = (config.train, config.model, config.data, config.adapter_path, config.resume, config.iters)
+    said = (
+        config.train,
+        config.model,
+        config.data,
+        config.adapter_path,
+        config.resume,
+        config.iters,
+    )
     assert said == (True, "a model", "my data", "runs/x", "auto", 7)
     assert config.mask_prompt
     warning = re.search(r"^#SBATCH --signal=USR1@(\d+)$", SBATCH.read_text(), re.MULTILINE)
@@ -329,11 +407,13 @@ def test_a_gpu_job_without_gpus_is_refused(tmp_path: Path) -> None:
     assert "--gpus-per-task=1" in text
 
 
-# --- Docker --------------------------------------------------------------------------------------------
+# --- Docker ---------------------------------------------------------------------------------------
 
 
 def test_the_dockerfile_is_sound() -> None:
-    done = subprocess.run([tool("hadolint"), str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [tool("hadolint"), str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout == ""
 
@@ -366,11 +446,17 @@ def test_stages_are_made_of_stages_and_end_without_rights() -> None:
         assert known, line
         stages[name or "last"] = base
     assert {"cpu", "cuda", "mpi", "last"} <= set(stages)
-    assert [user for user in instructions("USER") if user != "0"] == ["${RUN_AS}", "${RUN_AS}", "1000"]
+    assert [user for user in instructions("USER") if user != "0"] == [
+        "${RUN_AS}",
+        "${RUN_AS}",
+        "1000",
+    ]
     arguments = dict(line.split("=", 1) for line in instructions("ARG"))
     assert arguments["RUN_AS"] == "1000"
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", arguments["BASE"])
-    assert [json.loads(words) for words in instructions("ENTRYPOINT")] == [["/opt/allhands/bin/allhands", "container"]]
+    assert [json.loads(words) for words in instructions("ENTRYPOINT")] == [
+        ["/opt/allhands/bin/allhands", "container"]
+    ]
 
 
 def test_constraints_fit_what_the_project_asks_for() -> None:
@@ -394,7 +480,17 @@ def test_constraints_fit_what_the_project_asks_for() -> None:
 @pytest.mark.long
 def test_the_constraints_can_be_installed(tmp_path: Path) -> None:
     """As the image for CPUs does; needs a package index."""
-    index = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path), "typer"]
+    index = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--dest",
+        str(tmp_path),
+        "typer",
+    ]
     if subprocess.run(index, capture_output=True, timeout=120, check=False).returncode:
         pytest.skip("there is no package index")
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
@@ -408,15 +504,22 @@ def test_the_constraints_can_be_installed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    names = {canonicalize_name(entry["metadata"]["name"]) for entry in json.loads(report.read_text())["install"]}
+    names = {
+        canonicalize_name(entry["metadata"]["name"])
+        for entry in json.loads(report.read_text())["install"]
+    }
     assert {"allhands", "mlx", "mlx-cpu", "openmpi"} <= names
 
 
-# --- docs/servers.md -------------------------------------------------------------------------------------
+# --- docs/servers.md ------------------------------------------------------------------------------
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "docs/servers.md").read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$",
+        (ROOT / "docs/servers.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
 
 
 def test_the_files_and_stages_that_the_page_names_exist() -> None:
@@ -437,7 +540,12 @@ def test_options_in_containers_are_ours(tmp_path: Path) -> None:
     (job,) = blocks("json")
     (tmp_path / "hyperparameters.json").write_text(json.dumps(json.loads(job)["HyperParameters"]))
     config = merged({}, hyperparameters({}, tmp_path / "hyperparameters.json"))
-    assert (config.iters, config.learning_rate, config.mask_prompt, config.lora_parameters.rank) == (
+    assert (
+        config.iters,
+        config.learning_rate,
+        config.mask_prompt,
+        config.lora_parameters.rank,
+    ) == (
         1000,
         1e-4,
         True,
@@ -454,7 +562,9 @@ def test_options_after_the_batch_script_are_ours() -> None:
     found = 0
     for line in [*"".join(blocks("bash")).splitlines(), *SBATCH.read_text().splitlines()]:
         words = line.strip("# ").split()
-        script = next((i for i, word in enumerate(words) if word.endswith("/allhands.sbatch")), None)
+        script = next(
+            (i for i, word in enumerate(words) if word.endswith("/allhands.sbatch")), None
+        )
         if script is not None and "sbatch" in words[:script]:
             trained(words[script + 1 :])
             found += 1

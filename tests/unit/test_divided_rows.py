@@ -1,4 +1,6 @@
-"""Arrays that ranks have divided: every number is one rank's, and comes back whole; passes say when they wait."""
+"""Arrays that ranks have divided: every number is one rank's, and comes back whole; passes say when
+they wait.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from allhands.parallel.sharding import shard
 from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import Evaluator
 
-SHAPES = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+SHAPES = st.lists(
+    st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+)
 
 
 class Seat:
@@ -38,7 +42,9 @@ class Seat:
         self.rank, self.size = rank, size
 
 
-def rows_of(shapes: Sequence[tuple[int, ...]], ranks: int, boxed: bool, shares: Sequence[float]) -> list[Any]:
+def rows_of(
+    shapes: Sequence[tuple[int, ...]], ranks: int, boxed: bool, shares: Sequence[float]
+) -> list[Any]:
     """The same row as each rank has it, of modules with counted numbers."""
     found: list[Any] = []
     for rank in range(ranks):
@@ -55,7 +61,13 @@ def rows_of(shapes: Sequence[tuple[int, ...]], ranks: int, boxed: bool, shares: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(SHAPES, st.integers(1, 5), st.booleans(), st.lists(st.floats(0.1, 10), min_size=5, max_size=5), st.booleans())
+@given(
+    SHAPES,
+    st.integers(1, 5),
+    st.booleans(),
+    st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
+    st.booleans(),
+)
 def test_parts_of_a_row_are_all_of_it(
     shapes: list[tuple[int, ...]], ranks: int, boxed: bool, shares: list[float], uneven: bool
 ) -> None:
@@ -68,7 +80,9 @@ def test_parts_of_a_row_are_all_of_it(
             if isinstance(region, Flat):
                 numbers.reshape(-1)[region.start : region.stop] += 1
             else:
-                numbers[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))] += 1
+                numbers[
+                    tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
+                ] += 1
     assert all((each == 1).all() for each in seen)
     joined = rows[0].joined([mx.array(array) for array in whole], ranks)
     trees: list[Any] = [{} for _ in rows]
@@ -80,7 +94,8 @@ def test_parts_of_a_row_are_all_of_it(
     gathered = mx.concatenate(parts)
     for row in rows:
         assert all(np.array_equal(a, b) for a, b in zip(row.arrays(gathered), whole, strict=True))
-    # What gradients are added up in lies as what was gathered, and each rank's part of it has its names.
+    # What gradients are added up in lies as what was gathered, and each rank's part of it has its
+    # names.
     assert all(np.array_equal(a, b) for a, b in zip(rows[0].arrays(joined), whole, strict=True))
     for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         own = joined[place * row.each : place * row.each + row.kept]
@@ -97,8 +112,18 @@ def test_parts_are_as_large_as_their_shares() -> None:
 def small() -> Any:
     mx.random.seed(5)
     args = ModelArgs(
-        **{"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 32},
-        **{"num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 40, "num_key_value_heads": 2},
+        **{
+            "model_type": "llama",
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "intermediate_size": 32,
+        },
+        **{
+            "num_attention_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 40,
+            "num_key_value_heads": 2,
+        },
     )
     model = Model(args)
     mx.eval(model.parameters())
@@ -120,7 +145,9 @@ def test_an_evaluation_with_fetched_blocks_says_when_it_waits() -> None:
             "beat": lambda phase, step: heard.append((phase, step)),
             "together": FetchedSums(sharding, CAUSAL_LM),
         }
-        found = Evaluator(sharding.model, windows, twin, Mesh(twin.rank, 2, shard=2), Sizing(40), **more)(7)
+        found = Evaluator(
+            sharding.model, windows, twin, Mesh(twin.rank, 2, shard=2), Sizing(40), **more
+        )(7)
         answering, said = FetchedModel(sharding), list[str]()
         answering.heartbeat = said.append
         answering(mx.array([[1, 2, 3]]))

@@ -1,4 +1,6 @@
-"""What a stage holds, worked out before weights are read, against what a model of which they were read holds."""
+"""What a stage holds, worked out before weights are read, against what a model of which they were
+read holds.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     if detect().kind != "cpu":
         pytest.skip("held as on a CPU")
     prepare_quantized(model, detect(), compact=True)
-    assert [each.held_bytes for each in found.blocks] == pytest.approx([held(each) for each in model.layers], rel=0.1)
+    assert [each.held_bytes for each in found.blocks] == pytest.approx(
+        [held(each) for each in model.layers], rel=0.1
+    )
     assert found.embedding.held_bytes == pytest.approx(held(model.model.embed_tokens), rel=0.1)
     head = held(model.model.norm) + held(model.model.embed_tokens if tied else model.lm_head)
     assert found.head.held_bytes == pytest.approx(head, rel=0.1)
@@ -83,7 +87,10 @@ def test_experts_are_held_all_and_computed_by_some(bits: int | None) -> None:
     work = Work("lora", 64, 2, 4 * all_weights(blocks, tied=False), 0, "adamw")
     for each, form in zip(found, forms_on_cpu(blocks, bits, 32) if bits else (None,), strict=True):
         planned = pipelines.model_of(blocks, work, tied=False, form=form)
-        for here, there in ((each.blocks[0], planned.blocks[0]), (each.embedding, planned.embedding)):
+        for here, there in (
+            (each.blocks[0], planned.blocks[0]),
+            (each.embedding, planned.embedding),
+        ):
             assert there.numbers == pytest.approx(here.numbers, rel=0.02)
             assert there.held_bytes == pytest.approx(here.held_bytes, rel=0.1)
 
@@ -100,13 +107,17 @@ def test_no_stage_has_gradients_before_the_first_trained_block() -> None:
     assert [part.cost for part in layers.blocks] == [10, 10, 20, 20]
     assert [part.kept_bytes for part in layers.blocks] == [0, 0, 30, 30]
     assert layers.first_trained == 2
-    assert [part.num_bytes for part in layers.blocks] == [100, 100, 132, 132], "two states, two gradients"
+    assert [part.num_bytes for part in layers.blocks] == [100, 100, 132, 132], (
+        "two states, two gradients"
+    )
     assert (layers.head.cost, layers.head.num_bytes, layers.embedding.cost, once) == (100, 18, 0, 5)
     plain, _ = layers_of(model, None, None)
     assert [part.cost for part in plain.blocks] == [10] * 4
 
 
-def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_split_is_taken_where_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load_model(str(write_model(tmp_path / "model", layers=6, hidden=64)))
     config = build_config({"strategy": "pipeline", "num_layers": -1})
     make_trainable(loaded.model, config)
@@ -129,7 +140,7 @@ def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch
         agreed({STAGES: [5, 1]})
 
 
-# --- stages that were asked for -----------------------------------------------------------------------
+# --- stages that were asked for -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +152,22 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> DividedModel:
 
 
 def notes_of(divided: DividedModel, rooms: Sequence[int], **options: Any) -> list[str]:
-    """What is said of stages of two ranks that may have so many bytes, beside those of their processes."""
+    """What is said of stages of two ranks that may have so many bytes, beside those of their
+    processes.
+    """
     config = build_config({"strategy": "pipeline", "batch_size": 8, "num_layers": -1, **options})
     mesh = Mesh(0, 2, local_size=2, pipe=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dividing, "present_bytes", lambda _: 0)
-        patch.setattr(dividing, "gather_json", lambda _, own: [{**own, "room": room} for room in rooms])
+        patch.setattr(
+            dividing, "gather_json", lambda _, own: [{**own, "room": room} for room in rooms]
+        )
         return split_agreed(config, divided, mesh, CPU, SingleProcess())[1]
 
 
-def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the_rest(adapted: DividedModel) -> None:
+def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the_rest(
+    adapted: DividedModel,
+) -> None:
     weights = sum(held(block) for block in adapted.model.layers[6:]) + held(adapted.model.lm_head)
     assert notes_of(adapted, [10**9, 10**9], pp_split="6,2") == []
     (note,) = notes_of(adapted, [10**9, int(1.1 * weights)], pp_split="6,2")
@@ -178,7 +195,9 @@ def test_a_rank_holds_as_many_micro_batches_as_its_schedule_says(adapted: Divide
 
     once = [needed(rank, "4,4") for rank in range(2)]
     each = needed(0, "4,4", compile="on") - once[0]
-    assert each > 4 * 64 * 4 * 64 * 10, "what blocks keep of a micro-batch: ten widths and more for each token"
+    assert each > 4 * 64 * 4 * 64 * 10, (
+        "what blocks keep of a micro-batch: ten widths and more for each token"
+    )
     schedule_of_one = make_schedule("1f1b", 2, 8)
     for name in SCHEDULES:
         split = "2,2,2,2" if name == "interleaved" else "4,4"
@@ -186,5 +205,10 @@ def test_a_rank_holds_as_many_micro_batches_as_its_schedule_says(adapted: Divide
         for rank, most in enumerate(schedule.most_alive):
             alive = most * 2 / schedule.num_stages
             found = needed(rank, split, compile="on", pp_schedule=name)
-            more = (most - schedule_of_one.most_alive[rank]) * 64 * 64 * 4  # hidden states that have come
-            assert found == pytest.approx(once[rank] + (alive - 1) * each + more, rel=0.01), (name, rank)
+            more = (
+                (most - schedule_of_one.most_alive[rank]) * 64 * 64 * 4
+            )  # hidden states that have come
+            assert found == pytest.approx(once[rank] + (alive - 1) * each + more, rel=0.01), (
+                name,
+                rank,
+            )

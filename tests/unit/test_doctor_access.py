@@ -1,4 +1,6 @@
-"""The doctor's checks of ssh, shells, Pythons, versions and clocks: each finds its illness, and nothing in the well."""
+"""The doctor's checks of ssh, shells, Pythons, versions and clocks: each finds its illness, and
+nothing in the well.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,19 @@ def python(version: str = "3.11.7", **versions: str) -> dict[str, Any]:
 def test_healthy_computers_have_nothing() -> None:
     assert findings_of(cluster()) == []
     assert findings_of(cluster(host(1, mac_facts(1)), host(2, mac_facts(2)))) == []
-    assert {check.name for check in well(cluster())} >= {"ssh", "versions", "clock", "ports", "route", "disk"}
+    assert {check.name for check in well(cluster())} >= {
+        "ssh",
+        "versions",
+        "clock",
+        "ports",
+        "route",
+        "disk",
+    }
 
 
-def test_every_check_has_a_name_of_its_own_and_does_not_fail_on_computers_that_told_nothing() -> None:
+def test_every_check_has_a_name_of_its_own_and_does_not_fail_on_computers_that_told_nothing() -> (
+    None
+):
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     bare = cluster(host(1, HostFacts()), host(2, HostFacts()))
     assert {finding.check for finding in findings_of(bare)} <= {"mpi", "network", "address"}
@@ -49,7 +60,12 @@ def test_every_check_has_a_name_of_its_own_and_does_not_fail_on_computers_that_t
     ],
 )
 def test_a_computer_that_cannot_be_asked_stops_training(kind: str, remedy: str) -> None:
-    ill = host(2, ssh="me@node2", facts=None, trouble=FactTrouble.model_validate({"kind": kind, "reason": "said so"}))
+    ill = host(
+        2,
+        ssh="me@node2",
+        facts=None,
+        trouble=FactTrouble.model_validate({"kind": kind, "reason": "said so"}),
+    )
     finding = only(cluster(host(1), ill, host(3)))
     assert (finding.check, finding.severity, finding.hosts) == ("ssh", "stop", ("node2",))
     assert "said so" in finding.message
@@ -61,8 +77,16 @@ def test_a_computer_that_cannot_be_asked_stops_training(kind: str, remedy: str) 
     [
         (255, "ssh: Could not resolve hostname node9: Name or service not known\r\n", "name"),
         (255, "Warning: x\nme@node2: Permission denied (publickey).\n", "auth"),
-        (255, "Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures", "auth"),
-        (255, "No ED25519 host key is known for node2.\nHost key verification failed.\n", "unknown-key"),
+        (
+            255,
+            "Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures",
+            "auth",
+        ),
+        (
+            255,
+            "No ED25519 host key is known for node2.\nHost key verification failed.\n",
+            "unknown-key",
+        ),
         (
             255,
             "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nOffending key in x\nHost key verification failed.\n",
@@ -70,7 +94,11 @@ def test_a_computer_that_cannot_be_asked_stops_training(kind: str, remedy: str) 
         ),
         (255, "ssh: connect to host 10.0.0.2 port 22: Connection refused", "refused"),
         (255, "ssh: connect to host 10.0.0.2 port 22: Connection timed out", "timeout"),
-        (255, "ssh: connect to host 10.0.0.2 port 22: Operation timed out", "timeout"),  # as a Mac says it
+        (
+            255,
+            "ssh: connect to host 10.0.0.2 port 22: Operation timed out",
+            "timeout",
+        ),  # as a Mac says it
         (255, "ssh: connect to host 10.0.0.2 port 22: No route to host", "unreachable"),
         (255, "kex_exchange_identification: Connection closed by remote host", "other"),
         (255, "", "other"),
@@ -93,7 +121,9 @@ def test_what_ssh_says_cannot_steer_a_terminal() -> None:
 
 
 def test_a_computer_that_stops_answering_stops_training() -> None:
-    finding = only(cluster(host(1), host(2, facts=None, lost="reading its files, no answer for 20 s")))
+    finding = only(
+        cluster(host(1), host(2, facts=None, lost="reading its files, no answer for 20 s"))
+    )
     assert (finding.check, finding.severity, finding.hosts) == ("answers", "stop", ("node2",))
     assert "reading its files, no answer for 20 s" in finding.message
 
@@ -105,19 +135,30 @@ def test_a_shell_that_prints_is_warned_of() -> None:
     assert shlex.split(finding.remedy)[:2] == ["ssh", "node2"]
 
 
-@pytest.mark.parametrize(("login_s", "expected"), [(0.4, []), (61.0, [("warn", "shell", ("node2",))])])
+@pytest.mark.parametrize(
+    ("login_s", "expected"), [(0.4, []), (61.0, [("warn", "shell", ("node2",))])]
+)
 def test_a_login_that_takes_long(login_s: float, expected: list[Any]) -> None:
     assert told(cluster(host(1), host(2, login_s=login_s))) == expected
 
 
 def login(source: str, target: str, kind: str) -> Login:
-    return Login(source=source, target=target, name=target, trouble=FactTrouble.model_validate({"kind": kind}))
+    return Login(
+        source=source,
+        target=target,
+        name=target,
+        trouble=FactTrouble.model_validate({"kind": kind}),
+    )
 
 
 def test_ssh_between_two_computers() -> None:
     ill = cluster(logins=(login("node1", "node2", "unknown-key"),))
     finding = only(ill)
-    assert (finding.check, finding.severity, finding.hosts) == ("ssh-between", "warn", ("node1", "node2"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "ssh-between",
+        "warn",
+        ("node1", "node2"),
+    )
     # To be run there, with a terminal on which ssh can ask.
     assert shlex.split(finding.remedy) == ["ssh", "-t", "node1", "ssh node2 true"]
 
@@ -135,17 +176,21 @@ def test_no_way_back_to_the_persons_own_computer_is_only_noted() -> None:
 
 
 def test_where_no_connection_passes_ssh_is_not_told_again() -> None:
-    ill = with_outcomes(cluster(logins=(login("node1", "node2", "timeout"),)), {("node1", "node2"): "timeout"})
+    ill = with_outcomes(
+        cluster(logins=(login("node1", "node2", "timeout"),)), {("node1", "node2"): "timeout"}
+    )
     assert [check for _, check, _ in told(ill)] == ["ports"]
     assert "ssh-between" not in {check.name for check in well(ill)}
 
 
-# --- Python and its packages --------------------------------------------------------------------------
+# --- Python and its packages ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["no-python", "old-python"])
 def test_no_python_there(kind: str) -> None:
-    ill = host(2, facts=None, trouble=FactTrouble.model_validate({"kind": kind, "reason": "because"}))
+    ill = host(
+        2, facts=None, trouble=FactTrouble.model_validate({"kind": kind, "reason": "because"})
+    )
     finding = only(cluster(host(1), ill))
     assert (finding.check, finding.severity) == ("python", "stop")
     assert finding.remedy == "allhands cluster init --hosts node2"
@@ -167,7 +212,9 @@ def test_a_python_that_can_answer_but_is_too_old() -> None:
         ({"system": {"system": "Darwin"}}, "allhands==0.1.0"),
     ],
 )
-def test_allhands_missing_is_installed_as_the_others_have_it(changes: dict[str, Any], wanted: str) -> None:
+def test_allhands_missing_is_installed_as_the_others_have_it(
+    changes: dict[str, Any], wanted: str
+) -> None:
     bare = {**python(), "versions": {}}
     ill = facts(2, python=bare, starts="ModuleNotFoundError: No module named 'allhands'", **changes)
     found = [f for f in findings_of(cluster(host(1), host(2, ill))) if f.check == "allhands"]
@@ -191,7 +238,8 @@ def test_a_start_that_takes_too_long_is_no_proof() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "severity"), [("allhands", "stop"), ("mlx", "stop"), ("mlx_lm", "stop"), ("numpy", None)]
+    ("package", "severity"),
+    [("allhands", "stop"), ("mlx", "stop"), ("mlx_lm", "stop"), ("numpy", None)],
 )
 def test_the_odd_version_out_is_named(package: str, severity: str | None) -> None:
     ill = facts(2, python=python(**{package: "0.0.9"}))
@@ -221,7 +269,7 @@ def test_other_pythons_are_told(version: str, severity: str) -> None:
     ]
 
 
-# --- clocks, names, directories, variables ------------------------------------------------------------
+# --- clocks, names, directories, variables --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,7 +285,9 @@ def test_other_pythons_are_told(version: str, severity: str) -> None:
     ],
 )
 def test_clocks(offsets: tuple[float | None, ...], off: list[tuple[str, str]]) -> None:
-    found = findings_of(cluster(*(host(i, clock_offset_s=offset) for i, offset in enumerate(offsets, 1))))
+    found = findings_of(
+        cluster(*(host(i, clock_offset_s=offset) for i, offset in enumerate(offsets, 1)))
+    )
     assert [(f.check, f.severity) for f in found] == [("clock", "warn")] * len(off)
     for finding, (name, words) in zip(found, off, strict=True):
         assert finding.hosts == (name,)
@@ -252,13 +302,20 @@ def test_a_slow_way_does_not_make_a_wrong_clock() -> None:
 def test_one_computer_under_two_names() -> None:
     ill = cluster(host(1), host(2, facts(2, system=facts(1).system.model_dump())))
     finding = only(ill)
-    assert (finding.check, finding.severity, finding.hosts) == ("same-computer", "warn", ("node2", "node1"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "same-computer",
+        "warn",
+        ("node2", "node1"),
+    )
 
 
 @pytest.mark.parametrize("names", [("lab", "lab"), ("Lab", "lab"), ("lab.local", "LAB.local")])
 def test_two_computers_that_call_themselves_the_same(names: tuple[str, str]) -> None:
     ill = cluster(
-        *(host(i, facts(i, system={**facts(i).system.model_dump(), "hostname": n})) for i, n in enumerate(names, 1))
+        *(
+            host(i, facts(i, system={**facts(i).system.model_dump(), "hostname": n}))
+            for i, n in enumerate(names, 1)
+        )
     )
     finding = only(ill)
     assert (finding.check, finding.severity, finding.hosts) == ("names", "warn", ("node2", "node1"))
@@ -273,7 +330,12 @@ def test_containers_of_one_computer_are_several() -> None:
 
 @pytest.mark.parametrize(("given", "severity"), [(True, "stop"), (False, "note")])
 def test_a_directory_that_cannot_be_entered(given: bool, severity: str) -> None:
-    ill = host(2, facts(2, cwd_error="No such file or directory", cwd="/home/me"), cwd="/data/my work", cwd_given=given)
+    ill = host(
+        2,
+        facts(2, cwd_error="No such file or directory", cwd="/home/me"),
+        cwd="/data/my work",
+        cwd_given=given,
+    )
     finding = only(cluster(host(1), ill))
     assert (finding.check, finding.severity) == ("directory", severity)
     assert shlex.split(shlex.split(finding.remedy)[-1]) == ["mkdir", "-p", "/data/my work"]

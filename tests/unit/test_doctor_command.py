@@ -70,7 +70,9 @@ def test_what_is_wrong_in_80_columns_and_remedies_in_one_line(check: Examined) -
         ["2", "warn", "shell", "node3"],
         ["3", "warn", "allhands", "node3"],
     ]
-    assert all(len(line) <= 80 for line in lines if not line.lstrip().startswith(("1.", "2.", "3.")))
+    assert all(
+        len(line) <= 80 for line in lines if not line.lstrip().startswith(("1.", "2.", "3."))
+    )
     remedies = [finding.remedy for finding in findings_of(ILL)]
     assert [f"{number:3d}. {remedy}" for number, remedy in enumerate(remedies, 1)] == [
         line for line in lines if line.lstrip()[:2] in ("1.", "2.", "3.")
@@ -115,8 +117,21 @@ def test_words_of_other_computers_cannot_steer_the_terminal(check: Examined) -> 
 
 def test_options_reach_the_examination(check: Examined, tmp_path: Path) -> None:
     hostfile = tmp_path / "my hosts.json"
-    hostfile.write_text('{"backend": "nccl", "hosts": [{"ssh": "node1", "ips": ["10.0.0.1"], "slots": 2}]}')
-    words = ["--model", "m", "--data", "d", "--adapter-path", "a", "--quick", "--no-bench", "--timeout-s", "5"]
+    hostfile.write_text(
+        '{"backend": "nccl", "hosts": [{"ssh": "node1", "ips": ["10.0.0.1"], "slots": 2}]}'
+    )
+    words = [
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--adapter-path",
+        "a",
+        "--quick",
+        "--no-bench",
+        "--timeout-s",
+        "5",
+    ]
     assert check("--hostfile", str(hostfile), *words).exit_code == 0
     ((hosts, options),) = check.asked
     assert [(h.name, h.slots) for h in hosts] == [("node1", 2)]
@@ -196,4 +211,6 @@ def test_the_network_in_words() -> None:
 
 def test_what_was_not_asked() -> None:
     assert not_asked(cluster(model="m", data="d", network=Network())) == []
-    assert verdict([only(cluster(host(1), host(2, noise="x")))]) == "nothing stops training, 1 warning"
+    assert (
+        verdict([only(cluster(host(1), host(2, noise="x")))]) == "nothing stops training, 1 warning"
+    )

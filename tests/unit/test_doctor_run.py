@@ -67,15 +67,23 @@ def hosts(*names: str, **more: Any) -> list[Host]:
 
 
 def asked(*names: str, **options: Any) -> tuple[Cluster, list[Finding]]:
-    return diagnose(hosts(*names), ClusterCheckOptions(**{"bench": False, "timeout_s": 15.0, **options}))
+    return diagnose(
+        hosts(*names), ClusterCheckOptions(**{"bench": False, "timeout_s": 15.0, **options})
+    )
 
 
 def found(findings: list[Finding], *checks: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Check and hosts of what was found, of some checks or of all but the one that is true of these tests."""
+    """Check and hosts of what was found, of some checks or of all but the one that is true of these
+    tests.
+    """
     return [
         (f.check, f.hosts)
         for f in findings
-        if (f.check in checks if checks else f.check not in ("same-computer", "slots", "memory", "disk"))
+        if (
+            f.check in checks
+            if checks
+            else f.check not in ("same-computer", "slots", "memory", "disk")
+        )
     ]
 
 
@@ -116,7 +124,10 @@ def test_each_fault_is_told_of_its_host_and_holds_up_no_other() -> None:
     assert cluster.host("noisy").noise.splitlines() == ["Welcome to noisy", "You have no mail."]
     assert "not available" in next(f.message for f in findings if f.hosts == ("odd",))
     # Those that answer are asked to the end.
-    assert {(reach.source, reach.outcome) for reach in cluster.reached} == {("good", "ok"), ("noisy", "ok")}
+    assert {(reach.source, reach.outcome) for reach in cluster.reached} == {
+        ("good", "ok"),
+        ("noisy", "ok"),
+    }
 
 
 @pytest.mark.usefixtures("remote")
@@ -144,14 +155,20 @@ def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
 
 
 @pytest.mark.usefixtures("remote")
-@pytest.mark.parametrize("what", ["time", "nan", "deep", "ports", "reach", "less", "trees", "logins"])
+@pytest.mark.parametrize(
+    "what", ["time", "nan", "deep", "ports", "reach", "less", "trees", "logins"]
+)
 def test_a_computer_whose_answers_are_of_other_types_is_told_of_and_the_others_are_well(
     what: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     name = f"lies-{what}"
     # Only the first is asked whether it can log in to the others, and only for mpirun.
-    names, more = (["good1", name, "good2"], {}) if what != "logins" else ([name, "good1", "good2"], {"backend": "mpi"})
+    names, more = (
+        (["good1", name, "good2"], {})
+        if what != "logins"
+        else ([name, "good1", "good2"], {"backend": "mpi"})
+    )
     cluster, findings = asked(*names, data=str(tmp_path / "train.jsonl"), timeout_s=3.0, **more)
     assert found(findings, "answers") == [("answers", (name,))]
     reached = {(reach.source, reach.target) for reach in cluster.reached}
@@ -160,15 +177,21 @@ def test_a_computer_whose_answers_are_of_other_types_is_told_of_and_the_others_a
 
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize(
-    ("name", "words"), [("breaks", "reading its files, the connection broke"), ("hangs", "no answer for 5 s")]
+    ("name", "words"),
+    [("breaks", "reading its files, the connection broke"), ("hangs", "no answer for 5 s")],
 )
 def test_a_computer_that_is_lost_midway(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
-    cluster, findings = asked("good1", name, "good2", data=str(tmp_path / "train.jsonl"), timeout_s=5.0)
+    cluster, findings = asked(
+        "good1", name, "good2", data=str(tmp_path / "train.jsonl"), timeout_s=5.0
+    )
     assert found(findings, "answers") == [("answers", (name,))]
     assert words in next(f.message for f in findings if f.check == "answers")
     assert cluster.host(name).facts is not None
-    assert {(reach.source, reach.target) for reach in cluster.reached} == {("good1", "good2"), ("good2", "good1")}
+    assert {(reach.source, reach.target) for reach in cluster.reached} == {
+        ("good1", "good2"),
+        ("good2", "good1"),
+    }
 
 
 @pytest.mark.usefixtures("remote")
@@ -178,7 +201,10 @@ def test_pythons_that_are_missing_or_old() -> None:
         Host("here", None, ("127.0.0.1",), python="/no/such/python"),
     ]
     cluster, findings = diagnose(computers, ClusterCheckOptions(bench=False))
-    assert [host.trouble.kind for host in cluster.hosts if host.trouble] == ["no-python", "no-python"]
+    assert [host.trouble.kind for host in cluster.hosts if host.trouble] == [
+        "no-python",
+        "no-python",
+    ]
     assert found(findings) == [("python", ("gone",)), ("python", ("here",))]
 
 
@@ -194,10 +220,14 @@ def test_directories_models_and_addresses(tmp_path: Path) -> None:
     ]
     cluster, findings = diagnose(computers, ClusterCheckOptions(bench=False, model="model"))
     assert found(findings, "model") == [("model", ("c",)), ("model", ("b",))]
-    assert "config.json different" in next(f.message for f in findings if f.hosts == ("b",) and f.check == "model")
+    assert "config.json different" in next(
+        f.message for f in findings if f.hosts == ("b",) and f.check == "model"
+    )
     assert found(findings, "directory", "address") == [("directory", ("c",)), ("address", ("b",))]
     trees = [host.tree("model") for host in cluster.hosts]
-    assert [tree.path for tree in trees if tree] == [str(tmp_path / n / "model") for n in ("one", "two")] + [None]
+    assert [tree.path for tree in trees if tree] == [
+        str(tmp_path / n / "model") for n in ("one", "two")
+    ] + [None]
 
 
 @pytest.mark.usefixtures("remote")
@@ -208,9 +238,9 @@ def test_sizes_only_do_not_read(tmp_path: Path) -> None:
     computers = [Host(n, n, ("127.0.0.1",), cwd=str(tmp_path / n)) for n in ("one", "two")]
     quick = ClusterCheckOptions(bench=False, model="model", hashed=False)
     assert found(diagnose(computers, quick)[1], "model") == []
-    assert found(diagnose(computers, ClusterCheckOptions(bench=False, model="model"))[1], "model") == [
-        ("model", ("two",))
-    ]
+    assert found(
+        diagnose(computers, ClusterCheckOptions(bench=False, model="model"))[1], "model"
+    ) == [("model", ("two",))]
 
 
 @pytest.mark.usefixtures("remote")
@@ -223,7 +253,9 @@ def test_names_are_looked_up_as_ssh_would(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("remote")
-def test_nothing_is_measured_where_something_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_where_something_stops_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called: list[bool] = []
     monkeypatch.setattr(run, "measured", lambda *arguments: called.append(True))
     asked("good", "denied", bench=True)
@@ -235,7 +267,9 @@ def test_nothing_is_measured_where_something_stops_training(monkeypatch: pytest.
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize("slow_s", [0.0, 1.0])
 def test_ctrl_c_ends_everything_at_once(slow_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while a session begins, whose process is there and which nobody knows yet; the fixture looks for those."""
+    """Also while a session begins, whose process is there and which nobody knows yet; the fixture
+    looks for those.
+    """
 
     class Slow(session.Session):
         def __init__(self, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ def changed(name: str, **changes: Any) -> tuple[File, ...]:
     return tuple(file.model_copy(update=changes) if file.name == name else file for file in MODEL)
 
 
-# --- memory (the model's weights are 8 GB) ------------------------------------------------------------
+# --- memory (the model's weights are 8 GB) --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,26 @@ def changed(name: str, **changes: Any) -> tuple[File, ...]:
         (facts(2, memory={"total": 32 * GB, "free": 10 * GB}), 1, "warn"),
         (facts(2, memory={"total": 32 * GB, "free": 11 * GB}), 1, None),
         (facts(2), 5, "stop"),  # five copies of 8 GB in 32 GB
-        (facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 6 * GB, "free": 6 * GB}]), 1, "stop"),
-        (facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 24 * GB, "free": 5 * GB}]), 1, "warn"),
-        (facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 24 * GB, "free": 23 * GB}] * 2), 2, None),
-        (mac_facts(2, gpus=[{"kind": "metal", "memory": 10 * GB, "free": 10 * GB}]), 1, "stop"),  # three quarters
+        (
+            facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 6 * GB, "free": 6 * GB}]),
+            1,
+            "stop",
+        ),
+        (
+            facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 24 * GB, "free": 5 * GB}]),
+            1,
+            "warn",
+        ),
+        (
+            facts(2, gpus=[{"kind": "cuda", "name": "A", "memory": 24 * GB, "free": 23 * GB}] * 2),
+            2,
+            None,
+        ),
+        (
+            mac_facts(2, gpus=[{"kind": "metal", "memory": 10 * GB, "free": 10 * GB}]),
+            1,
+            "stop",
+        ),  # three quarters
         (
             mac_facts(
                 2,
@@ -49,7 +65,9 @@ def changed(name: str, **changes: Any) -> tuple[File, ...]:
         ),
     ],
 )
-def test_the_model_fits_into_memory(told_facts: HostFacts, slots: int, expected: str | None) -> None:
+def test_the_model_fits_into_memory(
+    told_facts: HostFacts, slots: int, expected: str | None
+) -> None:
     computers = cluster(host(2, told_facts, slots=slots, trees=(tree(),)), **MODEL_OPTION)
     found = [(severity, hosts) for severity, check, hosts in told(computers) if check == "memory"]
     assert found == ([] if expected is None else [(expected, ("node2",))])
@@ -63,10 +81,12 @@ def test_what_is_too_large_can_be_quantised() -> None:
 
 
 def test_little_free_memory_is_told_without_a_model_too() -> None:
-    assert told(cluster(host(1, facts(1, memory={"total": 32 * GB, "free": GB})))) == [("warn", "memory", ("node1",))]
+    assert told(cluster(host(1, facts(1, memory={"total": 32 * GB, "free": GB})))) == [
+        ("warn", "memory", ("node1",))
+    ]
 
 
-# --- disks --------------------------------------------------------------------------------------------
+# --- disks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -78,7 +98,10 @@ def test_little_free_memory_is_told_without_a_model_too() -> None:
         ([disk("adapter", free=0, error="No space left on device")], ["stop"]),
         ([disk("adapter", error="Permission denied")], ["stop"]),
         ([disk("temporary", error="Read-only file system")], ["stop"]),
-        ([disk("work", free=0), disk("adapter", free=0), disk("temporary", free=0)], ["stop"]),  # one disk, told once
+        (
+            [disk("work", free=0), disk("adapter", free=0), disk("temporary", free=0)],
+            ["stop"],
+        ),  # one disk, told once
         ([disk("work", error="Permission denied")], []),  # only what is written to
     ],
 )
@@ -97,12 +120,14 @@ def test_a_full_disk_is_told_with_its_place_and_how_to_look() -> None:
 
 
 def test_what_is_to_be_copied_must_fit() -> None:
-    lacking = host(2, facts(2, disks=[disk("work", free=5 * GB)]), trees=(tree(path=None, files=()),))
+    lacking = host(
+        2, facts(2, disks=[disk("work", free=5 * GB)]), trees=(tree(path=None, files=()),)
+    )
     found = told(cluster(host(1, trees=(tree(),)), lacking, **MODEL_OPTION))
     assert found == [("stop", "disk", ("node2",)), ("stop", "model", ("node2",))]
 
 
-# --- model and data -----------------------------------------------------------------------------------
+# --- model and data -------------------------------------------------------------------------------
 
 
 def test_equal_copies_are_well() -> None:
@@ -115,7 +140,10 @@ def test_equal_copies_are_well() -> None:
         (changed("model.safetensors", sha256="x"), "model.safetensors different"),
         (changed("config.json", size=701), "config.json different"),
         (MODEL[:1], "model.safetensors missing"),
-        ((*MODEL, File(name="extra.safetensors", size=1, sha256="e")), "extra.safetensors only there"),
+        (
+            (*MODEL, File(name="extra.safetensors", size=1, sha256="e")),
+            "extra.safetensors only there",
+        ),
     ],
 )
 def test_the_copy_that_differs_is_named_with_its_files(files: tuple[File, ...], words: str) -> None:
@@ -141,19 +169,27 @@ def test_without_contents_sizes_are_compared() -> None:
     [
         ("models/my/m", "/work/models/my/m", "stop"),
         ("/models/m", "/models/m", "stop"),
-        ("models/m", "/work/models/m", "stop"),  # looks like a name of the Hub, but one of them has the directory
+        (
+            "models/m",
+            "/work/models/m",
+            "stop",
+        ),  # looks like a name of the Hub, but one of them has the directory
         ("owner/name", "/home/me/.cache/huggingface/hub/models--owner--name/snapshots/1", "warn"),
         ("demo", "/home/me/.cache/allhands/demo", "warn"),
     ],
 )
-def test_a_missing_model_is_fetched_only_if_it_can_be(source: str, path: str, severity: str) -> None:
+def test_a_missing_model_is_fetched_only_if_it_can_be(
+    source: str, path: str, severity: str
+) -> None:
     ill = holding(tree(path=path), tree(path=None, files=()), model=source)
     finding = only(ill)
     assert (finding.check, finding.severity, finding.hosts) == ("model", severity, ("node2",))
     assert finding.remedy == f"allhands cluster sync --hostfile hosts.json --model {source}"
 
 
-@pytest.mark.parametrize(("source", "severity"), [("models/my/m", "stop"), ("owner/name", "warn"), ("demo", "warn")])
+@pytest.mark.parametrize(
+    ("source", "severity"), [("models/my/m", "stop"), ("owner/name", "warn"), ("demo", "warn")]
+)
 def test_a_model_that_nobody_has_is_told_once(source: str, severity: str) -> None:
     gone = tree(path=None, files=())
     assert told(holding(gone, gone, model=source)) == [(severity, "model", ("node1", "node2"))]
@@ -164,14 +200,18 @@ def test_a_directory_without_a_config_is_no_model() -> None:
 
 
 def test_a_model_that_cannot_be_read() -> None:
-    finding = only(holding(tree(), tree(error="/models/m/config.json: Permission denied", files=())))
+    finding = only(
+        holding(tree(), tree(error="/models/m/config.json: Permission denied", files=()))
+    )
     assert (finding.severity, finding.hosts) == ("stop", ("node2",))
     assert "Permission denied" in finding.message
 
 
-# --- files of some stages alone -----------------------------------------------------------------------
+# --- files of some stages alone -------------------------------------------------------------------
 
-PARTS = tuple(File(name=f"model-{i}-of-3.safetensors", size=4 * GB, sha256=f"m{i}") for i in range(1, 4))
+PARTS = tuple(
+    File(name=f"model-{i}-of-3.safetensors", size=4 * GB, sha256=f"m{i}") for i in range(1, 4)
+)
 LIST = File(name="allhands-weights.json", size=900, sha256="l")
 SHARDED = (MODEL[0], *PARTS)
 
@@ -183,7 +223,9 @@ def stages(*parts: int, config: File = MODEL[0]) -> Tree:
 def test_copies_with_the_files_of_their_stages_are_the_same_model() -> None:
     assert told(holding(tree(files=SHARDED), stages(0, 1), stages(2))) == []
     assert told(holding(stages(0, 1), stages(1, 2))) == []
-    assert told(holding(tree(files=SHARDED), tree(files=SHARDED[:3]), stages(2))) == [("stop", "model", ("node2",))]
+    assert told(holding(tree(files=SHARDED), tree(files=SHARDED[:3]), stages(2))) == [
+        ("stop", "model", ("node2",))
+    ]
 
 
 def test_a_stage_of_another_model_is_found() -> None:
@@ -193,26 +235,34 @@ def test_a_stage_of_another_model_is_found() -> None:
         finding = only(holding(whole, ill, stages(1, 2)))
         assert finding.hosts == ("node2",)
         assert finding.message.endswith(f"not the one of node1, node3: {other.name} different")
-        assert finding.remedy == "allhands cluster sync --hostfile hosts.json --model models/m --stages"
+        assert (
+            finding.remedy
+            == "allhands cluster sync --hostfile hosts.json --model models/m --stages"
+        )
     changed_config = stages(0, config=MODEL[0].model_copy(update={"sha256": "x"}))
-    assert only(holding(tree(files=SHARDED), changed_config)).message.endswith("config.json different")
+    assert only(holding(tree(files=SHARDED), changed_config)).message.endswith(
+        "config.json different"
+    )
     lacks = tree(files=(LIST, PARTS[0]))
     assert told(holding(tree(files=SHARDED), lacks)) == [("stop", "model", ("node2",))]
 
 
 def test_a_stage_has_to_fit_where_the_model_does_not() -> None:
-    little, little_here = (facts(number, memory={"total": 9 * GB, "free": 9 * GB}) for number in (2, 1))
+    little, little_here = (
+        facts(number, memory={"total": 9 * GB, "free": 9 * GB}) for number in (2, 1)
+    )
     large, small = host(1, trees=(tree(files=SHARDED),)), host(2, little, trees=(stages(2),))
     assert told(cluster(large, small, **MODEL_OPTION)) == []
     assert told(cluster(large, host(2, little, trees=(stages(0, 1, 2),)), **MODEL_OPTION)) == [
         ("stop", "memory", ("node2",))
     ]
-    assert told(cluster(host(1, little_here, trees=(tree(files=SHARDED),)), small, **MODEL_OPTION)) == [], (
-        "half of 12 GB"
-    )
+    assert (
+        told(cluster(host(1, little_here, trees=(tree(files=SHARDED),)), small, **MODEL_OPTION))
+        == []
+    ), "half of 12 GB"
 
 
-# --- data ---------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_data_are_compared_likewise() -> None:

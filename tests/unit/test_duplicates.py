@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from allhands.data.duplicates import NearIndex, Overlap, jaccard, normalise
 
-# --- the reference -----------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 def plain_words(text: str) -> list[str]:
@@ -51,7 +51,9 @@ def search(texts: list[str], threshold: float) -> dict[int, dict[int, float]]:
     found: dict[int, dict[int, float]] = {}
     for index, (short, own) in enumerate(sets):
         alike = {
-            of: len(own & other) / len(own | other) for of, (kind, other) in enumerate(sets[:index]) if kind == short
+            of: len(own & other) / len(own | other)
+            for of, (kind, other) in enumerate(sets[:index])
+            if kind == short
         }
         found[index] = {of: one for of, one in alike.items() if one >= threshold}
     return {index: alike for index, alike in found.items() if alike}
@@ -67,11 +69,17 @@ def find(texts: list[str], threshold: float = 0.8) -> dict[int, dict[int, float]
 
 def load(path: Path) -> list[str]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row.get("text") or "\n".join(message["content"] for message in row["messages"]) for row in rows]
+    return [
+        row.get("text") or "\n".join(message["content"] for message in row["messages"])
+        for row in rows
+    ]
 
 
 def made_up(rng: random.Random, num_words: int) -> list[str]:
-    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(num_words)]
+    return [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))
+        for _ in range(num_words)
+    ]
 
 
 def edited(rng: random.Random, text: str, num_changes: int) -> str:
@@ -81,21 +89,28 @@ def edited(rng: random.Random, text: str, num_changes: int) -> str:
     return " ".join(words)
 
 
-# --- real data against the reference -----------------------------------------------------------------
+# --- real data against the reference --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threshold", [0.6, 0.8])
-def test_edited_copies_of_real_texts_are_found_as_by_comparing_all_pairs(shared_data: Path, threshold: float) -> None:
+def test_edited_copies_of_real_texts_are_found_as_by_comparing_all_pairs(
+    shared_data: Path, threshold: float
+) -> None:
     rng = random.Random(1)
     chats = load(shared_data / "pirate-dolly" / "valid.jsonl")
-    stories = [text for text in load(shared_data / "tinystories" / "valid.jsonl") if len(text.split()) < 500][:80]
+    stories = [
+        text
+        for text in load(shared_data / "tinystories" / "valid.jsonl")
+        if len(text.split()) < 500
+    ][:80]
     originals = rng.sample(chats, 160) + stories
     copies = [edited(rng, text, rng.randint(1, 1 + len(text.split()) // 30)) for text in originals]
     texts = originals + copies
     rng.shuffle(texts)
     expected, found = search(texts, threshold), find(texts, threshold)
     assert 150 < len(expected) < 240  # of 240 copies, on both sides of the threshold
-    # Texts under 512 runs are whole in their sketches: no false duplicate is possible. The bands may miss 2 in 1,000.
+    # Texts under 512 runs are whole in their sketches: no false duplicate is possible. The bands
+    # may miss 2 in 1,000.
     pairs = {(index, of): one for index, alike in expected.items() for of, one in alike.items()}
     seen = {(index, of): one for index, alike in found.items() for of, one in alike.items()}
     assert seen.keys() <= pairs.keys()
@@ -116,7 +131,7 @@ def test_real_texts_that_only_resemble_each_other_are_no_duplicates(shared_data:
         assert find(load(shared_data / name / "train.jsonl")[:1500]) == {}
 
 
-# --- planted edits -----------------------------------------------------------------------------------
+# --- planted edits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", range(30))
@@ -124,7 +139,9 @@ def test_one_word_of_thirty_changed(place: int) -> None:
     words = made_up(random.Random(place), 30)
     changed = [*words[:place], "other", *words[place + 1 :]]
     gone = min(place, 29 - place, 2) + 1  # the runs with the changed word in them
-    assert find([" ".join(words), " ".join(changed)]) == {1: {0: pytest.approx((28 - gone) / (28 + gone))}}
+    assert find([" ".join(words), " ".join(changed)]) == {
+        1: {0: pytest.approx((28 - gone) / (28 + gone))}
+    }
 
 
 def test_thousands_of_edits_lose_no_more_than_the_bands_may() -> None:
@@ -135,7 +152,9 @@ def test_thousands_of_edits_lose_no_more_than_the_bands_may() -> None:
     found = 0
     for number, words in enumerate(texts):
         words[15] = "other"
-        found += [of for _, of in index.add(" ".join(words))] == [number]  # at 25 / 31, just above the threshold
+        found += [of for _, of in index.add(" ".join(words))] == [
+            number
+        ]  # at 25 / 31, just above the threshold
     assert found >= 995  # the bands may lose two; they lose none
 
 
@@ -168,7 +187,9 @@ def test_unlike_texts_and_other_answers_to_one_question_are_kept() -> None:
         ),
     ],
 )
-def test_short_texts_and_texts_without_spaces_are_compared_in_characters(one: str, other: str, same: bool) -> None:
+def test_short_texts_and_texts_without_spaces_are_compared_in_characters(
+    one: str, other: str, same: bool
+) -> None:
     found = find([one, other])
     assert bool(found) == same == (similarity(one, other) >= 0.8)
     if same:
@@ -189,7 +210,9 @@ def test_long_texts_are_estimated_closely(num_words: int) -> None:
 
 
 def test_a_text_and_its_beginning_are_estimated_without_bias() -> None:
-    """Samples of unequal sets must not be compared as they are: that would give 0.82 instead of 0.9."""
+    """Samples of unequal sets must not be compared as they are: that would give 0.82 instead of
+    0.9.
+    """
     rng = random.Random(0)
     found = []
     for _ in range(20):
@@ -198,14 +221,17 @@ def test_a_text_and_its_beginning_are_estimated_without_bias() -> None:
     assert np.mean(found) == pytest.approx(0.9, abs=0.015)
 
 
-@given(st.sets(st.integers(0, 2**32 - 1), max_size=60), st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=60))
+@given(
+    st.sets(st.integers(0, 2**32 - 1), max_size=60),
+    st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=60),
+)
 @settings(max_examples=50, deadline=None)
 def test_small_sets_are_compared_exactly(one: set[int], other: set[int]) -> None:
     a, b = (np.array(sorted(numbers), dtype=np.uint32) for numbers in (one, other))
     assert jaccard(a, b) == jaccard(b, a) == len(one & other) / len(one | other)
 
 
-# --- exact duplicates --------------------------------------------------------------------------------
+# --- exact duplicates -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,21 +250,26 @@ def test_case_form_and_white_space_do_not_count(one: str, other: str) -> None:
     assert normalise(one) == normalise(other)
     assert find([one, other]) == {1: {0: 1.0}}
     overlap = Overlap(0)
-    assert [overlap.add(*each) for each in (("train", one), ("train", other), ("valid", other))] == [
+    assert [
+        overlap.add(*each) for each in (("train", one), ("train", other), ("valid", other))
+    ] == [
         None,
         "repeats",
         "in-train",
     ]
 
 
-# --- groups, thresholds, order -----------------------------------------------------------------------
+# --- groups, thresholds, order --------------------------------------------------------------------
 
 
 def test_near_duplicates_are_told_of_the_first_texts_of_each_split() -> None:
     words = made_up(random.Random(0), 60)
     texts = [" ".join([*words, end]) for end in ("one", "two", "three")]
     overlap = Overlap(1)
-    found = [overlap.add(split, text) for split, text in zip(("train", "valid", "valid"), texts, strict=True)]
+    found = [
+        overlap.add(split, text)
+        for split, text in zip(("train", "valid", "valid"), texts, strict=True)
+    ]
     assert found == [None, "near-train", None]
 
 
@@ -278,11 +309,14 @@ def test_texts_of_few_different_runs_are_like_no_other() -> None:
 
 def test_the_same_runs_in_another_order_are_alike_to_the_full() -> None:
     words = made_up(random.Random(0), 40)
-    around = " ".join(words + words[:2]), " ".join(words[20:] + words[:22])  # a circle, cut in two places
+    around = (
+        " ".join(words + words[:2]),
+        " ".join(words[20:] + words[:22]),
+    )  # a circle, cut in two places
     assert find(list(around), threshold=1.0) == {1: {0: 1.0}}
 
 
-# --- cost and determinism ----------------------------------------------------------------------------
+# --- cost and determinism -------------------------------------------------------------------------
 
 
 def test_other_processes_give_the_same_answers() -> None:
@@ -293,7 +327,11 @@ def test_other_processes_give_the_same_answers() -> None:
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -338,7 +376,9 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys, allhands.data.duplicates;"
         "print([name for name in ('mlx', 'datasketch', 'scipy', 'matplotlib') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -346,9 +386,12 @@ def test_each_text_of_a_chain_of_small_changes_is_like_the_one_before() -> None:
     words = [f"word{i}" for i in range(200)]
     chain = [words]
     for step in range(6):
-        # Ten words further on are others: about 0.85 alike to the one before, less to the ones before that.
+        # Ten words further on are others: about 0.85 alike to the one before, less to the ones
+        # before that.
         changed = list(chain[-1])
         changed[30 * step : 30 * step + 14] = [f"new{step}x{i}" for i in range(14)]
         chain.append(changed)
     found = find([" ".join(one) for one in chain])
-    assert {number: [*alike] for number, alike in found.items()} == {number: [number - 1] for number in range(1, 7)}
+    assert {number: [*alike] for number, alike in found.items()} == {
+        number: [number - 1] for number in range(1, 7)
+    }

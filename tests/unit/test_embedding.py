@@ -1,4 +1,6 @@
-"""The gradient of an embedding: the right sums, added in an order that nothing but a token's own rows decides."""
+"""The gradient of an embedding: the right sums, added in an order that nothing but a token's own
+rows decides.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,17 @@ def rows_for(count: int, seed: int = 0) -> Floats:
 
 
 def gradient(
-    ids: Any, cotangent: Any, dtype: mx.Dtype = mx.float32, lookup: Callable[..., mx.array] = look_up
+    ids: Any,
+    cotangent: Any,
+    dtype: mx.Dtype = mx.float32,
+    lookup: Callable[..., mx.array] = look_up,
 ) -> mx.array:
     """(SIZE, DIMS) gradient of a look-up of ``ids``."""
     table = mx.zeros((SIZE, DIMS), dtype=dtype)
     ids = mx.array(np.asarray(ids, dtype=np.int32))
-    given = mx.array(np.asarray(cotangent, dtype=np.float32)).astype(dtype).reshape(*ids.shape, DIMS)
+    given = (
+        mx.array(np.asarray(cotangent, dtype=np.float32)).astype(dtype).reshape(*ids.shape, DIMS)
+    )
     (result,) = mx.vjp(lambda weight: lookup(weight, ids), [table], [given])[1]
     assert (result.shape, result.dtype) == (table.shape, dtype)
     return result
@@ -53,11 +60,15 @@ def bits(array: mx.array) -> bytes:
 def sums(ids: Any, cotangent: Any) -> Floats:
     """The gradient in float64."""
     result = np.zeros((SIZE, DIMS))
-    np.add.at(result, np.asarray(ids).reshape(-1), np.asarray(cotangent, dtype=np.float64).reshape(-1, DIMS))
+    np.add.at(
+        result,
+        np.asarray(ids).reshape(-1),
+        np.asarray(cotangent, dtype=np.float64).reshape(-1, DIMS),
+    )
     return result
 
 
-# --- the numbers ------------------------------------------------------------------------------------
+# --- the numbers ----------------------------------------------------------------------------------
 
 SHAPES = st.sampled_from([(), (1,), (2,), (3,), (64,), (65,), (4, 7), (2, 3, 4), (300,)])
 
@@ -74,16 +85,24 @@ def test_gradient_is_the_sum_of_the_rows(shape: tuple[int, ...], kinds: int, see
     assert (error <= 10 * 2**-24 * sums(ids, np.abs(cotangent))).all()
 
 
-@pytest.mark.parametrize(("dtype", "eps"), [(mx.bfloat16, 2**-8), (mx.float16, 2**-11)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "eps"), [(mx.bfloat16, 2**-8), (mx.float16, 2**-11)], ids=["bfloat16", "float16"]
+)
 def test_half_precision_is_rounded_once(dtype: mx.Dtype, eps: float) -> None:
     random = np.random.default_rng(0)
     ids = random.integers(0, 3, 512)
-    given = np.array(mx.array(random.uniform(0.5, 1, (512, DIMS)).astype(np.float32)).astype(dtype).astype(mx.float32))
+    given = np.array(
+        mx.array(random.uniform(0.5, 1, (512, DIMS)).astype(np.float32))
+        .astype(dtype)
+        .astype(mx.float32)
+    )
     expected = sums(ids, given)
     result = np.array(gradient(ids, given, dtype).astype(mx.float32))
     assert (np.abs(result - expected) <= 1.001 * eps * expected).all()
     # MLX's own sum, rounded every time, is far off: the assertion above can fail.
-    plain = np.array(gradient(ids, given, dtype, lambda weight, ids: weight[ids]).astype(mx.float32))
+    plain = np.array(
+        gradient(ids, given, dtype, lambda weight, ids: weight[ids]).astype(mx.float32)
+    )
     assert (np.abs(plain - expected) > 3 * eps * expected).any()
 
 
@@ -109,17 +128,23 @@ def test_ids_of_any_type(kind: mx.Dtype) -> None:
     ids = mx.array([1, 2, 1, 120, 1]).astype(kind)
     table = mx.zeros((200, 2))
     result = mx.grad(lambda weight: look_up(weight, ids).sum())(table)
-    assert {i: int(result[i, 0].item()) for i in range(200) if result[i].any().item()} == {1: 3, 2: 1, 120: 1}
+    assert {i: int(result[i, 0].item()) for i in range(200) if result[i].any().item()} == {
+        1: 3,
+        2: 1,
+        120: 1,
+    }
 
 
 def test_values_and_the_gradient_in_a_table_of_one_axis() -> None:
     table = mx.array([0.5, 1.5, 2.5])
-    value, result = mx.value_and_grad(lambda weight: (look_up(weight, mx.array([[2, 0], [2, 2]])) ** 2).sum())(table)
+    value, result = mx.value_and_grad(
+        lambda weight: (look_up(weight, mx.array([[2, 0], [2, 2]])) ** 2).sum()
+    )(table)
     assert value.item() == 3 * 2.5**2 + 0.5**2
     assert result.tolist() == [1.0, 0.0, 15.0]
 
 
-# --- the order --------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 def batch(counts: dict[int, int]) -> tuple[NDArray[Any], Floats]:
@@ -137,7 +162,9 @@ def mixed(ids: NDArray[Any], rows: Floats, seed: int) -> tuple[NDArray[Any], Flo
 
 
 def tree(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The sum of (N, DIMS) rows: the most recent ones, a power of two but not all of them, and the others before."""
+    """The sum of (N, DIMS) rows: the most recent ones, a power of two but not all of them, and the
+    others before.
+    """
     if len(rows) == 1:
         return rows[0]
     half = 1 << (len(rows) - 1).bit_length() - 1
@@ -164,7 +191,9 @@ def test_only_the_order_of_a_tokens_own_rows_counts() -> None:
     for seed in range(5):
         assert bits(gradient(*mixed(ids, rows, seed))) == bits(expected)
     # The sum does depend on that order, or nothing would have been shown.
-    assert bits(gradient(ids, np.concatenate([rows[:1], rows[37:0:-1], rows[38:]]))) != bits(expected)
+    assert bits(gradient(ids, np.concatenate([rows[:1], rows[37:0:-1], rows[38:]]))) != bits(
+        expected
+    )
 
 
 def test_other_tokens_do_not_change_a_tokens_bits() -> None:
@@ -196,7 +225,7 @@ def test_what_is_not_finite_stays_with_its_token(value: float) -> None:
     assert np.argwhere(~np.isfinite(result)).tolist() == [[11, 1]]
 
 
-# --- under MLX's transformations --------------------------------------------------------------------
+# --- under MLX's transformations ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -216,7 +245,7 @@ def test_compiled_for_many_shapes_and_recomputed(compiled: bool, recomputed: boo
         np.testing.assert_allclose(np.array(result), expected, rtol=1e-4, atol=1e-3)
 
 
-# --- which modules ----------------------------------------------------------------------------------
+# --- which modules --------------------------------------------------------------------------------
 
 
 class Other(nn.Embedding):
@@ -235,7 +264,12 @@ def test_trained_embeddings_are_changed_once_and_keep_their_names() -> None:
     model.layers[1].freeze()
     before = names(model)
     assert make_deterministic(model) == 1
-    assert [type(layer) for layer in model.layers] == [OrderedEmbedding, nn.Embedding, Other, nn.Linear]
+    assert [type(layer) for layer in model.layers] == [
+        OrderedEmbedding,
+        nn.Embedding,
+        Other,
+        nn.Linear,
+    ]
     assert names(model) == before
     assert make_deterministic(model) == 0
 
@@ -250,7 +284,11 @@ def test_quantised_embeddings_stay() -> None:
 def adapted(kind: Any) -> nn.Module:
     """An embedding adapter that has been trained a little: its ``lora_b`` is not zero."""
     mx.random.seed(0)
-    module = kind.from_base(nn.Embedding(SIZE, 8), r=3, scale=2.0) if kind is not nn.Embedding else kind(SIZE, 8)
+    module = (
+        kind.from_base(nn.Embedding(SIZE, 8), r=3, scale=2.0)
+        if kind is not nn.Embedding
+        else kind(SIZE, 8)
+    )
     if kind is not nn.Embedding:
         module.lora_b = mx.random.normal(module.lora_b.shape)
         module.embedding.freeze()
@@ -275,7 +313,9 @@ def test_forward_head_and_gradient_are_those_of_the_plain_module(kind: Any) -> N
     actual = dict(tree_flatten(nn.value_and_grad(ordered, loss)(ordered, ids)[1]))
     assert actual.keys() == expected.keys() > set()
     for name, value in expected.items():
-        np.testing.assert_allclose(np.array(actual[name]), np.array(value), rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            np.array(actual[name]), np.array(value), rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
 def test_adapters_whose_tables_are_not_trained_stay() -> None:

@@ -1,4 +1,6 @@
-"""Many records at once, and the ways that are quicker: the same result as the careful way, one by one."""
+"""Many records at once, and the ways that are quicker: the same result as the careful way, one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,27 @@ MADE = [CHATML, GEMMA, LLAMA2, THINKING, WORDS, ZEPHYR, *GENERATION.values()]
     kind=st.sampled_from(["bytes", "words"]),
     turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4),
 )
-@example(CHATML, "bytes", [("a", "<|im_end|>\n<|im_start|>assistant\n"), ("b", "<|im_end|>\n<|im_start|>assistant\n")])
+@example(
+    CHATML,
+    "bytes",
+    [("a", "<|im_end|>\n<|im_start|>assistant\n"), ("b", "<|im_end|>\n<|im_start|>assistant\n")],
+)
 @example(CHATML, "bytes", [("a<|im_end|>\n<|im_start|>assistant\nrb<|im_end|>", "b")])
 @example(LLAMA2, "words", [("a", " b "), ("c [/INST]", " [/INST] d")])
 @example(THINKING, "bytes", [("a", "<think>b</think>c"), ("d", "</think>")])
-@example(ZEPHYR, "bytes", [("<|assistant|>\n", "<|assistant|>\na</s>\n<|assistant|>\nb"), ("a", "b")])
-def test_shortcuts_give_what_the_careful_way_gives(template: str, kind: str, turns: list[tuple[str, str]]) -> None:
+@example(
+    ZEPHYR, "bytes", [("<|assistant|>\n", "<|assistant|>\na</s>\n<|assistant|>\nb"), ("a", "b")]
+)
+def test_shortcuts_give_what_the_careful_way_gives(
+    template: str, kind: str, turns: list[tuple[str, str]]
+) -> None:
     tokenizer = tiny(template, kind)
     messages = [m for question, reply in turns for m in (user(question), answer("r" + reply))]
     finder = ChatTemplate(tokenizer).answers
-    text, wanted = tokenizer.apply_chat_template(messages, tokenize=False), range(1, len(messages), 2)
+    text, wanted = (
+        tokenizer.apply_chat_template(messages, tokenize=False),
+        range(1, len(messages), 2),
+    )
     assert finder.pattern is not None
     known = finder.pattern.spans(text, messages)
     try:
@@ -48,7 +61,11 @@ def test_shortcuts_give_what_the_careful_way_gives(template: str, kind: str, tur
     careful = Encoder(tokenizer).encode(draft, offsets=True)
     (quick,) = Encoder(tokenizer).encode_many([draft], offsets=True)
     assert isinstance(quick, Encoded)
-    assert quick.tokens.tolist() == careful.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        quick.tokens.tolist()
+        == careful.tokens.tolist()
+        == tokenizer.encode(text, add_special_tokens=False)
+    )
     assert mask_of(draft, quick, None).tolist() == mask_of(draft, careful, None).tolist()
 
 
@@ -61,7 +78,9 @@ def test_most_conversations_take_the_shortcut() -> None:
         assert len(finder.pattern.spans(text, conversation)) == 3, name
 
 
-@pytest.mark.parametrize("make", [qwen25, lambda: from_npm("gemma2", GEMMA), lambda: tiny(CHATML), lambda: tiny(None)])
+@pytest.mark.parametrize(
+    "make", [qwen25, lambda: from_npm("gemma2", GEMMA), lambda: tiny(CHATML), lambda: tiny(None)]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_many_at_once_are_what_they_are_one_by_one(make: Any, masked: bool) -> None:
     tokenizer = make()
@@ -69,9 +88,14 @@ def test_many_at_once_are_what_they_are_one_by_one(make: Any, masked: bool) -> N
     texts = ["Once upon", bos + "a time", "the end" + eos, "cafe\u0301 🦜\n\n ", " "]
     kinds = [
         *(Record("text", text=text, source="t", line=line) for line, text in enumerate(texts)),
-        *(Record("completion", prompt="Q: ", completion=text, source="c", line=7) for text in texts[:3]),
+        *(
+            Record("completion", prompt="Q: ", completion=text, source="c", line=7)
+            for text in texts[:3]
+        ),
         chat(user("Hi"), answer("cafe\u0301"), user("Hi 🦜"), answer("Hello")),
-        Record("chat", messages=({"role": "system", "content": "s"}, answer("a")), source="bad", line=3),
+        Record(
+            "chat", messages=({"role": "system", "content": "s"}, answer("a")), source="bad", line=3
+        ),
         Record("chat", messages=(user("u"), answer("half \ud83c")), source="half", line=4),
     ]
     records = kinds * 60  # more than one batch
@@ -98,9 +122,14 @@ def test_many_at_once_are_what_they_are_one_by_one(make: Any, masked: bool) -> N
     if not masked:
         for text, got in zip(texts, results[:5], strict=True):
             plain = tokenizer.encode(
-                text.removeprefix(bos) if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else text
+                text.removeprefix(bos)
+                if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+                else text
             )
-            whole = [*plain, *([] if plain[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id])]
+            whole = [
+                *plain,
+                *([] if plain[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]),
+            ]
             assert isinstance(got, Rendered)
             assert got.tokens.tolist() == whole[:8]
     assert renderer.render_many([]) == []
@@ -125,7 +154,8 @@ def test_tokenizer_with_an_encode_of_its_own_is_asked() -> None:
 
 
 def test_an_answer_that_spells_out_the_header_does_not_draw_a_later_one_to_it() -> None:
-    # The header that this template asks with is what the first answer looks like; the careful way is taken.
+    # The header that this template asks with is what the first answer looks like; the careful way
+    # is taken.
     messages = [user("a"), answer("<think>\nmore"), user("b"), answer("c</think>d")]
     tokenizer = tiny(THINKING)
     for train_on in ("assistant", "last"):

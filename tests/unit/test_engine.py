@@ -52,7 +52,10 @@ def engine_of(first_trained: int) -> Any:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_pass_that_has_begun_is_not_computed_again(begun: bool) -> None:
-    engine, (first, second, other) = engine_of(1), [SimpleNamespace(inputs=np.full(3, each)) for each in range(3)]
+    engine, (first, second, other) = (
+        engine_of(1),
+        [SimpleNamespace(inputs=np.full(3, each)) for each in range(3)],
+    )
     schedule = make_schedule("1f1b", 2, 2, first_trained=1)
     for batches in ([first, second], [second, first]):
         engine.begin(batches[0] if begun else other)

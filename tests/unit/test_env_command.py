@@ -14,7 +14,12 @@ from allhands.errors import DistributedError
 
 SLURM = {
     **{"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0"},
-    **{"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "train", "SLURM_STEP_NODELIST": "n[08-09],m1"},
+    **{
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_NODELIST": "n[08-09],m1",
+    },
     **{"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_CONF": "/nonexistent/slurm.conf"},
 }
 VERTEX = {
@@ -26,12 +31,30 @@ VERTEX = {
     ),
     **{"AIP_MODEL_DIR": "gs://bucket/model", "AIP_TRAINING_DATA_URI": "gs://bucket/data"},
 }
-LAUNCHERS = ("ALLHANDS_", "MLX_", "NCCL_", "OMPI_", "PMI", "MV2_", "SLURM_", "PET_", "SM_", "AIP_", "TORCHELASTIC_")
+LAUNCHERS = (
+    "ALLHANDS_",
+    "MLX_",
+    "NCCL_",
+    "OMPI_",
+    "PMI",
+    "MV2_",
+    "SLURM_",
+    "PET_",
+    "SM_",
+    "AIP_",
+    "TORCHELASTIC_",
+)
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *arguments: str) -> Result:
     for name in list(os.environ):
-        if name.startswith(LAUNCHERS) or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "CLUSTER_SPEC", "TF_CONFIG"):
+        if name.startswith(LAUNCHERS) or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "CLUSTER_SPEC",
+            "TF_CONFIG",
+        ):
             monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -79,7 +102,12 @@ def test_paths_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_to_do_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_CONF": "/nonexistent/slurm.conf"}
+    shell = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_CONF": "/nonexistent/slurm.conf",
+    }
     text = "\n".join(_lines(_run(monkeypatch, shell)))
     assert text.startswith("one process on slurm\n")
     assert "srun allhands train" in " ".join(text.split())
@@ -87,7 +115,9 @@ def test_what_to_do_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_that_a_variable_says_steers_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = _run(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": "n[08-09],m\x1b]0;x\x07", "RANK": "\x1b[2J"})
+    result = _run(
+        monkeypatch, SLURM | {"SLURM_STEP_NODELIST": "n[08-09],m\x1b]0;x\x07", "RANK": "\x1b[2J"}
+    )
     lines = _lines(result)
     assert "\x1b" not in result.output
     assert any("m?]0;x?" in line for line in lines)
@@ -98,7 +128,14 @@ def test_json_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     result = _run(monkeypatch, VERTEX | {"SLURM_PROCID": "0"}, "--json")
     assert result.exception is None
     found = json.loads(result.output)
-    expected = {"launcher": "vertex", "rank": 0, "size": 2, "local_rank": 0, "local_size": 1, "backend": "ring"}
+    expected = {
+        "launcher": "vertex",
+        "rank": 0,
+        "size": 2,
+        "local_rank": 0,
+        "local_size": 1,
+        "backend": "ring",
+    }
     assert {name: found[name] for name in expected} == expected
     assert (found["node"], found["num_nodes"], found["ranks_per_node"]) == (0, 2, 1)
     assert found["hosts"] == ["a", "b"]

@@ -1,4 +1,6 @@
-"""Every launcher that starts all ranks is a row: the variables it sets, and the place in the group that follows."""
+"""Every launcher that starts all ranks is a row: the variables it sets, and the place in the group
+that follows.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,29 @@ PROXY = 4711
 
 def found_in(environ: dict[str, str], *, has_cuda: bool = False, has_mpi: bool = True) -> Launch:
     nowhere = Path("/nonexistent")
-    return recognise(environ, has_cuda=has_cuda, has_mpi=has_mpi, root=nowhere, launcher_process=lambda: PROXY)
+    return recognise(
+        environ, has_cuda=has_cuda, has_mpi=has_mpi, root=nowhere, launcher_process=lambda: PROXY
+    )
 
 
 def _own(rank: int = 1, size: int = 2, **more: str) -> dict[str, str]:
-    return {"ALLHANDS_RANK": str(rank), "ALLHANDS_WORLD_SIZE": str(size), "ALLHANDS_BACKEND": "ring", **more}
+    return {
+        "ALLHANDS_RANK": str(rank),
+        "ALLHANDS_WORLD_SIZE": str(size),
+        "ALLHANDS_BACKEND": "ring",
+        **more,
+    }
 
 
 def _ompi(rank: int = 3, size: int = 4, local_rank: int = 1, local_size: int = 2) -> dict[str, str]:
     """As mpirun of Open MPI 5.0.11 sets them."""
-    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size, "NODE_RANK": local_rank}
+    numbers = {
+        "RANK": rank,
+        "SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
+        "NODE_RANK": local_rank,
+    }
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | {
         "OMPI_ARGV": "",
         "OMPI_COMMAND": "allhands",
@@ -40,21 +55,41 @@ def _ompi(rank: int = 3, size: int = 4, local_rank: int = 1, local_size: int = 2
 
 
 # Open MPI's prterun --personality prte: a rank, and nothing else that would help.
-_PRTE = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-vm-28737@1", "PRTE_LAUNCHED": "1", "PMIX_HOSTNAME": "vm"}
+_PRTE = {
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "prterun-vm-28737@1",
+    "PRTE_LAUNCHED": "1",
+    "PMIX_HOSTNAME": "vm",
+}
 
 
-def _hydra(rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2, **more: str) -> dict[str, str]:
+def _hydra(
+    rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2, **more: str
+) -> dict[str, str]:
     """As mpiexec of MPICH 4 and of Intel MPI 2021 set them."""
     local = {"MPI_LOCALRANKID": str(local_rank), "MPI_LOCALNRANKS": str(local_size)}
-    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "PMI_FD": "9", "HYDI_CONTROL_FD": "7", **local, **more}
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_FD": "9",
+        "HYDI_CONTROL_FD": "7",
+        **local,
+        **more,
+    }
 
 
-def _mvapich(rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2) -> dict[str, str]:
+def _mvapich(
+    rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2
+) -> dict[str, str]:
     numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    return {f"MV2_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | {"PMI_RANK": str(rank)}
+    return {f"MV2_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | {
+        "PMI_RANK": str(rank)
+    }
 
 
-def _torchrun(rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2, **more: str) -> dict[str, str]:
+def _torchrun(
+    rank: int = 1, size: int = 2, local_rank: int = 1, local_size: int = 2, **more: str
+) -> dict[str, str]:
     """As torchrun sets them in its workers."""
     return {
         "RANK": str(rank),
@@ -79,7 +114,12 @@ def _pytorch_job(rank: int, world: int, a_node: str = "1") -> dict[str, str]:
     """As Kubeflow's training operator sets them in a pod of a PyTorchJob."""
     master = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456"}
     return {
-        **{"RANK": str(rank), "WORLD_SIZE": str(world), "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": a_node},
+        **{
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "PYTHONUNBUFFERED": "1",
+            "PET_NPROC_PER_NODE": a_node,
+        },
         **{"PET_NODE_RANK": str(rank), "PET_NNODES": "2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
         **master,
         **{f"PET_{name}": value for name, value in master.items()},
@@ -115,9 +155,15 @@ def _slurm(rank: int = 4, **changes: str) -> dict[str, str]:
 
 # A shell that salloc has started in an allocation of eight tasks.
 _SALLOC = _slurm(
-    *(0,), SLURM_STEP_ID="4294967290", SLURM_JOB_NAME="interactive", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1"
+    *(0,),
+    SLURM_STEP_ID="4294967290",
+    SLURM_JOB_NAME="interactive",
+    SLURM_NTASKS="8",
+    SLURM_STEP_NUM_TASKS="1",
 )
-_SRUN_BASH = _slurm(0, SLURM_JOB_NAME="bash", SLURM_PTY_PORT="34889", SLURM_STEP_NUM_TASKS="1", SLURM_NTASKS="1")
+_SRUN_BASH = _slurm(
+    0, SLURM_JOB_NAME="bash", SLURM_PTY_PORT="34889", SLURM_STEP_NUM_TASKS="1", SLURM_NTASKS="1"
+)
 _NCCL = {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "12345"}
 _ALONE = ("single", 0, 1, 0, 1, "none")
 
@@ -131,7 +177,10 @@ _ROWS = {
     ),
     "own, one process": (_own(0, 1), ("allhands", 0, 1, 0, 1, "none")),
     "mlx.launch nccl": (_NCCL, ("mlx.launch", 1, 2, 1, 2, "nccl")),
-    "mlx.launch nccl, far": (_NCCL | {"NCCL_HOST_IP": "10.0.0.1"}, ("mlx.launch", 1, 2, 0, 1, "nccl")),
+    "mlx.launch nccl, far": (
+        _NCCL | {"NCCL_HOST_IP": "10.0.0.1"},
+        ("mlx.launch", 1, 2, 0, 1, "nccl"),
+    ),
     "left-over NCCL_HOST_IP": ({"NCCL_HOST_IP": "10.0.0.1"}, _ALONE),
     "Open MPI": (_ompi(), ("openmpi", 3, 4, 1, 2, "mpi")),
     "mpirun -np 1": (_ompi(0, 1, 0, 1), ("openmpi", 0, 1, 0, 1, "none")),
@@ -170,23 +219,35 @@ _ROWS = {
     "srun --mpi=pmi2": (_slurm(PMI_RANK="4", PMI_SIZE="5"), ("slurm", 4, 5, 0, 1, "ring")),
     "srun -n 1": (_slurm(0, SLURM_STEP_NUM_TASKS="1"), ("slurm", 0, 1, 0, 1, "none")),
     "srun, tasks of one node not told": (
-        {k: v for k, v in _slurm(SLURM_STEP_NODELIST="n8", SLURM_LOCALID="4").items() if "TASKS_PER" not in k},
+        {
+            k: v
+            for k, v in _slurm(SLURM_STEP_NODELIST="n8", SLURM_LOCALID="4").items()
+            if "TASKS_PER" not in k
+        },
         ("slurm", 4, 5, 4, 5, "ring"),
     ),
     "srun, tasks of each node as asked for": (
         {
-            **{k: v for k, v in _slurm(3, SLURM_STEP_NUM_TASKS="6", SLURM_LOCALID="1").items() if "TASKS_PER" not in k},
+            **{
+                k: v
+                for k, v in _slurm(3, SLURM_STEP_NUM_TASKS="6", SLURM_LOCALID="1").items()
+                if "TASKS_PER" not in k
+            },
             "SLURM_NTASKS_PER_NODE": "2",
         },
         ("slurm", 3, 6, 1, 2, "ring"),
     ),
     "srun by a job called bash": (_slurm(SLURM_JOB_NAME="bash"), ("slurm", 4, 5, 0, 1, "ring")),
     "srun with torch's names": (
-        _slurm(3, SLURM_LOCALID="1") | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "MASTER_ADDR": "n08"},
+        _slurm(3, SLURM_LOCALID="1")
+        | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "MASTER_ADDR": "n08"},
         ("slurm", 3, 5, 1, 2, "ring"),
     ),
     "sbatch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, _ALONE),
-    "sbatch script for torch": ({"SLURM_JOB_ID": "7", "MASTER_ADDR": "n1", "WORLD_SIZE": "8"}, _ALONE),
+    "sbatch script for torch": (
+        {"SLURM_JOB_ID": "7", "MASTER_ADDR": "n1", "WORLD_SIZE": "8"},
+        _ALONE,
+    ),
     "salloc": (_SALLOC, _ALONE),
     "srun --pty bash": (_SRUN_BASH, _ALONE),
     "empty values": ({"MLX_RANK": "", "RANK": " ", "WORLD_SIZE": ""}, _ALONE),
@@ -196,7 +257,14 @@ _ROWS = {
 @pytest.mark.parametrize(("environ", "expected"), _ROWS.values(), ids=_ROWS.keys())
 def test_recognise(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     found = found_in(environ)
-    place = (found.launcher, found.rank, found.size, found.local_rank, found.local_size, found.backend)
+    place = (
+        found.launcher,
+        found.rank,
+        found.size,
+        found.local_rank,
+        found.local_size,
+        found.backend,
+    )
     assert place == expected
     assert found.reason or found.launcher == "single"
 
@@ -211,7 +279,10 @@ _ORDER = {
     "slurm": _slurm(),
     "vertex": {
         "CLUSTER_SPEC": json.dumps(
-            {"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"]}, "task": {"type": "workerpool1", "index": 0}}
+            {
+                "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"]},
+                "task": {"type": "workerpool1", "index": 0},
+            }
         )
     },
     "sagemaker": {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
@@ -223,7 +294,12 @@ _ORDER = {
 
 
 # srun sets PMI's variables, and our own launcher MLX's, as a by-product.
-_PAIRS = [(a, b) for i, a in enumerate(_ORDER) for b in list(_ORDER)[i + 1 :] if (a, b) != ("mpich", "slurm")]
+_PAIRS = [
+    (a, b)
+    for i, a in enumerate(_ORDER)
+    for b in list(_ORDER)[i + 1 :]
+    if (a, b) != ("mpich", "slurm")
+]
 
 
 @pytest.mark.parametrize(("first", "second"), _PAIRS)
@@ -250,30 +326,45 @@ _WRONG = {
     "not a number": (_own() | {"ALLHANDS_RANK": "one"}, "ALLHANDS_RANK is 'one', not an integer"),
     "half of our own": ({"ALLHANDS_RANK": "0"}, "ALLHANDS_WORLD_SIZE is not set"),
     "other half of our own": ({"ALLHANDS_WORLD_SIZE": "2"}, "ALLHANDS_RANK is not set"),
-    "no back-end": ({"ALLHANDS_RANK": "0", "ALLHANDS_WORLD_SIZE": "2"}, "ALLHANDS_BACKEND is 'none'"),
+    "no back-end": (
+        {"ALLHANDS_RANK": "0", "ALLHANDS_WORLD_SIZE": "2"},
+        "ALLHANDS_BACKEND is 'none'",
+    ),
     "unknown back-end": (_own(ALLHANDS_BACKEND="gloo"), "ALLHANDS_BACKEND is 'gloo'"),
     "own against MLX": (_own(MLX_RANK="0"), "ALLHANDS_RANK=1 but MLX_RANK=0"),
     "more here than in all": (_own(ALLHANDS_LOCAL_SIZE="3"), "3 processes here, 2 in all"),
     "MLX_RANK alone": ({"MLX_RANK": "0"}, "none of MLX_HOSTFILE, MLX_IBV_DEVICES, NCCL_HOST_IP"),
     "ring and nccl": (_NCCL | {"MLX_HOSTFILE": "h.json"}, "MLX_HOSTFILE and NCCL_HOST_IP"),
-    "no such hostfile": ({"MLX_RANK": "0", "MLX_HOSTFILE": "absent.json"}, "MLX_HOSTFILE cannot be read"),
+    "no such hostfile": (
+        {"MLX_RANK": "0", "MLX_HOSTFILE": "absent.json"},
+        "MLX_HOSTFILE cannot be read",
+    ),
     "hostfile without rank": ({"MLX_HOSTFILE": __file__}, "MLX_RANK is not set"),
     "half of Open MPI's": ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
     "other half of Open MPI's": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
-    "MPICH, local place unknown": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set"),
+    "MPICH, local place unknown": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        "MPI_LOCALRANKID is not set",
+    ),
     "MPICH, no address": (_hydra(0, 4, 0, 2), "MLX needs Open MPI"),
     "half of PMI's": ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
     "PMIx without a size": (_PRTE, "PMIX_RANK is set, but nothing says how many"),
     "torchrun without a port": (_torchrun() | {"MASTER_PORT": ""}, "MASTER_PORT is not set"),
     "torchrun, odd port": (_torchrun(MASTER_PORT="70000"), "MASTER_PORT is 70000"),
     "torchrun without an address": (_torchrun(1, 4, MASTER_ADDR=""), "MASTER_ADDR is not set"),
-    "torchrun, half a local place": (_torchrun(1, 4, LOCAL_WORLD_SIZE=""), "LOCAL_WORLD_SIZE is not set"),
+    "torchrun, half a local place": (
+        _torchrun(1, 4, LOCAL_WORLD_SIZE=""),
+        "LOCAL_WORLD_SIZE is not set",
+    ),
     "half of torchrun's": ({"RANK": "1", "MASTER_ADDR": "head"}, "WORLD_SIZE is not"),
     "other half of torchrun's": ({"WORLD_SIZE": "2", "MASTER_ADDR": "head"}, "RANK is not"),
     "PyTorchJob, not a multiple": (_pytorch_job(1, 7, "4"), "WORLD_SIZE=7, PET_NPROC_PER_NODE=4"),
     "elastic": (_trainer(1, "1:4"), "PET_NNODES is 1:4"),
     "half of PET": ({"PET_NNODES": "2", "PET_MASTER_ADDR": "head"}, "PET_NODE_RANK is not set"),
-    "PET without an address": ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_MASTER_ADDR is not set"),
+    "PET without an address": (
+        {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+        "PET_MASTER_ADDR is not set",
+    ),
     "PET, rank too large": (_trainer(2, "2"), "rank 2 of a world of 2"),
     "Slurm and PMIx": (_slurm(PMIX_RANK="2"), "SLURM_PROCID=4 but PMIX_RANK=2"),
     "Slurm, cyclic": (_slurm(1, SLURM_LOCALID="0"), "not in blocks"),
@@ -329,7 +420,11 @@ _MEETINGS = {
     "an operator has set the port aside": (_pytorch_job(1, 2), "mnist-master-0", 23456),
     "Trainer v2": (_trainer(), "job-node-0-0.job", 29400),
     "MPICH": (_hydra(), "127.0.0.1", 20000 + PROXY * 7 % 10000),
-    "MPICH, several hosts": (_hydra(3, 4, 1, 2, MASTER_ADDR="node1", MASTER_PORT="5000"), "node1", 5000),
+    "MPICH, several hosts": (
+        _hydra(3, 4, 1, 2, MASTER_ADDR="node1", MASTER_PORT="5000"),
+        "node1",
+        5000,
+    ),
     "Slurm": (_slurm(), "n08", 20000 + 7 * 12345 % 10000),
     "Slurm, second step": (_slurm(SLURM_STEP_ID="1"), "n08", 20000 + (7 * 12345 + 61) % 10000),
     "Slurm, one node": (
@@ -349,8 +444,12 @@ def test_where_ranks_meet(environ: dict[str, str], host: str, port: int) -> None
 
 def test_ranks_of_a_job_meet_at_one_place_and_those_of_the_next_attempt_at_another() -> None:
     assert found_in(_torchrun(0, 4, 0)).meeting == found_in(_torchrun(3, 4, 1)).meeting
-    assert found_in(_torchrun(0, 4, 0)).meeting == found_in(_torchrun(3, 8, 1)).meeting  # to be told that they differ
-    assert found_in(_torchrun()).meeting != found_in(_torchrun(TORCHELASTIC_RESTART_COUNT="1")).meeting
+    assert (
+        found_in(_torchrun(0, 4, 0)).meeting == found_in(_torchrun(3, 8, 1)).meeting
+    )  # to be told that they differ
+    assert (
+        found_in(_torchrun()).meeting != found_in(_torchrun(TORCHELASTIC_RESTART_COUNT="1")).meeting
+    )
     assert found_in(_slurm()).meeting != found_in(_slurm(SLURM_RESTART_COUNT="1")).meeting
     assert found_in(_hydra(0)).meeting == found_in(_hydra(1)).meeting
     assert found_in(_ompi()).meeting is None

@@ -41,17 +41,23 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("expected") / "model", layers=8, hidden=256, tied=False)
+    return write_model(
+        tmp_path_factory.mktemp("expected") / "model", layers=8, hidden=256, tied=False
+    )
 
 
 def expected(path: Path, rank: int, *, copies: int = 1, **how: Any) -> int:
     """Bytes that one of two ranks expects, whose parts are as ``how`` says."""
     loaded = load_model(str(path))
-    config = build_config({"train": True, "fine_tune_type": "full", "strategy": "fsdp", "optimizer": "adamw"})
+    config = build_config(
+        {"train": True, "fine_tune_type": "full", "strategy": "fsdp", "optimizer": "adamw"}
+    )
     make_trainable(loaded.model, config)
     ranks: Any = Rank(rank, 2), Rank(0, copies), Rank(rank, 2 * copies)
     sharding = shard(loaded.model, *ranks, **how)
-    present = 100_000_000 + mx.get_active_memory() + mx.get_cache_memory()  # of which arrays are no part of a need
+    present = (
+        100_000_000 + mx.get_active_memory() + mx.get_cache_memory()
+    )  # of which arrays are no part of a need
     device = Device(CPU, Mesh(rank, 2 * copies, local_size=2 * copies, shard=2), present)
     found = estimated_bytes(config, loaded, (256, 1), device, sharding=sharding)
     assert found is not None
@@ -65,7 +71,9 @@ def weights_of(path: Path) -> int:
 
 
 def test_parts_that_follow_memory_count_as_they_are(path: Path) -> None:
-    """Of 3 : 1 the first has three quarters of the weights, of two states and of the sums of gradients."""
+    """Of 3 : 1 the first has three quarters of the weights, of two states and of the sums of
+    gradients.
+    """
     equal = [expected(path, rank) for rank in range(2)]
     more, less = (expected(path, rank, shares=(3.0, 1.0)) for rank in range(2))
     assert equal[0] == pytest.approx(equal[1], rel=0.01)
@@ -74,7 +82,9 @@ def test_parts_that_follow_memory_count_as_they_are(path: Path) -> None:
 
 
 def test_weights_that_are_kept_until_a_step_ends_count_whole(path: Path) -> None:
-    kept, dropped = (expected(path, 0, fetching=BetweenPasses(keeps=keeps)) for keeps in (True, False))
+    kept, dropped = (
+        expected(path, 0, fetching=BetweenPasses(keeps=keeps)) for keeps in (True, False)
+    )
     # All blocks in place of two, and all of them still when the sums of gradients are nearly whole.
     assert 6 / 8 * weights_of(path) < kept - dropped < 1.15 * weights_of(path)
 

@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import pytest
 from chat_tokenizers import from_npm, tiny
-from test_masks import CASES, TEMPLATES, answer, each_template, record_of, rendered_text, squeezed, tools_of, user
+from test_masks import (
+    CASES,
+    TEMPLATES,
+    answer,
+    each_template,
+    record_of,
+    rendered_text,
+    squeezed,
+    tools_of,
+    user,
+)
 
 from allhands.data.records import Record
 from allhands.data.render import Renderer
@@ -15,7 +25,9 @@ from allhands.errors import ModelError
 
 
 def without_accents(text: str) -> str:
-    return "".join(c for c in unicodedata.normalize("NFD", squeezed(text)) if not unicodedata.combining(c))
+    return "".join(
+        c for c in unicodedata.normalize("NFD", squeezed(text)) if not unicodedata.combining(c)
+    )
 
 
 @each_template
@@ -25,7 +37,10 @@ def test_pieces_are_the_text_of_the_tokens(name: str) -> None:
     for case, (needs, messages) in CASES.items():
         if needs in template.refuses:
             continue
-        record, text = record_of(messages, tools_of(case)), rendered_text(tokenizer, messages, tools_of(case))
+        record, text = (
+            record_of(messages, tools_of(case)),
+            rendered_text(tokenizer, messages, tools_of(case)),
+        )
         whole = Renderer(tokenizer, mask_prompt=True, max_seq_length=4096)
         explained, rendered = whole.explain(record), whole.render(record)
         assert explained.text == text
@@ -37,9 +52,13 @@ def test_pieces_are_the_text_of_the_tokens(name: str) -> None:
         assert (explained.truncated, explained.cut) == (0, "")
         for token, (piece, _) in zip(rendered.tokens.tolist(), explained.pieces, strict=True):
             alone = tokenizer.decode([token], skip_special_tokens=False)
-            # Parts of a character decode to a replacement; SentencePiece drops a leading blank; where the tokenizer
-            # composes characters, an accent of its own may show with the next token.
-            assert "\ufffd" in alone or without_accents(alone) == without_accents(piece), (case, piece)
+            # Parts of a character decode to a replacement; SentencePiece drops a leading blank;
+            # where the tokenizer composes characters, an accent of its own may show with the next
+            # token.
+            assert "\ufffd" in alone or without_accents(alone) == without_accents(piece), (
+                case,
+                piece,
+            )
         assert "".join(piece for piece, _ in explained.runs()) == text
         assert all(a[1] != b[1] for a, b in pairwise(explained.runs()))
         limit = len(rendered.tokens) - 3

@@ -25,8 +25,12 @@ def exact_sigmoid(x: Float64) -> Float64:
 def points(seed: int = 0) -> NDArray[np.float32]:
     """Where it matters: a fine grid over the range, far ends, tiny values, and zero."""
     grid = np.linspace(-30, 30, 60001)
-    ends = np.array([0.0, -0.0, 1e-20, -1e-20, 17.99, 18.01, -17.99, -18.01, 88.0, -88.0, 1e4, -1e4])
-    return np.concatenate([grid, ends, np.random.default_rng(seed).normal(0, 3, 5000)]).astype(np.float32)
+    ends = np.array(
+        [0.0, -0.0, 1e-20, -1e-20, 17.99, 18.01, -17.99, -18.01, 88.0, -88.0, 1e4, -1e4]
+    )
+    return np.concatenate([grid, ends, np.random.default_rng(seed).normal(0, 3, 5000)]).astype(
+        np.float32
+    )
 
 
 def test_sigmoid_is_within_its_stated_error() -> None:
@@ -43,13 +47,13 @@ def test_swiglu_has_the_value_of_silu_times_up() -> None:
     wide = np.clip(gate.astype(np.float64), -700, 700)
     expected = wide * exact_sigmoid(wide) * up
     # gate x 2e-7 x up, and a few roundings of the product itself.
-    assert (np.abs(actual - expected) <= 3e-7 * np.abs(gate * up) + 3e-7 * np.abs(expected) + 1e-12)[
-        np.abs(gate) < 50
-    ].all()
+    assert (
+        np.abs(actual - expected) <= 3e-7 * np.abs(gate * up) + 3e-7 * np.abs(expected) + 1e-12
+    )[np.abs(gate) < 50].all()
     # Where the logistic function is 0 or 1 to float32, so must it be here.
-    assert np.array(swiglu(mx.array([100.0, -100.0]), mx.array([2.0, 2.0]))).tolist() == pytest.approx(
-        [200.0, 0.0], abs=1e-5
-    )
+    assert np.array(
+        swiglu(mx.array([100.0, -100.0]), mx.array([2.0, 2.0]))
+    ).tolist() == pytest.approx([200.0, 0.0], abs=1e-5)
 
 
 def test_swiglu_has_the_gradient_of_silu_times_up() -> None:
@@ -59,12 +63,17 @@ def test_swiglu_has_the_gradient_of_silu_times_up() -> None:
     def weighted(a: mx.array, b: mx.array) -> mx.array:
         return (swiglu(a, b) * mx.array(weight)).sum()
 
-    grad_gate, grad_up = (np.array(g) for g in mx.grad(weighted, argnums=(0, 1))(mx.array(gate), mx.array(up)))
+    grad_gate, grad_up = (
+        np.array(g) for g in mx.grad(weighted, argnums=(0, 1))(mx.array(gate), mx.array(up))
+    )
     g, u, w = (array.astype(np.float64) for array in (gate, up, weight))
     s = exact_sigmoid(g)
     # d/dg [g s(g)] = s + g s (1 - s)
     # The error of s, 2e-7, as it goes into either product, and a few roundings.
-    assert (np.abs(grad_gate - w * u * (s + g * s * (1 - s))) <= 4e-7 * np.abs(w * u) * (1 + np.abs(g)) + 1e-6).all()
+    assert (
+        np.abs(grad_gate - w * u * (s + g * s * (1 - s)))
+        <= 4e-7 * np.abs(w * u) * (1 + np.abs(g)) + 1e-6
+    ).all()
     assert (np.abs(grad_up - w * g * s) <= 4e-7 * np.abs(w * g) + 1e-6).all()
 
 
@@ -72,7 +81,9 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
     gate, step = np.linspace(-8, 8, 97), 1e-4
     s_plus, s_minus = ((gate + d) * exact_sigmoid(gate + d) for d in (step, -step))
     numeric = (s_plus - s_minus) / (2 * step)
-    analytic = np.array(mx.grad(lambda x: swiglu(x, mx.ones_like(x)).sum())(mx.array(gate.astype(np.float32))))
+    analytic = np.array(
+        mx.grad(lambda x: swiglu(x, mx.ones_like(x)).sum())(mx.array(gate.astype(np.float32)))
+    )
     assert np.abs(analytic - numeric).max() < 1e-5
 
 
@@ -106,7 +117,9 @@ def test_gelu_models_are_left_alone(kind: str) -> None:
 
 
 class ClippedMlp(nn.Module):
-    """SwiGLU whose gate may not exceed 7, as some mixture-of-experts models have it: invisible on small inputs."""
+    """SwiGLU whose gate may not exceed 7, as some mixture-of-experts models have it: invisible on
+    small inputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +153,9 @@ def test_adapters_in_the_projections_keep_their_part_and_their_gradients() -> No
         model.freeze()
         keys = ["mlp.gate_proj", "mlp.down_proj"]
         linear_to_lora_layers(model, 2, {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": keys})
-        model.apply_to_modules(lambda _, m: m.update({"lora_b": m.lora_b + 0.3}) if "lora_b" in m else None)
+        model.apply_to_modules(
+            lambda _, m: m.update({"lora_b": m.lora_b + 0.3}) if "lora_b" in m else None
+        )
         return model
 
     def gradients(model: Any) -> dict[str, mx.array]:

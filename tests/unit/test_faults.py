@@ -48,7 +48,9 @@ def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 def _run(path: Path, seconds: float = 10.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", _PROGRAM]
     environ = {**os.environ, "ALLHANDS_FAULTS": str(path)}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def test_without_a_schedule_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +65,9 @@ def test_without_a_schedule_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rank_point_and_step_must_fit_and_it_happens_once(schedule: Callable[..., Path]) -> None:
-    path = schedule({"rank": 1, "step": 3, "kind": "nan"}, {"rank": 1, "step": 3, "kind": "slow", "seconds": 0})
+    path = schedule(
+        {"rank": 1, "step": 3, "kind": "nan"}, {"rank": 1, "step": 3, "kind": "slow", "seconds": 0}
+    )
     assert faults.active()
     told = [
         (point, step, rank, kind)
@@ -74,13 +78,23 @@ def test_rank_point_and_step_must_fit_and_it_happens_once(schedule: Callable[...
     ]
     assert told == [("step", 3, 1, "slow"), ("reduce", 3, 1, "nan")]
     notes = faults.fired(path)
-    assert [(note.index, note.kind, note.rank, note.step) for note in notes] == [(1, "slow", 1, 3), (0, "nan", 1, 3)]
+    assert [(note.index, note.kind, note.rank, note.step) for note in notes] == [
+        (1, "slow", 1, 3),
+        (0, "nan", 1, 3),
+    ]
     assert all(note.pid == os.getpid() and abs(note.time - time.time()) < 60 for note in notes)
 
 
-def test_a_step_that_is_never_reached_exactly_counts_when_it_is_passed(schedule: Callable[..., Path]) -> None:
+def test_a_step_that_is_never_reached_exactly_counts_when_it_is_passed(
+    schedule: Callable[..., Path],
+) -> None:
     schedule({"rank": 0, "step": 3, "kind": "nan"})
-    assert [faults.inject_fault("reduce", step, 0) for step in (0, 2, 4, 6)] == [None, None, "nan", None]
+    assert [faults.inject_fault("reduce", step, 0) for step in (0, 2, 4, 6)] == [
+        None,
+        None,
+        "nan",
+        None,
+    ]
 
 
 def test_it_does_not_happen_again_in_the_next_process(schedule: Callable[..., Path]) -> None:
@@ -132,9 +146,12 @@ def test_raise_and_slow(schedule: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "code"), [("kill", {}, -9), ("term", {}, -15), ("exit", {"code": 5}, 5), ("exit", {}, 1)]
+    ("kind", "more", "code"),
+    [("kill", {}, -9), ("term", {}, -15), ("exit", {"code": 5}, 5), ("exit", {}, 1)],
 )
-def test_kinds_that_end_a_process(schedule: Callable[..., Path], kind: str, more: dict[str, int], code: int) -> None:
+def test_kinds_that_end_a_process(
+    schedule: Callable[..., Path], kind: str, more: dict[str, int], code: int
+) -> None:
     path = schedule({"rank": 0, "step": 2, "kind": kind, **more})
     done = _run(path)
     assert (done.returncode, done.stdout) == (code, "0 None\n1 None\n"), done.stderr
@@ -147,11 +164,21 @@ def test_kinds_that_end_a_process(schedule: Callable[..., Path], kind: str, more
 def test_kinds_that_hold_a_process_up(schedule: Callable[..., Path], kind: str) -> None:
     path = schedule({"rank": 0, "step": 2, "kind": kind})
     environ = {**os.environ, "ALLHANDS_FAULTS": str(path)}
-    child = subprocess.Popen([sys.executable, "-c", _PROGRAM], env=environ, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], env=environ, stdout=subprocess.PIPE, text=True
+    )
     process = psutil.Process(child.pid)
     try:
-        until(lambda: faults._notes(path).is_dir() and any(faults._notes(path).iterdir()), 10.0, "it has not fired")
-        wanted = {"stop": psutil.STATUS_STOPPED, "hang": psutil.STATUS_SLEEPING, "spin": psutil.STATUS_RUNNING}[kind]
+        until(
+            lambda: faults._notes(path).is_dir() and any(faults._notes(path).iterdir()),
+            10.0,
+            "it has not fired",
+        )
+        wanted = {
+            "stop": psutil.STATUS_STOPPED,
+            "hang": psutil.STATUS_SLEEPING,
+            "spin": psutil.STATUS_RUNNING,
+        }[kind]
         until(lambda: process.status() == wanted, 5.0, f"it is not {wanted}")
 
         def computes() -> bool:
@@ -160,14 +187,18 @@ def test_kinds_that_hold_a_process_up(schedule: Callable[..., Path], kind: str) 
             return sum(process.cpu_times()[:2]) - before > 0.05
 
         # What led to it may still be at its end.
-        until(lambda: computes() == (kind == "spin"), 5.0, "it computes" if kind != "spin" else "it does not compute")
+        until(
+            lambda: computes() == (kind == "spin"),
+            5.0,
+            "it computes" if kind != "spin" else "it does not compute",
+        )
     finally:
         child.send_signal(signal.SIGKILL)
         out, _ = child.communicate()
     assert out == "0 None\n1 None\n"
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_without_a_limit_nobody_elses_memory_is_touched(
@@ -205,7 +236,7 @@ def test_where_there_are_no_control_groups(tmp_path: Path) -> None:
     assert memory_limit(tmp_path, tmp_path / "absent") is None
 
 
-# --- what is written wrongly ----------------------------------------------------------------------------------
+# --- what is written wrongly ----------------------------------------------------------------------
 
 _GOOD = {"rank": 0, "step": 1, "kind": "kill"}
 
@@ -233,7 +264,9 @@ _GOOD = {"rank": 0, "step": 1, "kind": "kill"}
         ([], "must be a valid dictionary"),
     ],
 )
-def test_a_schedule_that_makes_no_sense(schedule: Callable[..., Path], entry: Any, words: str) -> None:
+def test_a_schedule_that_makes_no_sense(
+    schedule: Callable[..., Path], entry: Any, words: str
+) -> None:
     path = schedule(_GOOD, entry)
     with pytest.raises(ConfigError, match=words) as caught:
         faults.active()
@@ -242,9 +275,12 @@ def test_a_schedule_that_makes_no_sense(schedule: Callable[..., Path], entry: An
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{}", "must be a valid list"), ("[", "is no JSON"), (None, "cannot be read")]
+    ("text", "words"),
+    [("{}", "must be a valid list"), ("[", "is no JSON"), (None, "cannot be read")],
 )
-def test_a_file_that_is_no_schedule(schedule: Callable[..., Path], text: str | None, words: str) -> None:
+def test_a_file_that_is_no_schedule(
+    schedule: Callable[..., Path], text: str | None, words: str
+) -> None:
     path = schedule()
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigError, match=words):
@@ -258,7 +294,7 @@ def test_a_key_that_is_there_twice_is_no_choice(schedule: Callable[..., Path]) -
         faults.active()
 
 
-# --- what cannot happen, and what has not ---------------------------------------------------------------------
+# --- what cannot happen, and what has not ---------------------------------------------------------
 
 
 def test_without_a_schedule_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,13 +318,24 @@ def test_without_a_schedule_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPa
         ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last with 9 of 10"),
         ({"step": 10, "at": "save"}, 1, 10, None),
         ({"step": 10, "at": "validate"}, 1, 10, None),
-        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with 10 of 10"),
+        (
+            {"step": 11, "kind": "disk-full"},
+            1,
+            10,
+            "step 11 is never reached, save comes last with 10 of 10",
+        ),
     ],
 )
 def test_what_cannot_happen_is_refused(
-    schedule: Callable[..., Path], entry: dict[str, Any], ranks: int, steps: int | None, words: str | None
+    schedule: Callable[..., Path],
+    entry: dict[str, Any],
+    ranks: int,
+    steps: int | None,
+    words: str | None,
 ) -> None:
-    path = schedule({"rank": 0, "step": 0, "kind": "kill"}, {"rank": 0, "step": 1, "kind": "kill", **entry})
+    path = schedule(
+        {"rank": 0, "step": 0, "kind": "kill"}, {"rank": 0, "step": 1, "kind": "kill", **entry}
+    )
     if words is None:
         faults.check(ranks, steps)
         return
@@ -299,11 +346,17 @@ def test_what_cannot_happen_is_refused(
     assert "docs/reliability.md" in (caught.value.hint or "")
 
 
-def test_notes_of_another_schedule_are_no_silent_end_of_this_one(schedule: Callable[..., Path]) -> None:
+def test_notes_of_another_schedule_are_no_silent_end_of_this_one(
+    schedule: Callable[..., Path],
+) -> None:
     path = schedule({"rank": 0, "step": 0, "kind": "nan"})
     assert faults.inject_fault("reduce", 0, 0) == "nan"
     faults.check(1)
-    for other in ([{"rank": 0, "step": 0, "kind": "kill"}], [{"rank": 1, "step": 0, "kind": "nan"}], []):
+    for other in (
+        [{"rank": 0, "step": 0, "kind": "kill"}],
+        [{"rank": 1, "step": 0, "kind": "nan"}],
+        [],
+    ):
         schedule(*other)
         with pytest.raises(ConfigError, match=r"are of another schedule \(entry 0\)") as caught:
             faults.check(2)
@@ -320,9 +373,18 @@ def test_what_has_happened_and_what_has_not(schedule: Callable[..., Path]) -> No
     assert faults.inject_fault("reduce", 1, 0) == "nan"
     told = f"1 of 3 failures on purpose happened before and will not again: remove {path}.fired to rehearse once more"
     assert faults.already_fired() == told
-    one, two = "(kill of rank 1 at step, from step 500)", "(disk-full of rank 2 at save, from step 7)"
-    assert faults.outstanding() == f"2 failures on purpose have not happened: entry 1 {one}, entry 2 {two} of {path}"
-    assert faults.outstanding({0, 1}) == f"a failure on purpose has not happened: entry 1 {one} of {path}"
+    one, two = (
+        "(kill of rank 1 at step, from step 500)",
+        "(disk-full of rank 2 at save, from step 7)",
+    )
+    assert (
+        faults.outstanding()
+        == f"2 failures on purpose have not happened: entry 1 {one}, entry 2 {two} of {path}"
+    )
+    assert (
+        faults.outstanding({0, 1})
+        == f"a failure on purpose has not happened: entry 1 {one} of {path}"
+    )
     assert faults.outstanding({0}) is None
     with pytest.raises(OSError, match="No space"):
         faults.inject_fault("save", 8, 2)

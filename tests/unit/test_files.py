@@ -66,7 +66,9 @@ def test_the_umask_gives_the_modes_of_what_is_not_private(tmp_path: Path, umask:
 
 # The last one would take rights even from the owner.
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377], indirect=True, ids=oct)
-def test_what_is_private_is_for_its_owner_alone_under_every_umask(tmp_path: Path, umask: int) -> None:
+def test_what_is_private_is_for_its_owner_alone_under_every_umask(
+    tmp_path: Path, umask: int
+) -> None:
     while_written: list[int] = []
     inner = make_directory(tmp_path / "a" / "b" / "c", private=True)
     assert [mode(path) for path in (inner, inner.parent, inner.parent.parent)] == [0o700] * 3
@@ -121,7 +123,9 @@ def test_a_private_directory_that_cannot_be_made_is_named(tmp_path: Path) -> Non
             make_directory(path, private=True)
 
 
-def test_a_link_under_the_drafts_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_under_the_drafts_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     (tmp_path / "victim").write_text("mine")
     draft = tmp_path / ".draft-a-known.txt"
@@ -134,7 +138,9 @@ def test_a_link_under_the_drafts_name_is_not_followed(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interruption_leaves_the_old_file_and_nothing_else(error: type[BaseException], tmp_path: Path) -> None:
+def test_an_interruption_leaves_the_old_file_and_nothing_else(
+    error: type[BaseException], tmp_path: Path
+) -> None:
     target = tmp_path / "a.json"
     target.write_text("old")
 
@@ -167,7 +173,9 @@ write_whole(Path(sys.argv[1]), write)
 def test_kill_9_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "weights.bin"
     target.write_bytes(b"old")
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
         process.send_signal(signal.SIGKILL)
@@ -213,7 +221,9 @@ def small_files() -> None:
 def test_no_room_leaves_the_old_file_and_names_it(tmp_path: Path) -> None:
     target = tmp_path / "a.bin"
     target.write_bytes(b"old")
-    text = in_child(lambda: storage_message(target, lambda t: t.write_bytes(b"n" * 10_000)), small_files)
+    text = in_child(
+        lambda: storage_message(target, lambda t: t.write_bytes(b"n" * 10_000)), small_files
+    )
     assert text.startswith(f"{target}: cannot be written: File too large")
     assert "what to do: " in text
     assert target.read_bytes() == b"old"
@@ -240,7 +250,11 @@ def test_mlxs_own_writer_out_of_room_is_a_storage_error_too(tmp_path: Path) -> N
     target = tmp_path / "a.safetensors"
     target.write_bytes(b"old")
     done = subprocess.run(
-        [sys.executable, "-c", MLX_WRITER, str(target)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", MLX_WRITER, str(target)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"StorageError {target}: cannot be written")
@@ -254,7 +268,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("a small file system cannot be mounted here (needs root)")
@@ -267,7 +283,9 @@ def test_a_full_disk_is_named_as_such(small_disk: Path) -> None:
     mx.save_safetensors(str(target), {"a": mx.ones((1000,))})
     old = target.read_bytes()
     big = mx.zeros((200_000,))
-    text = storage_message(target, lambda temporary: mx.save_safetensors(str(temporary), {"a": big}))
+    text = storage_message(
+        target, lambda temporary: mx.save_safetensors(str(temporary), {"a": big})
+    )
     assert "No space left on device" in text
     assert "free some space" in text
     assert target.read_bytes() == old
@@ -302,8 +320,12 @@ def test_no_permission_is_named_as_such(tmp_path: Path) -> None:
 
 def test_a_missing_directory_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "No such file or directory" in storage_message(tmp_path / "no" / "a.txt", lambda t: t.write_text("x"))
-    assert "a part of the path is a file" in storage_message(tmp_path / "file" / "a.txt", lambda t: t.write_text("x"))
+    assert "No such file or directory" in storage_message(
+        tmp_path / "no" / "a.txt", lambda t: t.write_text("x")
+    )
+    assert "a part of the path is a file" in storage_message(
+        tmp_path / "file" / "a.txt", lambda t: t.write_text("x")
+    )
     with pytest.raises(StorageError, match="a part of the path is a file"):
         make_directory(tmp_path / "file" / "deeper")
     with pytest.raises(StorageError, match="File exists") as caught:
@@ -312,12 +334,17 @@ def test_a_missing_directory_and_a_file_in_the_way_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "inner", "inner/.."])
-def test_a_directory_is_no_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_directory_is_no_name_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("inner").mkdir()
     for ask in (require_writable, lambda path: write_whole(path, Path.touch)):
         with pytest.raises(StorageError) as caught:
             ask(Path(name))
         assert caught.value.message == "cannot be written: Is a directory"
-        assert caught.value.hint == "there is a directory of that name: move it away, or choose another name"
+        assert (
+            caught.value.hint
+            == "there is a directory of that name: move it away, or choose another name"
+        )
     assert names(tmp_path) == ["inner"]

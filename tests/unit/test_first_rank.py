@@ -1,4 +1,6 @@
-"""Ranks reach the first one at the port that NCCL or JACCL is going to use, before that waits in vain."""
+"""Ranks reach the first one at the port that NCCL or JACCL is going to use, before that waits in
+vain.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def ends(host: str, delays: Mapping[int, float], size: int, timeout_s: float = 20.0) -> dict[int, float | Exception]:
+def ends(
+    host: str, delays: Mapping[int, float], size: int, timeout_s: float = 20.0
+) -> dict[int, float | Exception]:
     """When each of these ranks may go on, in seconds; or why it may not."""
     found: dict[int, float | Exception] = {}
     start = time.monotonic()
@@ -42,11 +46,16 @@ def ends(host: str, delays: Mapping[int, float], size: int, timeout_s: float = 2
     return found
 
 
-@pytest.mark.parametrize("delays", [(0, 0), (0.3, 0), (0, 0.3), (0.3, 0, 0.1, 0.2), (0, 0.2, 0.4, 0)])
+@pytest.mark.parametrize(
+    "delays", [(0, 0), (0.3, 0), (0, 0.3), (0.3, 0, 0.1, 0.2), (0, 0.2, 0.4, 0)]
+)
 def test_all_go_on_when_all_are_there(delays: Sequence[float]) -> None:
     port = free_port()
     found = ends(f"127.0.0.1:{port}", dict(enumerate(delays)), len(delays))
-    assert all(isinstance(each, float) and max(delays) <= each < max(delays) + 1.5 for each in found.values()), found
+    assert all(
+        isinstance(each, float) and max(delays) <= each < max(delays) + 1.5
+        for each in found.values()
+    ), found
     with socket.socket() as next_user:
         next_user.bind(("127.0.0.1", port))  # without SO_REUSEADDR: nothing rests there
 
@@ -88,9 +97,16 @@ def test_who_goes_on_finds_nobody_of_the_trial_at_the_port() -> None:
 def test_strangers_are_seen_off() -> None:
     port = free_port()
     found: list[dict[int, float | Exception]] = []
-    thread = threading.Thread(target=lambda: found.append(ends(f"127.0.0.1:{port}", {0: 0, 1: 0.5}, 2)))
+    thread = threading.Thread(
+        target=lambda: found.append(ends(f"127.0.0.1:{port}", {0: 0, 1: 0.5}, 2))
+    )
     thread.start()
-    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 500, b"0" * 64 + b"\n" + b"x" * 90 + b"\n"):
+    for words in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 500,
+        b"0" * 64 + b"\n" + b"x" * 90 + b"\n",
+    ):
         for _ in range(200):
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=5) as call:
@@ -115,7 +131,9 @@ def test_a_port_that_is_taken_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize("kind", ["refused", "timed out"])
-def test_a_first_rank_that_listens_and_cannot_be_called(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_first_rank_that_listens_and_cannot_be_called(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     for name, seconds in (("_CALL_S", 0.8), ("_BRIEF_CALL_S", 0.4), ("_REFUSED_S", 0.5)):
         monkeypatch.setattr(ring, name, seconds)
     port = free_port()
@@ -149,7 +167,11 @@ def test_without_a_supervisor_a_way_that_is_blocked_is_told_and_waited_for(
     ("name", "environ", "expected"),
     [
         ("nccl", {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "4242"}, "10.0.0.1:4242"),
-        ("nccl", {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "4242"}, None),  # no firewall is in between
+        (
+            "nccl",
+            {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "4242"},
+            None,
+        ),  # no firewall is in between
         ("nccl", {}, None),
         ("jaccl", {"MLX_JACCL_COORDINATOR": "10.0.0.1:4242"}, "10.0.0.1:4242"),
         ("jaccl", {"MLX_JACCL_COORDINATOR": "10.0.0.1"}, None),
@@ -157,7 +179,9 @@ def test_without_a_supervisor_a_way_that_is_blocked_is_told_and_waited_for(
         ("mpi", {}, None),
     ],
 )
-def test_where_back_ends_call_the_first_rank(name: str, environ: dict[str, str], expected: str | None) -> None:
+def test_where_back_ends_call_the_first_rank(
+    name: str, environ: dict[str, str], expected: str | None
+) -> None:
     assert backend._first_rank(name, environ) == expected
 
 
@@ -175,7 +199,11 @@ def test_connecting_begins_with_that(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backend, "_check_build", lambda _: None)
     monkeypatch.setattr(backend, "reach_first", lambda host, *_: done.append(host))
     monkeypatch.setattr(backend, "_initialise", initialise)
-    for variable, value in (("NCCL_HOST_IP", "10.0.0.1"), ("NCCL_PORT", "5"), ("MLX_JACCL_COORDINATOR", "10.0.0.1:5")):
+    for variable, value in (
+        ("NCCL_HOST_IP", "10.0.0.1"),
+        ("NCCL_PORT", "5"),
+        ("MLX_JACCL_COORDINATOR", "10.0.0.1:5"),
+    ):
         monkeypatch.setenv(variable, value)
     with pytest.raises(Began):
         backend.connect(name, 2, 1)

@@ -1,4 +1,6 @@
-"""The first weights of a model: their statistics, their bits, and that both libraries compute the same with them."""
+"""The first weights of a model: their statistics, their bits, and that both libraries compute the
+same with them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import TokenIds, find_shape, model_config
 
 FAMILIES = ("llama", "qwen3", "mixtral")
-SMALL = {"layers": 2, "dims": 32, "mlp_dims": 48, "heads": 4, "kv_heads": 2, "vocabulary": 300, "block_size": 64}
+SMALL = {
+    "layers": 2,
+    "dims": 32,
+    "mlp_dims": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocabulary": 300,
+    "block_size": 64,
+}
 ROUGH = {**SMALL, "init_std": 0.3, "rope_theta": 500.0, "experts": None}
 
 
@@ -50,10 +60,13 @@ def test_statistics(family: str) -> None:
         std = 0.05
         if "o_proj" in name or "down_proj" in name:
             std = 0.05 / math.sqrt(16)
-        # Of n independent normal values, the mean has std / sqrt(n), and the deviation std / sqrt(2 n).
+        # Of n independent normal values, the mean has std / sqrt(n), and the deviation std / sqrt(2
+        # n).
         assert abs(values.mean()) < 5 * std / math.sqrt(values.size), name
         assert abs(values.std() - std) < 5 * std / math.sqrt(2 * values.size), name
-    drawn = [np.array(value).ravel()[:1000] for name, value in weights.items() if "norm" not in name]
+    drawn = [
+        np.array(value).ravel()[:1000] for name, value in weights.items() if "norm" not in name
+    ]
     # Arrays of their own, not one and the same cut to size.
     assert len({values[:8].tobytes() for values in drawn}) == len(drawn)
 
@@ -67,9 +80,13 @@ def test_the_seed_and_the_name_make_the_bits(family: str) -> None:
     assert all(same(first[name], again[name]) for name in first)
     other = made(family, seed=1)
     assert not any(same(first[name], other[name]) for name in first if "norm" not in name)
-    # A layer more, another MLP: what has its name and its shape still has its numbers, but for the scale of the depth.
+    # A layer more, another MLP: what has its name and its shape still has its numbers, but for the
+    # scale of the depth.
     larger = made(family, layers=3, mlp_dims=64)
-    assert same(first["model.layers.1.self_attn.q_proj.weight"], larger["model.layers.1.self_attn.q_proj.weight"])
+    assert same(
+        first["model.layers.1.self_attn.q_proj.weight"],
+        larger["model.layers.1.self_attn.q_proj.weight"],
+    )
     assert same(first["model.embed_tokens.weight"], larger["model.embed_tokens.weight"])
 
 
@@ -81,7 +98,9 @@ def test_an_expert_does_not_depend_on_the_number_of_experts() -> None:
 
 
 def test_known_bits() -> None:
-    """Written down once: a run that is resumed elsewhere, or another rank, must begin with these very numbers."""
+    """Written down once: a run that is resumed elsewhere, or another rank, must begin with these
+    very numbers.
+    """
     value = np.array(made("llama", init_std=0.02)["model.layers.0.self_attn.q_proj.weight"])
     random = np.random.Generator(np.random.Philox(key=np.frombuffer(KEY, dtype="<u8")))
     assert (value == random.standard_normal((32, 32), dtype=np.float32) * np.float32(0.02)).all()
@@ -97,7 +116,9 @@ def test_known_bits() -> None:
         ("qwen3-0.6b", {"dims": 32}, 0.02),
     ],
 )
-def test_the_deviation_is_the_named_models_or_follows_from_the_width(name: str, numbers: Any, std: float) -> None:
+def test_the_deviation_is_the_named_models_or_follows_from_the_width(
+    name: str, numbers: Any, std: float
+) -> None:
     assert find_shape(name, numbers).init_std == pytest.approx(std)
     assert model_config(find_shape(name, numbers))["initializer_range"] == pytest.approx(std)
 
@@ -108,7 +129,10 @@ KEY = bytes.fromhex("334fc7ffe44b48952e8465ac24e4a4ed")
 
 def test_half_precision_is_the_same_rounded() -> None:
     config = model_config(find_shape("llama", SMALL))
-    whole, half = parameters(build_model(config, 3)), parameters(build_model(config, 3, dtype=mx.bfloat16))
+    whole, half = (
+        parameters(build_model(config, 3)),
+        parameters(build_model(config, 3, dtype=mx.bfloat16)),
+    )
     assert all(same(half[name], whole[name].astype(mx.bfloat16)) for name in whole)
 
 
@@ -139,9 +163,13 @@ def test_mlx_lm_reads_what_was_written(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("numbers", [{}, {"tied": False, "head_dim": 16, "norm_eps": 0.1}], ids=["usual", "other"])
+@pytest.mark.parametrize(
+    "numbers", [{}, {"tied": False, "head_dim": 16, "norm_eps": 0.1}], ids=["usual", "other"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_computes_the_same(family: str, numbers: dict[str, Any], tmp_path: Path) -> None:
+def test_transformers_computes_the_same(
+    family: str, numbers: dict[str, Any], tmp_path: Path
+) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -154,5 +182,8 @@ def test_transformers_computes_the_same(family: str, numbers: dict[str, Any], tm
     assert np.abs(theirs).max() > 0.3
     np.testing.assert_allclose(logits, theirs, rtol=1e-4, atol=1e-5)
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(
-        value.size for value in parameters(build_model(json.loads((tmp_path / "config.json").read_text()), 0)).values()
+        value.size
+        for value in parameters(
+            build_model(json.loads((tmp_path / "config.json").read_text()), 0)
+        ).values()
     )

@@ -1,4 +1,6 @@
-"""Supervisor and agent: whatever the other end says, only what has the secret and the right types is listened to."""
+"""Supervisor and agent: whatever the other end says, only what has the secret and the right types
+is listened to.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from allhands.cluster.frames import FROM_AGENT, FROM_SUPERVISOR, GARBLED, Frame,
 from allhands.cluster.hosts import Host
 
 SECRET = "5" * 64
-REPORT = {"stopped": False, "error": None, "log_path": "/x", "log_tail": ["a"], "out_of_memory": False}
+REPORT = {
+    "stopped": False,
+    "error": None,
+    "log_path": "/x",
+    "log_tail": ["a"],
+    "out_of_memory": False,
+}
 BEAT = {"step": 1, "phase": "compute", "count": 7, "age": 0.5, "waited_s": 0.0}
 SOUND: dict[str, Frame] = {
     "ready": {
@@ -37,7 +45,12 @@ SOUND: dict[str, Frame] = {
     "line": {"rank": 1, "data": "text"},
     "sample": {"line": "{}"},
     "marks": {"rank": 0, "ready": True, "started": False, "busy_age": 0.25, "beat": BEAT},
-    "exit": {"rank": 0, "code": -9, "age": 0.0, "report": REPORT | {"error": {"type": "Boom", "message": "bang"}}},
+    "exit": {
+        "rank": 0,
+        "code": -9,
+        "age": 0.0,
+        "report": REPORT | {"error": {"type": "Boom", "message": "bang"}},
+    },
     "report": {"rank": 3, "report": REPORT},
     "attested": {"content": {"model": {"files": "abc"}}},
     "ended": {},
@@ -52,7 +65,9 @@ def line(kind: str, fields: Frame, secret: str = SECRET) -> bytes:
 
 @contextmanager
 def linked() -> Iterator[tuple[int, list[Frame | None], list[bytes], threading.Event]]:
-    """The end of a pipe at whose other end a link reads: what it takes for frames, for noise, and that it has ended."""
+    """The end of a pipe at whose other end a link reads: what it takes for frames, for noise, and
+    that it has ended.
+    """
     reader, writer = os.pipe()
     frames, noise, ended = list[Frame | None](), list[bytes](), threading.Event()
 
@@ -61,7 +76,9 @@ def linked() -> Iterator[tuple[int, list[Frame | None], list[bytes], threading.E
         if frame is None:
             ended.set()
 
-    link = FrameLink(reader, os.open(os.devnull, os.O_WRONLY), FROM_AGENT, SECRET, receive, noise.append)
+    link = FrameLink(
+        reader, os.open(os.devnull, os.O_WRONLY), FROM_AGENT, SECRET, receive, noise.append
+    )
     yield writer, frames, noise, ended
     link.close()
     link.join(5.0)
@@ -100,7 +117,12 @@ def test_what_has_no_secret_or_no_known_kind_is_noise() -> None:
         b'{"secret": "' + SECRET.encode() + b'", "kind": "pong", "number": NaN}\n',
         b'{"secret": ["' + SECRET.encode() + b'"], "kind": "pong"}\n',
         b'{"secret": "' + SECRET.encode() + b'", "kind": ["pong"]}\n',
-        b'{"secret": "' + SECRET.encode() + b'", "kind": "pong", "x": ' + b"[" * 900 + b"]" * 900 + b"}\n",
+        b'{"secret": "'
+        + SECRET.encode()
+        + b'", "kind": "pong", "x": '
+        + b"[" * 900
+        + b"]" * 900
+        + b"}\n",
     ]
     frames, noise = taken(*lines, line("pong", {"number": 0}))
     assert frames == [{"kind": "pong", "number": 0}]
@@ -110,7 +132,9 @@ def test_what_has_no_secret_or_no_known_kind_is_noise() -> None:
 def test_a_hundred_thousand_lines_are_no_frames_of_other_types() -> None:
     random_, kinds = random.Random(4), list(SOUND)
     written = [line(kind := kinds[i % len(kinds)], SOUND[kind]) for i in range(100_000)]
-    frames, _ = taken(*(changed(random_, one).replace(b"\n", b" ") + b"\n" for one in written), line("ended", {}))
+    frames, _ = taken(
+        *(changed(random_, one).replace(b"\n", b" ") + b"\n" for one in written), line("ended", {})
+    )
     assert frames[-1] == {"kind": "ended"}
     assert len(frames) < 60_000
     for frame in frames:
@@ -129,9 +153,16 @@ def test_a_real_agent_outlives_a_hundred_thousand_lines() -> None:
         assert agent.stdout is not None
         agent.stdin.write(line("hello", HELLO))
         agent.stdin.flush()
-        assert json.loads(agent.stdout.readline().strip() or agent.stdout.readline())["kind"] == "ready"
+        assert (
+            json.loads(agent.stdout.readline().strip() or agent.stdout.readline())["kind"]
+            == "ready"
+        )
         for i in range(100_000):
-            noise = random_.randbytes(20) if i % 4 else changed(random_, line("ping", {"number": 3}, "6" * 64))
+            noise = (
+                random_.randbytes(20)
+                if i % 4
+                else changed(random_, line("ping", {"number": 3}, "6" * 64))
+            )
             agent.stdin.write(noise.replace(b"\n", b" ") + b"\n")
             if i % 2000 == 0:  # so that it does not take our silence for our end
                 agent.stdin.write(line("ping", {"number": 4}))
@@ -148,7 +179,11 @@ def test_a_real_agent_outlives_a_hundred_thousand_lines() -> None:
 def test_a_supervisor_that_says_other_types_is_told_so() -> None:
     text = line("hello", HELLO) + line("signal", {"rank": "0", "number": 15}) + line("end", {})
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "allhands.cluster.agent"], input=text, capture_output=True, timeout=30, check=False
+        [sys.executable, "-P", "-m", "allhands.cluster.agent"],
+        input=text,
+        capture_output=True,
+        timeout=30,
+        check=False,
     )
     assert done.returncode == 0
     assert b"Traceback" not in done.stderr
@@ -165,8 +200,12 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("changes", [{"ports": "5001"}, {"ports": [70000]}, {"versions": {"mlx": 3}}, {"step": True}])
-def test_a_computer_that_says_other_types_is_named_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"ports": "5001"}, {"ports": [70000]}, {"versions": {"mlx": 3}}, {"step": True}]
+)
+def test_a_computer_that_says_other_types_is_named_at_once(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     program = tmp_path / "python"
     program.write_text(FALSE_AGENT.format(python=sys.executable, fields=SOUND["ready"] | changes))
     program.chmod(0o700)

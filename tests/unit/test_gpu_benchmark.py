@@ -13,7 +13,11 @@ import pytest
 from benchmark_scripts import scripts_on_the_path
 
 MACHINE = {"cpu": "c", "cores": 4, "system": "Linux", "gpus": ["H, 700 W"], "gpu": "H, 700 W"}
-DONE = {"tokens_per_s": 8.0, "step_s": {"median": 1.0, "best": 0.5, "worst": 2.0}, "losses": [2.0, 1.0]}
+DONE = {
+    "tokens_per_s": 8.0,
+    "step_s": {"median": 1.0, "best": 0.5, "worst": 2.0},
+    "losses": [2.0, 1.0],
+}
 LEFT_OUT = {"error": "left out: the time of --limit is over"}
 
 
@@ -40,7 +44,13 @@ def measured(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
         "lora": {"allhands": DONE, "mlx_lm": DONE},
         "full": {"allhands": LEFT_OUT, "mlx_lm": LEFT_OUT},
     }
-    found = {"date": "2026-01-02", "commit": "abc", "machine": MACHINE, "settings": {"built": False}, "steps": 20}
+    found = {
+        "date": "2026-01-02",
+        "commit": "abc",
+        "machine": MACHINE,
+        "settings": {"built": False},
+        "steps": 20,
+    }
     monkeypatch.setenv("ALLHANDS_BENCHMARK_RESULTS", str(tmp_path))
     monkeypatch.setenv("ALLHANDS_BENCHMARK_COMMIT", "abc")
     records = importlib.import_module("records")
@@ -52,7 +62,9 @@ def measured(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     return seen
 
 
-def measure(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> dict[str, Any]:
+def measure(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str
+) -> dict[str, Any]:
     flags = ("--works", "qlora,lora,smol", "--peers", "allhands,mlx_lm", "--steps", "20", *flags)
     monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
     return bench.measure(bench.parse(), tmp_path, {k: v for k, v in MACHINE.items() if k != "gpu"})
@@ -62,7 +74,9 @@ def test_whole_works_are_taken_over_and_the_others_measured_by_everybody(
     bench: Any, measured: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = measure(bench, monkeypatch, tmp_path, "--add")
-    assert measured == [(work, peer) for work in ("qlora", "smol") for peer in ("allhands", "mlx_lm")]
+    assert measured == [
+        (work, peer) for work in ("qlora", "smol") for peer in ("allhands", "mlx_lm")
+    ]
     speeds = {work: of["mlx_lm"]["tokens_per_s"] for work, of in record["results"].items()}
     assert speeds == {"qlora": 9.0, "lora": 8.0, "smol": 9.0}
     assert list(record["works"]) == ["qlora", "lora", "smol"]
@@ -70,11 +84,17 @@ def test_whole_works_are_taken_over_and_the_others_measured_by_everybody(
 
 @pytest.mark.parametrize("other", ["no --add", "code", "changes", "steps", "settings", "machine"])
 def test_nothing_is_taken_over_of_what_is_another_thing(
-    bench: Any, measured: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str
+    bench: Any,
+    measured: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    other: str,
 ) -> None:
-    flags = {"no --add": [], "steps": ["--add", "--steps", "30"], "settings": ["--add", "--built"]}.get(
-        other, ["--add"]
-    )
+    flags = {
+        "no --add": [],
+        "steps": ["--add", "--steps", "30"],
+        "settings": ["--add", "--built"],
+    }.get(other, ["--add"])
     if other in ("code", "changes"):
         monkeypatch.setenv("ALLHANDS_BENCHMARK_COMMIT", {"code": "abd", "changes": "abc+"}[other])
     if other == "machine":

@@ -1,4 +1,6 @@
-"""What the benchmarks of GPUs tell of power, clocks and kernels. No GPU is asked: an nvidia-smi of our own answers."""
+"""What the benchmarks of GPUs tell of power, clocks and kernels. No GPU is asked: an nvidia-smi of
+our own answers.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,27 @@ from benchmark_scripts import scripts_on_the_path
 @pytest.fixture(scope="module")
 def modules() -> Iterator[Any]:
     with scripts_on_the_path():
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("gpu_watch", "gpu_profile")})
+        yield SimpleNamespace(
+            **{name: importlib.import_module(name) for name in ("gpu_watch", "gpu_profile")}
+        )
 
 
 def test_power_and_clocks_of_the_time_that_counts(modules: Any) -> None:
     watch = modules.gpu_watch.Watch()
-    told = ["0, 70.1, 345", "1, [N/A], 345", "0, 690.0, 1600", "1, 680.0, 1700", "2, 71.0, 345", "0, 694.0, 1500", ""]
-    watch._samples = [s for at, line in enumerate(told) if (s := modules.gpu_watch.parse(line, float(at))) is not None]
+    told = [
+        "0, 70.1, 345",
+        "1, [N/A], 345",
+        "0, 690.0, 1600",
+        "1, 680.0, 1700",
+        "2, 71.0, 345",
+        "0, 694.0, 1500",
+        "",
+    ]
+    watch._samples = [
+        s
+        for at, line in enumerate(told)
+        if (s := modules.gpu_watch.parse(line, float(at))) is not None
+    ]
     assert len(watch._samples) == 5
     # Of the busiest and of the slowest; the third GPU does nothing.
     assert watch.between(2.0, 5.0) == {"watts": 692.0, "mhz": 1550.0}
@@ -46,7 +62,8 @@ def test_it_is_asked_while_something_is_measured(modules: Any, tmp_path: Path) -
     assert blind.between(0.0, time.time()) == {}
 
 
-# Two steps: computing from 0 to 100 and 130 to 200, an exchange from 90 to 120, another from 140 to 150.
+# Two steps: computing from 0 to 100 and 130 to 200, an exchange from 90 to 120, another from 140 to
+# 150.
 EVENTS = [
     (0.0, 60.0, "gemm"),
     (50.0, 100.0, "norm"),
@@ -76,14 +93,21 @@ def test_a_profile_is_told_by_the_step(modules: Any) -> None:
 
 
 def test_how_long_ranks_wait_for_each_other_s_calls(modules: Any) -> None:
-    # By a clock that is 1,000 ahead. The first call waits 30 on rank 0, the second 5 on rank 1, the third for nobody.
+    # By a clock that is 1,000 ahead. The first call waits 30 on rank 0, the second 5 on rank 1, the
+    # third for nobody.
     first = [(100.0, 150.0), (205.0, 225.0), (300.0, 310.0)]
     second = [(1130.0, 1150.0), (1200.0, 1225.0), (1300.0, 1310.0)]
     assert modules.gpu_profile.waits([first, second]) == [(80.0, 30.0), (55.0, 5.0)]
     # Of three the last to begin counts.
     third = [(2140.0, 2150.0), (2205.0, 2225.0), (2300.0, 2310.0)]
-    assert modules.gpu_profile.waits([first, second, third]) == [(80.0, 40.0), (55.0, 15.0), (40.0, 0.0)]
-    events = [(start, until, "ncclDevKernel") for start, until in reversed(first)] + [(0.0, 90.0, "product")]
+    assert modules.gpu_profile.waits([first, second, third]) == [
+        (80.0, 40.0),
+        (55.0, 15.0),
+        (40.0, 0.0),
+    ]
+    events = [(start, until, "ncclDevKernel") for start, until in reversed(first)] + [
+        (0.0, 90.0, "product")
+    ]
     assert modules.gpu_profile.exchanges(events) == first
     line = modules.gpu_profile.described_waits(
         [[(1e3 * a, 1e3 * b) for a, b in calls] for calls in (first, second)], 10

@@ -1,4 +1,6 @@
-"""The check before the first step: what is right passes and is remembered, what is wrong is refused."""
+"""The check before the first step: what is right passes and is remembered, what is wrong is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,18 @@ from allhands.run.gradient_check import GradientCheck, GradientVerdict
 from allhands.run.preparing import pass_context
 from allhands.runtime.accelerator import detect
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 259, "tie_word_embeddings": True}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 259,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +70,8 @@ def build(kind: str, **more: Any) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(1)
     model = module.Model(module.ModelArgs.from_dict({**SIZES, **more, "model_type": kind}))
-    # As in a trained model: with the weights of a fresh one, activations differ little from each other.
+    # As in a trained model: with the weights of a fresh one, activations differ little from each
+    # other.
     model.update_modules({})
     for name, array in tree_flatten(model.parameters()):
         if array.ndim == 2 and "embed" not in name:
@@ -132,10 +145,14 @@ def test_the_model_and_the_random_state_are_as_they_were() -> None:
     assert bytes(memoryview(mx.random.state[0])) == state
     assert [module.training for module in model.modules()] == training
     assert [type(module) for module in model.modules()] == kinds
-    assert all(mx.array_equal(array, before[name]) for name, array in tree_flatten(model.parameters()))
+    assert all(
+        mx.array_equal(array, before[name]) for name, array in tree_flatten(model.parameters())
+    )
 
 
-def test_fewer_blocks_or_a_shorter_row_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_blocks_or_a_shorter_row_where_all_would_take_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(gradient_cost._RATES, "cpu", 2e7)
     few = checked(build("llama"), longest=60)
     assert few.is_right
@@ -158,7 +175,9 @@ def test_in_half_precision_rounding_is_no_error_and_an_error_is_no_rounding(kind
     assert check.compare(model, cpu_native=False, dropout=None).is_right
     kind_of = type(model.layers[0].mlp)
     for layer in model.layers:
-        layer.mlp.__class__ = type("Off", (kind_of,), {"__call__": lambda self, x: -kind_of.__call__(self, x)})
+        layer.mlp.__class__ = type(
+            "Off", (kind_of,), {"__call__": lambda self, x: -kind_of.__call__(self, x)}
+        )
     assert not again.compare(model, cpu_native=False, dropout=None).is_right
 
 
@@ -168,7 +187,9 @@ def half_check(**more: Any) -> tuple[Any, GradientCheck]:
     model.set_dtype(mx.bfloat16)
     if "quantised" in more:
         nn.quantize(model, group_size=32, bits=4)
-    make_trainable(model, TrainConfig.model_validate({"train": True, "lora_parameters": {"rank": 64}}))
+    make_trainable(
+        model, TrainConfig.model_validate({"train": True, "lora_parameters": {"rank": 64}})
+    )
     metal = replace(detect(), kind="metal", cpu_native=False)
     return model, GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
 
@@ -216,7 +237,9 @@ def test_where_mlx_lms_own_is_no_number_float32_is_compared(
     assert any("not a number" in note for note in verdict.notes)
 
 
-def test_a_body_that_counts_on_all_of_its_blocks_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_counts_on_all_of_its_blocks_is_compared_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Gemma 3's looks up its sixth block, whatever it has."""
     monkeypatch.setitem(gradient_cost._RATES, "cpu", 4e7)
     verdict = checked(build("gemma3_text", head_dim=16, num_hidden_layers=6), longest=60)
@@ -242,13 +265,21 @@ def run(tmp_path: Path) -> Any:
     model, data = write_model(tmp_path / "model"), write_chat_data(tmp_path / "data")
 
     def train(**settings: Any) -> Any:
-        options = {"model": str(model), "data": str(data), "iters": 1, "val_batches": 0, "progress": False}
+        options = {
+            "model": str(model),
+            "data": str(data),
+            "iters": 1,
+            "val_batches": 0,
+            "progress": False,
+        }
         return allhands.finetune(**{**options, "adapter_path": str(tmp_path / "out"), **settings})
 
     return train
 
 
-def test_a_kind_of_step_is_checked_once_unless_asked_for(run: Any, counted: list[int], cache: Path) -> None:
+def test_a_kind_of_step_is_checked_once_unless_asked_for(
+    run: Any, counted: list[int], cache: Path
+) -> None:
     run()
     run()
     assert (len(counted), len(list(cache.iterdir()))) == (1, 1)
@@ -305,7 +336,9 @@ def test_a_check_changes_no_bit_of_a_training(run: Any, tmp_path: Path) -> None:
 
 def test_model_check_prints_what_it_compared(tmp_path: Path) -> None:
     model, data = write_model(tmp_path / "model"), write_chat_data(tmp_path / "data")
-    found = call_allhands("model", "check", model, "--data", data, "--fine-tune-type", "full", "--grad-checkpoint")
+    found = call_allhands(
+        "model", "check", model, "--data", data, "--fine-tune-type", "full", "--grad-checkpoint"
+    )
     assert (found.returncode, found.stderr) == (0, "")
     rows = [line.split() for line in found.stdout.splitlines() if line.strip()[:1].isdigit()]
     assert next(row[0] for row in rows) == "16"
@@ -315,21 +348,29 @@ def test_model_check_prints_what_it_compared(tmp_path: Path) -> None:
 def test_the_model_is_named_in_either_way_and_once(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     assert call_allhands("model", "check", "--model", model).returncode == 0
-    assert call_allhands("model", "get", "--model", model, "--out", tmp_path / "other").returncode == 0
+    assert (
+        call_allhands("model", "get", "--model", model, "--out", tmp_path / "other").returncode == 0
+    )
     assert (tmp_path / "other" / "model.safetensors").exists()
     for words in ([], [model, "--model", model]):
         done = call_allhands("model", "check", *words)
         assert (done.returncode, done.stderr.count("Error: Invalid value for MODEL")) == (2, 1)
 
 
-def test_model_check_fails_where_a_step_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_check_fails_where_a_step_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "model"
     model = build("gemma", head_dim=16)
     directory.mkdir()
     mx.save_safetensors(
-        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+        str(directory / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        metadata={"format": "mlx"},
     )
-    (directory / "config.json").write_text(json.dumps({**SIZES, "head_dim": 16, "model_type": "gemma"}))
+    (directory / "config.json").write_text(
+        json.dumps({**SIZES, "head_dim": 16, "model_type": "gemma"})
+    )
     write_tokenizer(directory)
     asked = ("model", "check", directory, "--max-seq-length", "40")
     assert call_allhands(*asked).returncode == 0

@@ -1,4 +1,6 @@
-"""What ``benchmarks/gradients.py`` thinks of differences, and how it shows them. Nothing is computed here."""
+"""What ``benchmarks/gradients.py`` thinks of differences, and how it shows them. Nothing is
+computed here.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ LORA, AGAIN = Run("lora", False, "cpu"), Run("lora", True, "graph")
 THEIRS = {"short": {"loss": 5.0}, "long": {"loss": 6.0}}
 
 
-def batch(loss: float, whole: float | None = 1e-6, worst: float = 1e-6, **more: Any) -> dict[str, Any]:
-    return {"loss": loss, "whole": whole, "worst": worst, "array": "a", "left": [], "added": [], **more}
+def batch(
+    loss: float, whole: float | None = 1e-6, worst: float = 1e-6, **more: Any
+) -> dict[str, Any]:
+    return {
+        "loss": loss,
+        "whole": whole,
+        "worst": worst,
+        "array": "a",
+        "left": [],
+        "added": [],
+        **more,
+    }
 
 
 def ours(**changed: Any) -> dict[str, Any]:
@@ -63,7 +75,8 @@ def test_what_is_wrong_only_once_is_told_apart_and_is_not_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("whose", "kind"), [(["ours"], "wrong"), (["mlx_lm's"], BEYOND), (["mlx_lm's", "ours"], BEYOND), ([], "wrong")]
+    ("whose", "kind"),
+    [(["ours"], "wrong"), (["mlx_lm's"], BEYOND), (["mlx_lm's", "ours"], BEYOND), ([], "wrong")],
 )
 def test_it_is_told_whose_gradient_is_not_finite(whose: list[str], kind: str) -> None:
     assert verdict(ours(long=batch(6.0, whole=None, **{"not finite": whose}))).kind == kind
@@ -83,8 +96,18 @@ def test_a_batch_that_was_not_computed_is_missed() -> None:
 
 def test_half_precision_may_be_as_far_from_float32_as_twice_mlx_lms() -> None:
     far = {"theirs from judge": 0.2, "judge loss": 6.0}
-    assert verdict(ours(long=batch(6.0, 0.3, **far, **{"ours from judge": 0.3})), dtype="bfloat16").kind == "right"
-    assert verdict(ours(long=batch(6.0, 0.3, **far, **{"ours from judge": 0.5})), dtype="bfloat16").kind == "wrong"
+    assert (
+        verdict(
+            ours(long=batch(6.0, 0.3, **far, **{"ours from judge": 0.3})), dtype="bfloat16"
+        ).kind
+        == "right"
+    )
+    assert (
+        verdict(
+            ours(long=batch(6.0, 0.3, **far, **{"ours from judge": 0.5})), dtype="bfloat16"
+        ).kind
+        == "wrong"
+    )
     # Where mlx_lm itself is wrong ours may be right.
     wrong = {"theirs from judge": 0.7, "judge loss": 6.0, "ours from judge": 0.01}
     found = verdict(ours(long=batch(6.0, 0.7, **wrong)), dtype="bfloat16")
@@ -108,7 +131,10 @@ def test_a_refusal_that_is_known_is_good() -> None:
 
 
 def test_the_table_shows_the_largest_and_what_is_wrong() -> None:
-    verdicts = [verdict(ours()), verdict(ours(long=batch(6.0, 0.5)), run=Run("lora", False, "graph"))]
+    verdicts = [
+        verdict(ours()),
+        verdict(ours(long=batch(6.0, 0.5)), run=Run("lora", False, "graph")),
+    ]
     verdicts.append(verdict({"traceback": "TypeError: x (a.py:1)"}, run=AGAIN))
     lines = gradients.table(verdicts).splitlines()
     assert lines[0] == "| | lora | lora+ |"
@@ -119,7 +145,9 @@ def test_the_table_shows_the_largest_and_what_is_wrong() -> None:
         ("lora graph: right", 0),
         ("lora+ graph: right", 0),
     ]
-    record = records.make_record("gradients", {"date": "2026-01-01", "commit": "c", "machine": {}}, rows)
+    record = records.make_record(
+        "gradients", {"date": "2026-01-01", "commit": "c", "machine": {}}, rows
+    )
     assert records.rows_in(record)
 
 
@@ -153,19 +181,34 @@ def drawn(theirs: float, ours_: float, **changed: Any) -> Any:
 def test_where_rounding_decides_the_median_of_several_draws_is_compared() -> None:
     unlucky = drawn(0.05, 0.4)
     assert (unlucky.kind, unlucky.by_rounding) == ("wrong", True)
-    assert pooled([unlucky, drawn(0.2, 0.1), drawn(0.1, 0.12), drawn(0.08, 0.08)], "bfloat16").kind == "right"
+    assert (
+        pooled([unlucky, drawn(0.2, 0.1), drawn(0.1, 0.12), drawn(0.08, 0.08)], "bfloat16").kind
+        == "right"
+    )
     # One that is always worse is wrong, however unlucky mlx_lm is once.
-    assert pooled([unlucky, drawn(0.9, 0.5), drawn(0.1, 0.35), drawn(0.08, 0.3)], "bfloat16").kind == "wrong"
+    assert (
+        pooled([unlucky, drawn(0.9, 0.5), drawn(0.1, 0.35), drawn(0.08, 0.3)], "bfloat16").kind
+        == "wrong"
+    )
 
 
 def test_what_no_rounding_explains_is_wrong_in_any_draw() -> None:
     lucky = drawn(0.1, 0.1)
-    for bad in ({"short": batch(5.0) | {"left": ["b"]}}, {"short": batch(7.0)}, {"short": batch(5.0, None)}):
-        assert pooled([drawn(0.05, 0.4), lucky, lucky, drawn(0.1, 0.1, **bad)], "bfloat16").kind == "wrong"
+    for bad in (
+        {"short": batch(5.0) | {"left": ["b"]}},
+        {"short": batch(7.0)},
+        {"short": batch(5.0, None)},
+    ):
+        assert (
+            pooled([drawn(0.05, 0.4), lucky, lucky, drawn(0.1, 0.1, **bad)], "bfloat16").kind
+            == "wrong"
+        )
     # Too few draws say nothing.
     assert pooled([drawn(0.05, 0.4), lucky], "bfloat16").kind == "wrong"
 
 
 def test_over_all_comparisons_the_mean_share_is_told() -> None:
-    assert "2.00 times" in compared_with_judge([drawn(0.1, 0.2), drawn(0.02, 0.04), drawn(0.01, 0.02)])
+    assert "2.00 times" in compared_with_judge(
+        [drawn(0.1, 0.2), drawn(0.02, 0.04), drawn(0.01, 0.02)]
+    )
     assert compared_with_judge([verdict(ours())]) == ""

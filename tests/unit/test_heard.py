@@ -1,4 +1,6 @@
-"""What a chat template leaves out of a record is said, in every turn; a template that keeps it is never blamed."""
+"""What a chat template leaves out of a record is said, in every turn; a template that keeps it is
+never blamed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from allhands.errors import DataError
 
 CALL = {
     "type": "function",
-    "function": {"name": "ferry_status", "arguments": {"route": 'Skye "north"\n', "day": {"nth": 3, "at": [1.5, 2]}}},
+    "function": {
+        "name": "ferry_status",
+        "arguments": {"route": 'Skye "north"\n', "day": {"nth": 3, "at": [1.5, 2]}},
+    },
 }
 TOOL = {
     "type": "function",
@@ -26,17 +31,25 @@ TOOL = {
         "description": "State of a ferry",
         "parameters": {
             "type": "object",
-            "properties": {"route": {"type": "string", "description": "From where", "enum": ["Skye", "Mull"]}},
+            "properties": {
+                "route": {"type": "string", "description": "From where", "enum": ["Skye", "Mull"]}
+            },
             "required": ["route"],
         },
     },
 }
-RESULT = {"role": "tool", "name": "ferry_status", "content": '{"state": "it \\"runs\\"",\n "café": 3}'}
+RESULT = {
+    "role": "tool",
+    "name": "ferry_status",
+    "content": '{"state": "it \\"runs\\"",\n "café": 3}',
+}
 SYSTEM = {"role": "system", "content": "You are a terse pilot."}
 THOUGHT = "<think>\nIt is winter.\n</think>\n\n"
 
 
-def user(words: str = "Is the <ferry> to Skye \"running\", & is it on 'time'?", **more: Any) -> dict[str, Any]:
+def user(
+    words: str = "Is the <ferry> to Skye \"running\", & is it on 'time'?", **more: Any
+) -> dict[str, Any]:
     return {"role": "user", "content": words, **more}
 
 
@@ -45,10 +58,16 @@ def answer(words: str = "Yes, it runs.\n\n   It is  on time. ", **more: Any) -> 
 
 
 def codes(
-    tokenizer: Any, *messages: dict[str, Any], tools: list[Any] | None = None, mask: bool = False, train_on: Any = None
+    tokenizer: Any,
+    *messages: dict[str, Any],
+    tools: list[Any] | None = None,
+    mask: bool = False,
+    train_on: Any = None,
 ) -> list[str]:
     record = Record("chat", messages=messages, tools=tools, source="train.jsonl", line=3)
-    renderer = Renderer(tokenizer, mask_prompt=mask, max_seq_length=1 << 20, train_on=train_on or "assistant")
+    renderer = Renderer(
+        tokenizer, mask_prompt=mask, max_seq_length=1 << 20, train_on=train_on or "assistant"
+    )
     return sorted(found.code for found in renderer.render(record).unheard)
 
 
@@ -60,15 +79,27 @@ def rendered(tokenizer: Any, *messages: dict[str, Any], tools: list[Any] | None 
 def looped(answering: str, *, tools: str = "", result: str = "{{ m.content }}") -> Any:
     """A tokenizer with a template that writes answers and the answers of tools as given."""
     template = (
-        tools + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}" + answering
+        tools
+        + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        + answering
     )
-    template += "{% elif m.role == 'tool' %}" + result + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    return tiny.__wrapped__(template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    template += (
+        "{% elif m.role == 'tool' %}"
+        + result
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    return tiny.__wrapped__(
+        template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
 
 
 LIST_TOOLS = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-AS_JSON = LIST_TOOLS, "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
-# The ways in which templates write calls, tools and the answers of tools: none of them leaves anything out.
+AS_JSON = (
+    LIST_TOOLS,
+    "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
+)
+# The ways in which templates write calls, tools and the answers of tools: none of them leaves
+# anything out.
 KEEPING = {
     "json": AS_JSON,
     "indented ascii": (
@@ -92,7 +123,9 @@ KEEPING = {
 }
 
 
-@pytest.mark.parametrize("key", ["thought", "thoughts", "reasoning_text", "analysis", "chain_of_thought"])
+@pytest.mark.parametrize(
+    "key", ["thought", "thoughts", "reasoning_text", "analysis", "chain_of_thought"]
+)
 def test_thinking_is_thinking_by_any_usual_name(key: str) -> None:
     tokenizer = looped("{{ m.content }}")
     thinking = {key: "It is winter, and the ferry is in the dock."}
@@ -112,18 +145,27 @@ def test_thinking_is_thinking_by_any_usual_name(key: str) -> None:
         ({"model": "a-model-of-somebody-4b"}, []),
     ],
 )
-def test_words_under_other_keys_are_said_to_be_unread(more: dict[str, str], found: list[str]) -> None:
+def test_words_under_other_keys_are_said_to_be_unread(
+    more: dict[str, str], found: list[str]
+) -> None:
     assert codes(looped("{{ m.content }}"), user(), answer("No.", **more)) == found
-    writes_all = looped("{{ m.content }}{% for k, v in m.items() if k not in ['role', 'content'] %}{{ v }}{% endfor %}")
+    writes_all = looped(
+        "{{ m.content }}{% for k, v in m.items() if k not in ['role', 'content'] %}{{ v }}{% endfor %}"
+    )
     assert codes(writes_all, user(), answer("No.", **more)) == []
 
 
 @pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.parametrize("result", ["{{ m.content }}", "{{ m.content | tojson }}", "{{ m.content | string | e }}"])
+@pytest.mark.parametrize(
+    "result", ["{{ m.content }}", "{{ m.content | tojson }}", "{{ m.content | string | e }}"]
+)
 def test_a_template_that_writes_everything_is_not_blamed(name: str, result: str) -> None:
     tools, answering = KEEPING[name]
     tokenizer = looped(answering, tools=tools, result=result)
-    in_string = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"route": "Mull"})}}
+    in_string = {
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"route": "Mull"})},
+    }
     for calls in ([CALL], [CALL, in_string]):
         turns = [
             SYSTEM,
@@ -136,23 +178,61 @@ def test_a_template_that_writes_everything_is_not_blamed(name: str, result: str)
         ]
         for tool in (TOOL, TOOL["function"]) if name == "json" else (TOOL,):
             assert codes(tokenizer, *turns, tools=[tool]) == []
-    assert codes(tokenizer, user(), answer(THOUGHT + "Yes."), user("Why?"), answer(THOUGHT + "So.")) == []
+    assert (
+        codes(tokenizer, user(), answer(THOUGHT + "Yes."), user("Why?"), answer(THOUGHT + "So."))
+        == []
+    )
     if name != "python":
-        assert codes(tokenizer, user(), answer("Let me look.", tool_calls=[CALL]), RESULT, answer(), tools=[TOOL]) == []
+        assert (
+            codes(
+                tokenizer,
+                user(),
+                answer("Let me look.", tool_calls=[CALL]),
+                RESULT,
+                answer(),
+                tools=[TOOL],
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize(
-    "template", [CHATML, GEMMA, LLAMA2, ZEPHYR, ZEPHYR.replace("message['role'] +", "message['role'] | upper +")]
+    "template",
+    [
+        CHATML,
+        GEMMA,
+        LLAMA2,
+        ZEPHYR,
+        ZEPHYR.replace("message['role'] +", "message['role'] | upper +"),
+    ],
 )
 @pytest.mark.parametrize("mask", [False, True])
 def test_plain_chats_are_whole_in_every_template(template: str, mask: bool) -> None:
     tokenizer = tiny(template)
-    for words in ("Yes.", "a", "  two\n\nlines  ", "<b>tag</b>", "12", '{"json": [1, "x"]}', "é漢字 \\n 'q'"):
-        assert codes(tokenizer, user(words), answer(words), user("a"), answer(words + "!"), mask=mask) == []
+    for words in (
+        "Yes.",
+        "a",
+        "  two\n\nlines  ",
+        "<b>tag</b>",
+        "12",
+        '{"json": [1, "x"]}',
+        "é漢字 \\n 'q'",
+    ):
+        assert (
+            codes(tokenizer, user(words), answer(words), user("a"), answer(words + "!"), mask=mask)
+            == []
+        )
 
 
 def test_real_tokenizers_leave_nothing_out_of_what_they_take() -> None:
-    with_tools = [user(), answer("", tool_calls=[CALL]), RESULT, answer(), user("So?"), answer("So.")]
+    with_tools = [
+        user(),
+        answer("", tool_calls=[CALL]),
+        RESULT,
+        answer(),
+        user("So?"),
+        answer("So."),
+    ]
     for tokenizer in (qwen25(), from_npm("qwen3"), from_npm("mistral_nemo")):
         for mask in (False, True):
             # Of these calls none has an id, which Mistral's template insists on.
@@ -160,7 +240,11 @@ def test_real_tokenizers_leave_nothing_out_of_what_they_take() -> None:
             assert codes(tokenizer, *with_tools, tools=[TOOL["function"]], mask=mask) == []
     for tokenizer in (qwen25(), from_npm("qwen3"), from_npm("gemma2", GEMMA), from_npm("llama3")):
         assert codes(tokenizer, user(), answer(), user("So?"), answer("So.")) == []
-    assert codes(qwen25(), user(), answer(THOUGHT + "Yes.")) == codes(from_npm("qwen3"), user(), answer(THOUGHT)) == []
+    assert (
+        codes(qwen25(), user(), answer(THOUGHT + "Yes."))
+        == codes(from_npm("qwen3"), user(), answer(THOUGHT))
+        == []
+    )
 
 
 # Thinking
@@ -172,19 +256,24 @@ CUT_EARLIER = "{% if loop.last %}{{ m.content }}{% else %}" + CUT_ALL + "{% endi
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_thinking_that_is_cut(mask: bool) -> None:
-    one, two = [user(), answer(THOUGHT + "Yes.")], [user("Why?"), answer("<think>Hm, ice.</think>Ice.")]
+    one, two = (
+        [user(), answer(THOUGHT + "Yes.")],
+        [user("Why?"), answer("<think>Hm, ice.</think>Ice.")],
+    )
     assert codes(looped(CUT_ALL), *one, mask=mask) == ["reasoning-dropped"]
     assert codes(looped(CUT_ALL), *one, *two, mask=mask) == ["reasoning-dropped"]
     assert codes(looped(CUT_EARLIER), *one, mask=mask) == []
     assert codes(looped(CUT_EARLIER), *one, *two, mask=mask) == ["earlier-reasoning-dropped"]
     assert codes(from_npm("qwen3"), *one, *two, mask=mask) == ["earlier-reasoning-dropped"]
     # All the thinking that there is.
-    assert codes(looped(CUT_EARLIER), *one, user("Why?"), answer("Ice."), mask=mask) == ["reasoning-dropped"]
+    assert codes(looped(CUT_EARLIER), *one, user("Why?"), answer("Ice."), mask=mask) == [
+        "reasoning-dropped"
+    ]
     # Not where it is no target.
     if mask:
-        assert codes(looped(CUT_ALL), *one, user("Why?"), answer("Ice."), mask=mask, train_on="last") == [
-            "earlier-reasoning-dropped"
-        ]
+        assert codes(
+            looped(CUT_ALL), *one, user("Why?"), answer("Ice."), mask=mask, train_on="last"
+        ) == ["earlier-reasoning-dropped"]
 
 
 UNDER_A_KEY = [{key: "It is winter."} for key in ("reasoning_content", "reasoning", "thinking")]
@@ -208,15 +297,27 @@ def test_spellings_of_thinking(message: dict[str, Any]) -> None:
 
 def test_a_template_that_knows_no_key_for_thinking_may_keep_it_in_the_words() -> None:
     for tokenizer in (tiny(CHATML), qwen25()):
-        assert codes(tokenizer, user(), answer("Yes.", reasoning_content="It is winter.")) == ["reasoning-key-unread"]
+        assert codes(tokenizer, user(), answer("Yes.", reasoning_content="It is winter.")) == [
+            "reasoning-key-unread"
+        ]
     assert "<think>" in words_of("reasoning-key-unread")[1]
     assert "<think>" not in words_of("reasoning-dropped")[1]
 
 
-@pytest.mark.parametrize("message", [*UNDER_A_KEY, {"content": "<think>\nIt is winter.\n</think>\n\nYes."}])
+@pytest.mark.parametrize(
+    "message", [*UNDER_A_KEY, {"content": "<think>\nIt is winter.\n</think>\n\nYes."}]
+)
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thinking_gets_to_the_place_that_a_template_has_for_it(message: dict[str, Any], key: str) -> None:
-    written = "{% if m." + key + " %}[{{ m." + key + " }}]{% endif %}{{ m.content.split('</think>')[-1] | trim }}"
+def test_thinking_gets_to_the_place_that_a_template_has_for_it(
+    message: dict[str, Any], key: str
+) -> None:
+    written = (
+        "{% if m."
+        + key
+        + " %}[{{ m."
+        + key
+        + " }}]{% endif %}{{ m.content.split('</think>')[-1] | trim }}"
+    )
     record = [user(), answer("Yes.") | message]
     assert codes(looped(written), *record) == codes(looped(written), *record, mask=True) == []
     assert rendered(looped(written), *record).endswith("[It is winter.]Yes.<|im_end|>\n")
@@ -225,7 +326,9 @@ def test_thinking_gets_to_the_place_that_a_template_has_for_it(message: dict[str
 def test_what_is_dropped_for_its_words_is_found_as_well() -> None:
     # Neither a known tag nor a place: the template cuts a channel.
     tokenizer = looped("{{ m.content.split('<final>')[-1] }}")
-    assert codes(tokenizer, user(), answer("Let me see what is there.<final>It runs.")) == ["answers-dropped"]
+    assert codes(tokenizer, user(), answer("Let me see what is there.<final>It runs.")) == [
+        "answers-dropped"
+    ]
     assert codes(tokenizer, user(), answer("Let me see what is there.")) == []
 
 
@@ -242,13 +345,16 @@ def test_calls_arguments_results_tools_words_names_and_system() -> None:
     assert lost() == []
     assert lost(answering="{{ m.content }}") == ["calls-dropped"]
     assert (
-        lost(answering="{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}") == []
+        lost(
+            answering="{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
+        )
+        == []
     )
     first = "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
     other = {"type": "function", "function": {"name": "ferry_status", "arguments": {}}}
-    assert lost(user(), answer(tool_calls=[CALL, other]), RESULT, RESULT, answer(), answering=first) == [
-        "calls-dropped"
-    ]
+    assert lost(
+        user(), answer(tool_calls=[CALL, other]), RESULT, RESULT, answer(), answering=first
+    ) == ["calls-dropped"]
     named = "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
     assert lost(answering=named) == ["arguments-dropped"]
     either = "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}"
@@ -259,16 +365,22 @@ def test_calls_arguments_results_tools_words_names_and_system() -> None:
     assert lost(tools="{% for t in tools %}{{ t.function.name }}{% endfor %}") == []
     assert lost(user(name="Ann"), answer()) == ["names-dropped"]
     silent = "{{ m.content if loop.index0 > 1 else '' }}"
-    assert lost(user(), answer(), user("So?"), answer("So."), answering=silent) == ["answers-dropped"]
+    assert lost(user(), answer(), user("So?"), answer("So."), answering=silent) == [
+        "answers-dropped"
+    ]
     deaf = looped(AS_JSON[1]).chat_template.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
     )
     assert codes(tiny.__wrapped__(deaf), SYSTEM, user(), answer()) == ["system-dropped"]
     # In an earlier turn too.
-    later = "{% if loop.index0 > 1 or not m.tool_calls %}" + AS_JSON[1] + "{% else %}{{ m.content }}{% endif %}"
-    assert lost(*chat, user("And now?"), answer("", tool_calls=[CALL]), RESULT, answer(), answering=later) == [
-        "calls-dropped"
-    ]
+    later = (
+        "{% if loop.index0 > 1 or not m.tool_calls %}"
+        + AS_JSON[1]
+        + "{% else %}{{ m.content }}{% endif %}"
+    )
+    assert lost(
+        *chat, user("And now?"), answer("", tool_calls=[CALL]), RESULT, answer(), answering=later
+    ) == ["calls-dropped"]
 
 
 def test_a_call_that_is_left_out_is_named_where_its_answer_cannot_be_found() -> None:
@@ -298,7 +410,9 @@ def test_a_template_gets_the_form_that_it_takes() -> None:
     )
     text = rendered(strings, *chat)
     assert json.dumps(CALL["function"]["arguments"], ensure_ascii=False) in text
-    wrapped = looped(AS_JSON[1], tools="{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}")
+    wrapped = looped(
+        AS_JSON[1], tools="{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}"
+    )
     assert '{"name": "ferry_status"' in rendered(wrapped, *chat, tools=[TOOL["function"]])
     # What the template takes as it stands is not touched.
     bare = looped(AS_JSON[1], tools=LIST_TOOLS)
@@ -308,7 +422,9 @@ def test_a_template_gets_the_form_that_it_takes() -> None:
 # What it means for a run
 
 
-def severity(tokenizer: Any, records: list[tuple[dict[str, Any], ...]], **options: Any) -> dict[str, str]:
+def severity(
+    tokenizer: Any, records: list[tuple[dict[str, Any], ...]], **options: Any
+) -> dict[str, str]:
     examples = [
         Example("chat", Record("chat", messages=messages, source="train.jsonl", line=n), None)
         for n, messages in enumerate(records, start=1)
@@ -324,7 +440,9 @@ def test_cut_thinking_ruins_where_it_is_much_and_is_usual_in_earlier_turns() -> 
     thinking = [(user("Number 99?"), answer(THOUGHT + "Ninety-nine."))]
     assert severity(looped(CUT_ALL), thinking * 2)["reasoning-dropped"] == "ruins"
     assert severity(looped(CUT_ALL), plain + thinking)["reasoning-dropped"] == "harms"
-    assert not {"reasoning-dropped", "earlier-reasoning-dropped"} & set(severity(looped(CUT_EARLIER), plain + thinking))
+    assert not {"reasoning-dropped", "earlier-reasoning-dropped"} & set(
+        severity(looped(CUT_EARLIER), plain + thinking)
+    )
     turns = [(*thinking[0], user("Why?"), answer(THOUGHT + "So."))]
     assert severity(looped(CUT_EARLIER), turns)["earlier-reasoning-dropped"] == "note"
 
@@ -336,9 +454,10 @@ def test_the_advice_about_the_opening_of_answers_is_for_data_that_lack_it() -> N
     assert severity(tiny(THINKING), plain)["other-generation-prompt"] == "harms"
     assert severity(keeps, plain)["other-generation-prompt"] == "harms"
     # The answers begin with it: cut off by the template, or not at all.
-    assert set(severity(tiny(THINKING), thinking)) & {"other-generation-prompt", "reasoning-dropped"} == {
-        "reasoning-dropped"
-    }
+    assert set(severity(tiny(THINKING), thinking)) & {
+        "other-generation-prompt",
+        "reasoning-dropped",
+    } == {"reasoning-dropped"}
     assert not set(severity(keeps, thinking)) & {"other-generation-prompt", "reasoning-dropped"}
 
 
@@ -348,7 +467,9 @@ def test_answers_that_think_or_call_otherwise_are_not_the_same() -> None:
 
     places = [f"number {n}" for n in range(12)]
     calling = [(user(f"When at {place}?"), answer("", tool_calls=call(place))) for place in places]
-    thinking = [(user("Is it?"), answer("Yes.", reasoning_content=f"At {place} it is.")) for place in places]
+    thinking = [
+        (user("Is it?"), answer("Yes.", reasoning_content=f"At {place} it is.")) for place in places
+    ]
     for records in (calling, thinking):
         assert not {"same-answer", "repeats"} & set(severity(looped(AS_JSON[1]), records))
     same = [(user(f"When at {place}?"), answer("", tool_calls=call("Skye"))) for place in places]

@@ -1,4 +1,6 @@
-"""Hostfiles: MLX's JSON and MPI's lines as people write them, and everything else refused with its line."""
+"""Hostfiles: MLX's JSON and MPI's lines as people write them, and everything else refused with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,29 @@ def hosts_of(tmp_path: Path) -> Any:
     return read
 
 
-# --- MPI's lines --------------------------------------------------------------------------------------
+# --- MPI's lines ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("node1", [Host("node1", "node1")]),
-        ("node1 slots=4\nnode2:2\n", [Host("node1", "node1", slots=4), Host("node2", "node2", slots=2)]),
-        ("# all\n\n  node1   slots=2 # two\nnode2\n", [Host("node1", "node1", slots=2), Host("node2", "node2")]),
+        (
+            "node1 slots=4\nnode2:2\n",
+            [Host("node1", "node1", slots=4), Host("node2", "node2", slots=2)],
+        ),
+        (
+            "# all\n\n  node1   slots=2 # two\nnode2\n",
+            [Host("node1", "node1", slots=2), Host("node2", "node2")],
+        ),
         ("a slots=2\nb\na:3\n", [Host("a", "a", slots=5), Host("b", "b")]),
         ("a slots=4 max-slots=2", [Host("a", "a", slots=2)]),
         ("a max_slots=3", [Host("a", "a", slots=3)]),
         ("me@10.0.0.7:2\r\n", [Host("me@10.0.0.7", "me@10.0.0.7", ("10.0.0.7",), 2)]),
-        ("job-worker-0.job.ns.svc slots=1", [Host("job-worker-0.job.ns.svc", "job-worker-0.job.ns.svc")]),
+        (
+            "job-worker-0.job.ns.svc slots=1",
+            [Host("job-worker-0.job.ns.svc", "job-worker-0.job.ns.svc")],
+        ),
         ("2001:db8::7 slots=2", [Host("2001:db8::7", "2001:db8::7", ("2001:db8::7",), 2)]),
         ("[2001:db8::7]:2", [Host("2001:db8::7", "2001:db8::7", ("2001:db8::7",), 2)]),
         ("me@2001:db8::7", [Host("me@2001:db8::7", "me@2001:db8::7", ("2001:db8::7",))]),
@@ -104,22 +115,43 @@ def test_lines_refused(hosts_of: Any, text: str, line: int, words: str) -> None:
     assert refusal.value.hint
 
 
-# --- MLX's JSON ---------------------------------------------------------------------------------------
+# --- MLX's JSON -----------------------------------------------------------------------------------
 
 
 def test_json_list(hosts_of: Any) -> None:
     entries = [
-        {"ssh": "mac1", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en2", ["rdma_en3", "rdma_en4"]]},
-        {"ssh": "me@mac2", "slots": 2, "python": "/opt/my python/bin/python", "cwd": "/a b", "envs": ["A=b=c", "D="]},
+        {
+            "ssh": "mac1",
+            "ips": ["10.0.0.1", "10.0.1.1"],
+            "rdma": [None, "rdma_en2", ["rdma_en3", "rdma_en4"]],
+        },
+        {
+            "ssh": "me@mac2",
+            "slots": 2,
+            "python": "/opt/my python/bin/python",
+            "cwd": "/a b",
+            "envs": ["A=b=c", "D="],
+        },
     ]
     assert hosts_of(entries) == (
-        Host("mac1", "mac1", ("10.0.0.1", "10.0.1.1"), rdma=(None, "rdma_en2", ("rdma_en3", "rdma_en4"))),
-        Host("me@mac2", "me@mac2", (), 2, "/opt/my python/bin/python", "/a b", {"A": "b=c", "D": ""}),
+        Host(
+            "mac1",
+            "mac1",
+            ("10.0.0.1", "10.0.1.1"),
+            rdma=(None, "rdma_en2", ("rdma_en3", "rdma_en4")),
+        ),
+        Host(
+            "me@mac2", "me@mac2", (), 2, "/opt/my python/bin/python", "/a b", {"A": "b=c", "D": ""}
+        ),
     )
 
 
 def test_json_object_with_variables_for_all(hosts_of: Any, tmp_path: Path) -> None:
-    content = {"backend": "ring", "envs": ["A=1", "B=2"], "hosts": [{"ssh": "x", "envs": {"B": "3"}}, {"ssh": "y"}]}
+    content = {
+        "backend": "ring",
+        "envs": ["A=1", "B=2"],
+        "hosts": [{"ssh": "x", "envs": {"B": "3"}}, {"ssh": "y"}],
+    }
     first, second = hosts_of(content)
     assert first.envs == {"A": "1", "B": "3"}
     assert second.envs == {"A": "1", "B": "2"}
@@ -131,7 +163,9 @@ def test_json_object_with_variables_for_all(hosts_of: Any, tmp_path: Path) -> No
 
 
 def test_json_hosts_named_twice_are_one(hosts_of: Any) -> None:
-    found = hosts_of([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b"}, {"ssh": "a", "ips": ["10.0.0.2"]}])
+    found = hosts_of(
+        [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b"}, {"ssh": "a", "ips": ["10.0.0.2"]}]
+    )
     assert [(host.ssh, host.slots, host.ips) for host in found] == [
         ("a", 2, ("10.0.0.1", "10.0.0.2")),
         ("b", 1, ()),
@@ -144,7 +178,11 @@ def test_reads_what_mlx_reads(hosts_of: Any, tmp_path: Path) -> None:
     """The same file, read by MLX's own reader."""
     from mlx._distributed_utils.common import Hostfile
 
-    content = {"backend": "jaccl", "envs": ["A=1"], "hosts": [{"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "r"]}]}
+    content = {
+        "backend": "jaccl",
+        "envs": ["A=1"],
+        "hosts": [{"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "r"]}],
+    }
     ours = hosts_of(content)
     theirs = Hostfile.from_file(tmp_path / "hosts")
     pairs = [(host.ssh, list(host.ips), list(host.rdma)) for host in ours]
@@ -220,7 +258,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "large")
 
 
-# --- this computer ------------------------------------------------------------------------------------
+# --- this computer --------------------------------------------------------------------------------
 
 
 def test_a_computer_without_the_directory_has_it_below_its_home(
@@ -230,7 +268,9 @@ def test_a_computer_without_the_directory_has_it_below_its_home(
     for directory in (here / "a" / "work", there / "work", there / "a" / "work"):
         directory.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(here))
-    names = [below_home(path) for path in (here / "a" / "work", tmp_path / "data" / "work", Path("/"))]
+    names = [
+        below_home(path) for path in (here / "a" / "work", tmp_path / "data" / "work", Path("/"))
+    ]
     assert names == ["a/work", "work", ""]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(there))
@@ -238,7 +278,9 @@ def test_a_computer_without_the_directory_has_it_below_its_home(
     for name, place in zip(names, ("a/work", "work", "."), strict=True):
         enter_directory(gone, name)
         assert Path.cwd() == there / place
-        assert probe.facts({"cwd": gone, "below_home": name, "timeout_s": 0.0})["cwd"] == str(there / place)
+        assert probe.facts({"cwd": gone, "below_home": name, "timeout_s": 0.0})["cwd"] == str(
+            there / place
+        )
     enter_directory(gone, "nowhere")
     assert Path.cwd() == there, "where it was"
     enter_directory(str(here), "work")
@@ -256,7 +298,10 @@ def test_this_computer_needs_no_ssh(hosts_of: Any) -> None:
         if entry.family == socket.AF_INET and not entry.address.startswith("127.")
     )
     found = hosts_of(f"localhost slots=2\n127.0.0.1\n{own}\n{address}\n[::1]:2\nother\n")
-    assert [(host.name, host.ssh, host.slots) for host in found] == [("localhost", None, 7), ("other", "other", 1)]
+    assert [(host.name, host.ssh, host.slots) for host in found] == [
+        ("localhost", None, 7),
+        ("other", "other", 1),
+    ]
     assert found[0].ips == (address,)
     assert not is_here("192.0.2.1")
     # Somebody else on this computer is not us.
@@ -287,7 +332,9 @@ def test_a_name_is_refused_or_harmless(text: str) -> None:
         ("fd00::1,[fd00::2]:2", "fd00::1\n[fd00::2] slots=2\n"),
     ],
 )
-def test_names_become_a_hostfile_that_says_the_same(tmp_path: Path, names: str, content: str) -> None:
+def test_names_become_a_hostfile_that_says_the_same(
+    tmp_path: Path, names: str, content: str
+) -> None:
     path = write_hosts(names, tmp_path / "run" / "hosts.txt")
     assert path.read_text() == content
     assert path.stat().st_mode & 0o777 == 0o600
@@ -309,7 +356,9 @@ def test_names_become_a_hostfile_that_says_the_same(tmp_path: Path, names: str, 
         ("node1:2:3", "not the name of a host"),
     ],
 )
-def test_what_is_no_list_of_names_is_refused_and_nothing_is_written(tmp_path: Path, names: str, words: str) -> None:
+def test_what_is_no_list_of_names_is_refused_and_nothing_is_written(
+    tmp_path: Path, names: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         write_hosts(names, tmp_path / "hosts.txt")
     assert refused.value.where == "--hosts"

@@ -15,15 +15,44 @@ from allhands.runtime.http_guard import Guard, listen, origin_of
 
 def status(guard: Guard, method: str = "GET", **headers: str) -> int:
     """0 for a request that is let through; underscores stand for the hyphens of names."""
-    given = [(name.replace("_", "-"), value) for name, value in ({"host": "localhost:8080"} | headers).items()]
+    given = [
+        (name.replace("_", "-"), value)
+        for name, value in ({"host": "localhost:8080"} | headers).items()
+    ]
     refusal = guard.refusal(method, given)
     return refusal.status if refusal else 0
 
 
-HERE = ["localhost", "localhost:8080", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.9.8.7:80", "[::1]", "[::1]:8080"]
+HERE = [
+    "localhost",
+    "localhost:8080",
+    "LOCALHOST:1",
+    "localhost.",
+    "127.0.0.1",
+    "127.9.8.7:80",
+    "[::1]",
+    "[::1]:8080",
+]
 ELSEWHERE = [
-    *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "localhost:80:80", "[::1", "a@localhost"),
-    *("", " ", "0.0.0.0", "[::]", "10.0.0.5", "localhost/x", "http://localhost", "[::2]:8080", "evil.example:8080"),
+    *(
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost:80:80",
+        "[::1",
+        "a@localhost",
+    ),
+    *(
+        "",
+        " ",
+        "0.0.0.0",
+        "[::]",
+        "10.0.0.5",
+        "localhost/x",
+        "http://localhost",
+        "[::2]:8080",
+        "evil.example:8080",
+    ),
     *("127.0.0.1 evil.example", "localhost:99999999", "2130706433", "[::ffff:10.0.0.1]"),
 ]
 
@@ -67,7 +96,9 @@ def test_one_host_and_no_more() -> None:
         ("", "localhost:8080", False),
     ],
 )
-def test_pages_of_the_server_itself_may_ask_and_others_not(origin: str, host: str, let: bool) -> None:
+def test_pages_of_the_server_itself_may_ask_and_others_not(
+    origin: str, host: str, let: bool
+) -> None:
     guard = Guard(frozenset({"studio"}))
     for method in ("GET", "POST", "OPTIONS"):
         assert (status(guard, method, host=host, origin=origin) == 0) == let
@@ -76,21 +107,33 @@ def test_pages_of_the_server_itself_may_ask_and_others_not(origin: str, host: st
 
 def test_pages_that_it_was_told_of() -> None:
     guard = Guard(origins=frozenset({"http://localhost:3000", "app://obsidian.md"}))
-    asked = [("Origin", "http://localhost:3000"), ("Access-Control-Request-Headers", "authorization, x-stainless-os")]
+    asked = [
+        ("Origin", "http://localhost:3000"),
+        ("Access-Control-Request-Headers", "authorization, x-stainless-os"),
+    ]
     shared = guard.shared_with(asked)
     assert shared["Access-Control-Allow-Origin"] == "http://localhost:3000"
     assert shared["Access-Control-Allow-Headers"] == "authorization, x-stainless-os"
     assert shared["Vary"] == "Origin"
     assert status(guard, "POST", origin="http://localhost:3000") == 0
     assert status(guard, "POST", origin="app://obsidian.md") == 0
-    for origin in ("http://localhost:3001", "https://localhost:3000", "null", "http://evil.example"):
+    for origin in (
+        "http://localhost:3001",
+        "https://localhost:3000",
+        "null",
+        "http://evil.example",
+    ):
         assert status(guard, "POST", origin=origin) == 403
         assert guard.shared_with([("Origin", origin)]) == {"Vary": "Origin"}
     # Nobody writes headers of ours.
-    assert "Access-Control-Allow-Headers" not in guard.shared_with([asked[0], (asked[1][0], "a\r\n X: y")])
+    assert "Access-Control-Allow-Headers" not in guard.shared_with(
+        [asked[0], (asked[1][0], "a\r\n X: y")]
+    )
     every = Guard(origins=frozenset({"*"}))
     assert status(every, "POST", origin="http://evil.example") == 0
-    assert every.shared_with([("Origin", "http://evil.example")])["Access-Control-Allow-Origin"] == "*"
+    assert (
+        every.shared_with([("Origin", "http://evil.example")])["Access-Control-Allow-Origin"] == "*"
+    )
     assert status(every, "POST", host="evil.example") == 400
 
 
@@ -133,10 +176,28 @@ def test_the_token() -> None:
         ("http://[::1]:3000", "http://[::1]:3000"),
         ("chrome-extension://abc", "chrome-extension://abc"),
         ("*", "*"),
-        *((wrong, None) for wrong in ("localhost:3000", "null", "http://", "http://a/b", "http://*.a", "file://", "x")),
         *(
             (wrong, None)
-            for wrong in ("http://a:0", "http://a:99999", "http://u@a", "http://ä.example", "//a", "http://a?")
+            for wrong in (
+                "localhost:3000",
+                "null",
+                "http://",
+                "http://a/b",
+                "http://*.a",
+                "file://",
+                "x",
+            )
+        ),
+        *(
+            (wrong, None)
+            for wrong in (
+                "http://a:0",
+                "http://a:99999",
+                "http://u@a",
+                "http://ä.example",
+                "//a",
+                "http://a?",
+            )
         ),
     ],
 )
@@ -158,7 +219,9 @@ def test_where_it_listens_decides_whether_there_is_a_token() -> None:
     with_token = listen("127.0.0.1", 0, token="12345678")
     with_token.listener.close()
     assert (with_token.guard.token, with_token.made) == ("12345678", False)
-    everywhere = listen("0.0.0.0", 0, names=["Studio.Example"], origins=["http://a, http://b", "http://c"])
+    everywhere = listen(
+        "0.0.0.0", 0, names=["Studio.Example"], origins=["http://a, http://b", "http://c"]
+    )
     everywhere.listener.close()
     guard = everywhere.guard
     assert everywhere.is_open
@@ -176,7 +239,10 @@ def test_where_it_listens_decides_whether_there_is_a_token() -> None:
 _PIECES = st.sampled_from(
     [*HERE, *ELSEWHERE, "null", "*", "http://", "://", "Bearer ", "correct-horse", "\x00", "é", ","]
 )
-_VALUES = st.one_of(st.text(st.characters(max_codepoint=255), max_size=30), st.lists(_PIECES, max_size=3).map("".join))
+_VALUES = st.one_of(
+    st.text(st.characters(max_codepoint=255), max_size=30),
+    st.lists(_PIECES, max_size=3).map("".join),
+)
 _NAMES = st.sampled_from(
     [
         "Host",
@@ -192,7 +258,9 @@ _NAMES = st.sampled_from(
 
 
 def let_in(method: str, headers: list[tuple[str, str]]) -> bool:
-    """Whether the guard lets a request through, which it may under the server's names and from its friend's pages."""
+    """Whether the guard lets a request through, which it may under the server's names and from its
+    friend's pages.
+    """
     guard = Guard(frozenset({"studio"}), frozenset({"http://friend"}), "correct-horse")
     shared = guard.shared_with(headers)
     assert not any("\r" in value or "\n" in value for value in shared.values())
@@ -210,7 +278,10 @@ def let_in(method: str, headers: list[tuple[str, str]]) -> bool:
 
 
 @settings(max_examples=500)
-@given(st.sampled_from(["GET", "POST", "OPTIONS", "\x00"]), st.lists(st.tuples(_NAMES, _VALUES), max_size=6))
+@given(
+    st.sampled_from(["GET", "POST", "OPTIONS", "\x00"]),
+    st.lists(st.tuples(_NAMES, _VALUES), max_size=6),
+)
 @example("GET", [("Host", "localhost"), ("Origin", "http://localhost")])
 def test_whatever_a_head_says_it_is_answered_only_under_the_servers_names(
     method: str, headers: list[tuple[str, str]]
@@ -220,8 +291,24 @@ def test_whatever_a_head_says_it_is_answered_only_under_the_servers_names(
 
 def test_a_hundred_thousand_heads() -> None:
     source = random.Random(1)
-    values = [*HERE, *ELSEWHERE, *(f"http://{host}" for host in (*HERE, *ELSEWHERE)), "http://friend", "null", "studio"]
-    values += ["Bearer correct-horse", "Bearer x", "same-origin", "cross-site", "navigate", "no-cors", "", "\xff"]
+    values = [
+        *HERE,
+        *ELSEWHERE,
+        *(f"http://{host}" for host in (*HERE, *ELSEWHERE)),
+        "http://friend",
+        "null",
+        "studio",
+    ]
+    values += [
+        "Bearer correct-horse",
+        "Bearer x",
+        "same-origin",
+        "cross-site",
+        "navigate",
+        "no-cors",
+        "",
+        "\xff",
+    ]
     names = ["Host", "Host", "Origin", "Authorization", "Sec-Fetch-Site", "Sec-Fetch-Mode", "x"]
 
     def some_value() -> str:

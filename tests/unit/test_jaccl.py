@@ -1,4 +1,6 @@
-"""RDMA over Thunderbolt: which computers it can join, and what MLX's JACCL is told. No such hardware is needed."""
+"""RDMA over Thunderbolt: which computers it can join, and what MLX's JACCL is told. No such
+hardware is needed.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ from allhands.errors import ConfigError
 # Of three Macs, each with a cable to each other one: named after both ends.
 MESH = [[None, "en0-1", "en0-2"], ["en1-0", None, "en1-2"], ["en2-0", "en2-1", None]]
 # Of four in a ring.
-RING = [[None, "a", None, "b"], ["c", None, "d", None], [None, "e", None, "f"], ["g", None, "h", None]]
+RING = [
+    [None, "a", None, "b"],
+    ["c", None, "d", None],
+    [None, "e", None, "f"],
+    ["g", None, "h", None],
+]
 
 
 def _places(rdma: list[list[Any]], ranks: int = 1) -> list[Place]:
-    return [Place(f"mac{i}", ranks, Host(f"mac{i}", f"mac{i}", rdma=tuple(row))) for i, row in enumerate(rdma)]
+    return [
+        Place(f"mac{i}", ranks, Host(f"mac{i}", f"mac{i}", rdma=tuple(row)))
+        for i, row in enumerate(rdma)
+    ]
 
 
 def _told(tmp_path: Path, rdma: list[list[Any]], first: int) -> Mapping[str, str]:
@@ -49,9 +59,15 @@ def _told(tmp_path: Path, rdma: list[list[Any]], first: int) -> Mapping[str, str
 
 
 @pytest.mark.parametrize(("rdma", "in_ring"), [(MESH, None), (RING, "1")])
-def test_every_rank_is_told_what_mlx_needs(tmp_path: Path, rdma: list[list[Any]], in_ring: str | None) -> None:
+def test_every_rank_is_told_what_mlx_needs(
+    tmp_path: Path, rdma: list[list[Any]], in_ring: str | None
+) -> None:
     found = _told(tmp_path, rdma, 1)
-    wanted = {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:4242", "MLX_METAL_FAST_SYNCH": "1"}
+    wanted = {
+        "MLX_RANK": "1",
+        "MLX_JACCL_COORDINATOR": "10.0.0.1:4242",
+        "MLX_METAL_FAST_SYNCH": "1",
+    }
     assert {name: found[name] for name in wanted} == wanted
     assert found["devices"] == rdma
     assert found.get("MLX_JACCL_RING") == in_ring
@@ -84,7 +100,9 @@ def test_computers_that_are_left_know_their_devices_for_each_other(tmp_path: Pat
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps([{"ssh": f"mac{i}", "rdma": row} for i, row in enumerate(MESH)]))
     members = HostfileMembers(path, trouble=lambda name, seconds: None)
-    assert [place.host.rdma for place in members.roster().places if place.host] == [tuple(row) for row in MESH]
+    assert [place.host.rdma for place in members.roster().places if place.host] == [
+        tuple(row) for row in MESH
+    ]
     members.leave_out(["mac1"])
     places = members.roster().places
     assert [(place.name, place.host.rdma if place.host else ()) for place in places] == [
@@ -95,10 +113,15 @@ def test_computers_that_are_left_know_their_devices_for_each_other(tmp_path: Pat
 
 
 def test_it_is_taken_by_itself_where_it_is_there(tmp_path: Path) -> None:
-    macs = tuple(HostTraits(f"mac{i}", 1, system="Darwin", gpus=0, mpi="", rdma=True) for i in range(3))
+    macs = tuple(
+        HostTraits(f"mac{i}", 1, system="Darwin", gpus=0, mpi="", rdma=True) for i in range(3)
+    )
     assert table_choice(Facts(macs)).backend == "jaccl"
     assert (
-        table_choice(Facts((*macs, HostTraits("box", 1, system="Linux", gpus=0, mpi="", rdma=True)))).backend == "ring"
+        table_choice(
+            Facts((*macs, HostTraits("box", 1, system="Linux", gpus=0, mpi="", rdma=True)))
+        ).backend
+        == "ring"
     )
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "jaccl-ring", "hosts": [{"ssh": "mac0"}]}))

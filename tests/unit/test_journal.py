@@ -72,14 +72,25 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
 def test_foreign_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / EVENTS_FILE
     good = {"time": 1.0, "kind": "started", "attempt": 1, "message": "\ud800 ü"}
-    lines = ["[]", "null", "{}", '{"kind": 3, "time": 1}', "[" * 100_000, json.dumps(good), "\x00", '{"kind": "x"']
+    lines = [
+        "[]",
+        "null",
+        "{}",
+        '{"kind": 3, "time": 1}',
+        "[" * 100_000,
+        json.dumps(good),
+        "\x00",
+        '{"kind": "x"',
+    ]
     path.write_bytes("\n".join(lines).encode() + b"\xff\xfe")
     assert read_events(path) == [good]
     assert read_events(tmp_path / "none") == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_warned_about_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_warned_about_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fchmod", lambda *_: None)  # the device stays as it is
     with caplog.at_level(logging.WARNING):
         journal = Journal("/dev/full")

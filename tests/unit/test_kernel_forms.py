@@ -1,4 +1,6 @@
-"""The form in which an operation is computed: rules, what a person asks for, agreement of ranks, and resuming."""
+"""The form in which an operation is computed: rules, what a person asks for, agreement of ranks,
+and resuming.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,18 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, o
 
 
 def cpu(**changes: Any) -> Accelerator:
-    facts = {"kind": "cpu", "name": "x", "memory_bytes": 1, "cores": 2, "cpu_native": True, "warning": None}
+    facts = {
+        "kind": "cpu",
+        "name": "x",
+        "memory_bytes": 1,
+        "cores": 2,
+        "cpu_native": True,
+        "warning": None,
+    }
     return Accelerator(**facts | changes)
 
 
-# --- decisions ---------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
@@ -81,7 +90,9 @@ def test_nothing_asked_for(text: str) -> None:
     assert parse_request(text, "cpu") == {}
 
 
-@pytest.mark.parametrize("text", ["rms_nom=plain", "rms_norm=fused", "rms_norm", "fast", "rms_norm=", "rope=plain"])
+@pytest.mark.parametrize(
+    "text", ["rms_nom=plain", "rms_norm=fused", "rms_norm", "fast", "rms_norm=", "rope=plain"]
+)
 def test_what_there_is_not_is_one_clear_error(text: str) -> None:
     with pytest.raises(ConfigError, match="ALLHANDS_KERNELS") as caught:
         parse_request(f"swiglu=plain,{text}", "cpu")
@@ -90,11 +101,21 @@ def test_what_there_is_not_is_one_clear_error(text: str) -> None:
     assert caught.value.exit_code == 2
 
 
-# --- what is computed --------------------------------------------------------------------------------
+# --- what is computed -----------------------------------------------------------------------------
 
 
-ARGUMENTS = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
-ARGUMENTS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}
+ARGUMENTS = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+}
+ARGUMENTS |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 101,
+}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[str]:
@@ -102,12 +123,16 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[s
     calls: list[str] = []
     for name in names:
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+        monkeypatch.setattr(
+            module, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1]
+        )
     return calls
 
 
 @pytest.mark.parametrize("wish", ["plain", "rms_norm=plain,attention=plain,swiglu=polynomial"])
-def test_a_model_computes_in_the_forms_that_are_chosen(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_computes_in_the_forms_that_are_chosen(
+    wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mx.random.seed(7)
     model = Model(ModelArgs.from_dict(ARGUMENTS))
     model.freeze()
@@ -129,7 +154,12 @@ def quantised_model() -> Any:
     """With adapters that are not zero."""
     mx.random.seed(7)
     model: Any = Model(ModelArgs.from_dict(ARGUMENTS))
-    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, module: isinstance(module, nn.Linear))
+    nn.quantize(
+        model,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, module: isinstance(module, nn.Linear),
+    )
     model.freeze()
     keys = ["self_attn.q_proj", "mlp.up_proj"]
     linear_to_lora_layers(model, 2, {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": keys})
@@ -140,7 +170,9 @@ def quantised_model() -> Any:
 
 def loss_and_gradients(model: Any) -> list[mx.array]:
     tokens = mx.arange(240).reshape(2, 120) * 7 % 101
-    found = nn.value_and_grad(model, lambda m: nn.losses.cross_entropy(m(tokens), tokens, reduction="mean"))(model)
+    found = nn.value_and_grad(
+        model, lambda m: nn.losses.cross_entropy(m(tokens), tokens, reduction="mean")
+    )(model)
     arrays = [found[0], *(gradient for _, gradient in tree_flatten(found[1]))]
     mx.eval(arrays)
     return arrays
@@ -161,7 +193,13 @@ def use_codes(model: Any, selection: KernelSelection) -> None:
     ("prepare", "module", "name", "fast", "plain"),
     [
         (use_codes, native_products.CodedProduct, "run", "native", "plain"),
-        (lambda model, selection: fuse(model, 120, selection), linear, "dequantized", "dense", "plain"),
+        (
+            lambda model, selection: fuse(model, 120, selection),
+            linear,
+            "dequantized",
+            "dense",
+            "plain",
+        ),
         # As on Metal, where the rule is the other way round.
         (linear.use_dense, linear, "dequantized", "dense", "plain"),
     ],
@@ -195,7 +233,7 @@ def test_the_loss_goes_in_chunks_of_the_chosen_size(rows: str) -> None:
     assert gradient.shape == hidden.shape
 
 
-# --- several ranks, and resuming ---------------------------------------------------------------------
+# --- several ranks, and resuming ------------------------------------------------------------------
 
 
 def of_rank(request: str = "", *missing: str) -> KernelForms:
@@ -215,7 +253,11 @@ def test_ranks_that_lack_a_form_are_told_of() -> None:
     own = [of_rank("swiglu=native"), of_rank(), of_rank("", "native")]
     found: list[Any] = run_ranks(3, lambda group: own[group.rank].agreed(group))
     assert all("without native" in each.notes[0] for each in found)
-    assert [each.selection.select("swiglu", "cpu") for each in found] == ["native", "native", "polynomial"]
+    assert [each.selection.select("swiglu", "cpu") for each in found] == [
+        "native",
+        "native",
+        "polynomial",
+    ]
 
 
 def test_a_resumed_run_says_what_may_differ_from_its_checkpoint() -> None:
@@ -232,7 +274,14 @@ def test_a_resumed_run_says_what_may_differ_from_its_checkpoint() -> None:
 
 
 def test_what_earlier_versions_wrote_into_checkpoints_is_read() -> None:
-    device = {"kind": "cpu", "name": "Xeon", "cores": 2, "missing": "", "mlx": "0.32.0", "forms": "1f"}
+    device = {
+        "kind": "cpu",
+        "name": "Xeon",
+        "cores": 2,
+        "missing": "",
+        "mlx": "0.32.0",
+        "forms": "1f",
+    }
     before: dict[str, Any] = {"device": device, "wishes": "", "measured": [{"kind": "cpu"}]}
     assert of_rank().check_resumed({"kernels": before}).notes == ()
 
@@ -244,4 +293,6 @@ def test_each_choice_of_a_training_is_told() -> None:
         "chosen: attention: plain (asked for by ALLHANDS_KERNELS)",
         "chosen: loss_chunk: 256 (rule for cpu)",
     ]
-    assert [line.split()[1] for line in kernel_choices(of_rank(), 1, quantised=True)][3] == "quantized_linear:"
+    assert [line.split()[1] for line in kernel_choices(of_rank(), 1, quantised=True)][
+        3
+    ] == "quantized_linear:"

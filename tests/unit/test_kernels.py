@@ -15,7 +15,9 @@ import pytest
 
 from allhands.runtime import jit_cache
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles kernels like this on Linux only")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="MLX compiles kernels like this on Linux only"
+)
 
 VERSION = importlib.metadata.version("mlx")
 LIBRARY = min(Path(np.__file__).parent.rglob("*.so"), key=lambda path: path.stat().st_size)
@@ -24,7 +26,10 @@ PROGRAM = b"// made by NVRTC\n.visible .entry f()\n{\n\tret;\n}\n\0"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    return {"ALLHANDS_KERNEL_CACHE": str(tmp_path / "cache" / "kernels"), "PATH": os.environ["PATH"]}
+    return {
+        "ALLHANDS_KERNEL_CACHE": str(tmp_path / "cache" / "kernels"),
+        "PATH": os.environ["PATH"],
+    }
 
 
 @pytest.fixture
@@ -58,11 +63,13 @@ def names(base: Path, kind: str = "cpu") -> set[str]:
     return set(os.listdir(directory)) if directory.is_dir() else set()
 
 
-# --- wholeness ---------------------------------------------------------------------------------------
+# --- wholeness ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("twentieth", range(20))
-def test_a_library_cut_short_anywhere_is_not_whole(tmp_path: Path, environ: dict[str, str], twentieth: int) -> None:
+def test_a_library_cut_short_anywhere_is_not_whole(
+    tmp_path: Path, environ: dict[str, str], twentieth: int
+) -> None:
     put(tmp_path, "liba.so")
     torn = put(tmp_path, "libb.so", part=twentieth / 20)
     assert torn.stat().st_size < LIBRARY.stat().st_size
@@ -86,7 +93,12 @@ def test_a_library_without_its_last_byte_or_with_an_empty_end_is_not_whole(
 def test_a_program_for_the_gpu_is_whole_with_its_end_and_its_list_of_names(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    for stem, part, listed in (("whole", 1.0, 1.0), ("cut", 0.6, 1.0), ("unlisted", 1.0, 0.5), ("empty", 0.0, 1.0)):
+    for stem, part, listed in (
+        ("whole", 1.0, 1.0),
+        ("cut", 0.6, 1.0),
+        ("unlisted", 1.0, 0.5),
+        ("empty", 0.0, 1.0),
+    ):
         put(tmp_path, f"{stem}.ptx", part=part)
         put(tmp_path, f"{stem}.txt", part=listed)
     put(tmp_path, "alone.ptx")
@@ -94,7 +106,7 @@ def test_a_program_for_the_gpu_is_whole_with_its_end_and_its_list_of_names(
     assert {name for name in names(tmp_path, "ptx") if name.endswith(".ptx")} == {"whole.ptx"}
 
 
-# --- a process without a supervisor ------------------------------------------------------------------
+# --- a process without a supervisor ---------------------------------------------------------------
 
 
 def test_the_cache_is_private_and_where_mlx_looks(environ: dict[str, str], cache: Path) -> None:
@@ -147,14 +159,18 @@ def test_others_files_and_directories_are_not_touched_and_not_used(
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_a_cache_that_others_can_write_to_is_not_used(environ: dict[str, str], cache: Path, mode: int) -> None:
+def test_a_cache_that_others_can_write_to_is_not_used(
+    environ: dict[str, str], cache: Path, mode: int
+) -> None:
     cache.chmod(mode)
     before = dict(environ)
     jit_cache.prepare(environ)
     assert environ == before
 
 
-def test_a_cache_that_others_can_replace_or_that_is_a_link_is_not_used(environ: dict[str, str], cache: Path) -> None:
+def test_a_cache_that_others_can_replace_or_that_is_a_link_is_not_used(
+    environ: dict[str, str], cache: Path
+) -> None:
     above = cache.parent.parent
     above.chmod(0o777)
     jit_cache.prepare(environ)
@@ -187,7 +203,9 @@ def test_without_any_home_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> No
     assert environ == {}
 
 
-def test_without_a_compiler_there_is_a_cache_of_its_own(environ: dict[str, str], cache: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_there_is_a_cache_of_its_own(
+    environ: dict[str, str], cache: Path, tmp_path: Path
+) -> None:
     bare = environ | {"PATH": str(tmp_path)}
     jit_cache.prepare(bare)
     assert Path(bare["TEMPDIR"]).parent == cache.parent
@@ -200,10 +218,12 @@ def test_a_child_process_follows_its_own_mlx(environ: dict[str, str], cache: Pat
     assert child["TEMPDIR"] == str(cache)
 
 
-# --- ranks -------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
-def test_a_rank_gets_a_directory_of_its_own_with_all_whole_kernels(rank: dict[str, str], cache: Path) -> None:
+def test_a_rank_gets_a_directory_of_its_own_with_all_whole_kernels(
+    rank: dict[str, str], cache: Path
+) -> None:
     linked = put(cache, "liba.so")
     put(cache, "libtorn.so", part=0.5)
     put(cache, "libunfinished.so", age_s=0.0)
@@ -217,7 +237,9 @@ def test_a_rank_gets_a_directory_of_its_own_with_all_whole_kernels(rank: dict[st
     assert names(private) == {"liba.so"}
     assert (private / "mlx" / VERSION / "cpu" / "liba.so").samefile(linked)
     assert names(private, "ptx") == {"f.ptx", "f.txt"}
-    assert not (private / "mlx" / VERSION / "ptx" / "f.ptx").samefile(cache / "mlx" / VERSION / "ptx" / "f.ptx")
+    assert not (private / "mlx" / VERSION / "ptx" / "f.ptx").samefile(
+        cache / "mlx" / VERSION / "ptx" / "f.ptx"
+    )
     assert "TEMPDIR" not in rank
 
 
@@ -234,10 +256,14 @@ def test_kernels_are_copied_where_they_cannot_be_linked(
     put(cache, "liba.so")
     jit_cache.prepare(rank)
     assert tried == ["liba.so"]
-    assert Path(rank["TMPDIR"], "mlx", VERSION, "cpu", "liba.so").read_bytes() == LIBRARY.read_bytes()
+    assert (
+        Path(rank["TMPDIR"], "mlx", VERSION, "cpu", "liba.so").read_bytes() == LIBRARY.read_bytes()
+    )
 
 
-def test_a_run_directory_that_others_can_write_to_is_not_used(rank: dict[str, str], cache: Path) -> None:
+def test_a_run_directory_that_others_can_write_to_is_not_used(
+    rank: dict[str, str], cache: Path
+) -> None:
     Path(rank["ALLHANDS_RUN_DIR"]).chmod(0o777)
     jit_cache.prepare(rank)
     assert "TMPDIR" not in rank
@@ -280,7 +306,9 @@ def test_only_ranks_publish(environ: dict[str, str], rank: dict[str, str], cache
     assert jit_cache.publish(rank) == 0  # not prepared
 
 
-def test_a_rank_that_starts_at_once_gets_what_was_just_published(rank: dict[str, str], cache: Path) -> None:
+def test_a_rank_that_starts_at_once_gets_what_was_just_published(
+    rank: dict[str, str], cache: Path
+) -> None:
     jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "liba.so")
     assert jit_cache.publish(rank) == 1
@@ -291,7 +319,9 @@ def test_a_rank_that_starts_at_once_gets_what_was_just_published(rank: dict[str,
     assert jit_cache.publish(following) == 0
 
 
-def test_nothing_is_published_by_halves(rank: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_published_by_halves(
+    rank: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "liba.so")
     synced: list[int] = []
@@ -333,13 +363,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return begun
 
 
-def test_a_person_s_own_launching_is_kept(started: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_person_s_own_launching_is_kept(
+    started: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
     assert jit_cache.launch_directly(environ, untouched=True, often=True)
     assert (environ["MLX_MAX_OPS_PER_BUFFER"], environ["MLX_USE_CUDA_GRAPHS"]) == ("7", "0")
     # MLX ends a process that has planned attention for more shapes than twice what it keeps.
     assert environ["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
-    assert int(environ["MLX_CUDA_SDPA_CACHE_SIZE"]) == int(environ["MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"]) >= 1024
+    assert (
+        int(environ["MLX_CUDA_SDPA_CACHE_SIZE"])
+        == int(environ["MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"])
+        >= 1024
+    )
     assert "MLX_CUDA_USE_CUDNN_SDPA" not in environ
     asked = {"MLX_CUDA_USE_CUDNN_SDPA": "1"}  # the option says more clearly what is wanted
     assert jit_cache.launch_directly(asked, untouched=True, deterministic=True)
@@ -366,7 +402,11 @@ def test_a_person_s_own_launching_is_kept(started: dict[str, str], monkeypatch: 
     ],
 )
 def test_kernels_run_in_order_only_if_mlx_was_told_before_its_first(
-    started: dict[str, str], untouched: bool, begun: dict[str, str], own: dict[str, str], expected: bool
+    started: dict[str, str],
+    untouched: bool,
+    begun: dict[str, str],
+    own: dict[str, str],
+    expected: bool,
 ) -> None:
     """What is computed in the memory of its input would be read too early in a graph."""
     started.update(begun)
@@ -385,9 +425,7 @@ def test_sums_in_order_cannot_be_asked_for_after_the_first(started: dict[str, st
 
 
 def test_the_variables_of_the_start_are_known(tmp_path: Path) -> None:
-    code = (
-        "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache as j; e = j._environ_at_start()"
-    )
+    code = "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache as j; e = j._environ_at_start()"
     environ = {**os.environ, "GIVEN": "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print(e.get('GIVEN'), e.get('ADDED'))"],

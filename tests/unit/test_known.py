@@ -1,4 +1,6 @@
-"""The modules that faster forms may stand for: their source is what was read, and an instance has nothing else."""
+"""The modules that faster forms may stand for: their source is what was read, and an instance has
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from allhands.parallel.mixtures import MIXTURES
 from allhands.run.preparing import pass_context
 from allhands.runtime.accelerator import detect
 
-# Digests of the sources of ``__call__`` that were read for each list, without types and comments. Where this fails,
-# mlx_lm has changed: read the class again, then put its new digest here, or take the class out of the list.
+# Digests of the sources of ``__call__`` that were read for each list, without types and comments.
+# Where this fails, mlx_lm has changed: read the class again, then put its new digest here, or take
+# the class out of the list.
 READ: dict[str, tuple[Collection[str], str]] = {
     "swiglu": (
         known.SWIGLU,
@@ -86,8 +89,18 @@ def test_the_source_of_every_listed_class_has_been_read(kind: str) -> None:
 
 
 def arguments(**changes: Any) -> Any:
-    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 96,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 101,
+    }
     return llama.ModelArgs.from_dict(sizes | changes)
 
 
@@ -95,7 +108,9 @@ def test_a_block_is_known_with_its_sizes() -> None:
     layer = llama.TransformerBlock(arguments())
     assert known.is_block(layer)
     assert known.is_swiglu(layer.mlp)
-    assert known.attention_of(layer.self_attn) == known.Attention(heads=4, kv_heads=2, width=16, normed=False)
+    assert known.attention_of(layer.self_attn) == known.Attention(
+        heads=4, kv_heads=2, width=16, normed=False
+    )
 
 
 def test_an_attribute_that_is_not_listed_makes_it_unknown() -> None:
@@ -139,7 +154,17 @@ class NoRotation(nn.Module):
         (DYNAMIC, False),
         (NoRotation(), False),
     ],
-    ids=["plain", "scaled", "yarn", "longrope", "proportional", "neighbours", "partial", "dynamic", "none"],
+    ids=[
+        "plain",
+        "scaled",
+        "yarn",
+        "longrope",
+        "proportional",
+        "neighbours",
+        "partial",
+        "dynamic",
+        "none",
+    ],
 )
 def test_the_rotation_decides(rope: Any, expected: bool) -> None:
     attention = llama.TransformerBlock(arguments()).self_attn
@@ -156,7 +181,12 @@ def test_a_model_that_runs_its_blocks_twice_is_not_known_to_run_in_order() -> No
 def test_recomputation_is_refused_where_it_would_have_no_effect() -> None:
     from mlx_lm.models import iquestloopcoder
 
-    sizes = {"model_type": "iquestloopcoder", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    sizes = {
+        "model_type": "iquestloopcoder",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
     sizes |= {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,

@@ -1,4 +1,6 @@
-"""What a person is told of a job: why it failed, how a stop ended, how to go on, and what was asked for in vain."""
+"""What a person is told of a job: why it failed, how a stop ended, how to go on, and what was asked
+for in vain.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,20 @@ from allhands.cluster.agent import enter_directory
 from allhands.cluster.supervisor import SupervisorEvent
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
-from allhands.observe.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
-from allhands.observe.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
+from allhands.observe.metrics.console import (
+    ended_line,
+    skipped_line,
+    started_lines,
+    train_line,
+    valid_line,
+)
+from allhands.observe.metrics.events import (
+    RunEnded,
+    RunStarted,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+)
 
 _RESUME = "to go on from step 20: the same command with --resume"
 Err = Callable[[], str]
@@ -47,12 +61,16 @@ def show(told: Notices, *events: SupervisorEvent) -> None:
         told.show(event)
 
 
-def failed(exit_code: int, message: str = "rank 1 has failed", *tail: str, rank: int = 1) -> SupervisorEvent:
+def failed(
+    exit_code: int, message: str = "rank 1 has failed", *tail: str, rank: int = 1
+) -> SupervisorEvent:
     path = Path(f"logs/rank-{rank}.log")
-    return SupervisorEvent("failed", message, rank=rank, exit_code=exit_code, log_path=path, log_tail=tail)
+    return SupervisorEvent(
+        "failed", message, rank=rank, exit_code=exit_code, log_path=path, log_tail=tail
+    )
 
 
-# --- other computers --------------------------------------------------------------------------------------
+# --- other computers ------------------------------------------------------------------------------
 
 
 def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
@@ -64,13 +82,23 @@ def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     asked: list[tuple[str | Path, str | Path | None]] = []
     monkeypatch.setattr(
-        "allhands.cli.launching.newest_checkpoint", lambda _, path, __, resume: asked.append((path, resume)) or {}
+        "allhands.cli.launching.newest_checkpoint",
+        lambda _, path, __, resume: asked.append((path, resume)) or {},
     )
     told: list[str | None] = []
     for path in ("~/run", f"{tmp_path}/run", "run"):
-        flags = {"train": True, "adapter_path": path, "hostfile": "~/hosts", "resume": "auto", "backend": "ring"}
+        flags = {
+            "train": True,
+            "adapter_path": path,
+            "hostfile": "~/hosts",
+            "resume": "auto",
+            "backend": "ring",
+        }
         job = job_of(build_config(flags))
-        assert (job.directory, job.hostfile) == (tmp_path / "run" if path != "run" else Path("run"), str(hostfile))
+        assert (job.directory, job.hostfile) == (
+            tmp_path / "run" if path != "run" else Path("run"),
+            str(hostfile),
+        )
         members: Any = launching._members(job, "run-1")
         members._checkpoints([])
         told.append(launching._spec(job, ["program"]).log_dir_there)
@@ -84,7 +112,7 @@ def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
     assert Path.cwd() == tmp_path / "work"
 
 
-# --- failures -------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_memory_is_a_guess_unless_the_kernel_said_so(err: Err) -> None:
@@ -100,7 +128,9 @@ def test_memory_is_a_guess_unless_the_kernel_said_so(err: Err) -> None:
     show(of_training(), failed(137, "rank 1 was killed by SIGKILL (possibly out of memory)"))
     assert "  what to do: if memory was short, " in err()
     show(of_a_program(), failed(137, "rank 1 was killed by SIGKILL"))
-    assert "if memory was short, give each rank less to do at once, or start fewer with -n\n" in err()
+    assert (
+        "if memory was short, give each rank less to do at once, or start fewer with -n\n" in err()
+    )
 
 
 def test_a_rank_that_failed_otherwise_was_not_short_of_memory(err: Err) -> None:
@@ -142,7 +172,9 @@ _TRAINED = TrainReport(
     epoch=0.5,
 )
 _VALID = ValidReport(step=8, loss=2.5, num_tokens=10, elapsed_s=4.0, duration_s=0.5, best=True)
-_END = RunEnded(step=100, reason="finished", total_time_s=12.0, best_step=90, best_valid_loss=2.5, test_loss=2.6)
+_END = RunEnded(
+    step=100, reason="finished", total_time_s=12.0, best_step=90, best_valid_loss=2.5, test_loss=2.6
+)
 _LINES = (
     *started_lines(_START),
     *started_lines(replace(_START, resumed_from="/old/checkpoints/step-0000020")),
@@ -156,13 +188,18 @@ _LINES = (
     "",
     ended_line(_END),
 )
-_SKIPPED = skipped_line(StepSkipped(step=9, reason="the loss is nan", examples=(17,), where=("train.jsonl:18",)))
+_SKIPPED = skipped_line(
+    StepSkipped(step=9, reason="the loss is nan", examples=(17,), where=("train.jsonl:18",))
+)
 
 
 def test_a_start_tells_from_where_it_goes_on_unless_it_is_its_own() -> None:
     elsewhere = replace(_START, resumed_from="/old/checkpoints/step-0000020")
     found = [started_lines(start)[-1] for start in (_START, elsewhere)]
-    assert found == ["resumed     from step 20", "resumed     from step 20: /old/checkpoints/step-0000020"]
+    assert found == [
+        "resumed     from step 20",
+        "resumed     from step 20: /old/checkpoints/step-0000020",
+    ]
 
 
 @pytest.mark.parametrize("line", _LINES)
@@ -172,7 +209,14 @@ def test_a_line_of_progress_says_nothing(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [_SKIPPED, "warning: the disk is full", "step 3: loss 2.5", "MemoryError", "Segmentation fault", "model = 3"],
+    [
+        _SKIPPED,
+        "warning: the disk is full",
+        "step 3: loss 2.5",
+        "MemoryError",
+        "Segmentation fault",
+        "model = 3",
+    ],
 )
 def test_any_other_line_may(line: str) -> None:
     assert telling((*_LINES, line, *_LINES[-3:])) == (line, *_LINES[-3:])
@@ -184,7 +228,10 @@ def test_progress_is_no_explanation(err: Err, code: int) -> None:
     text = err()
     assert "last lines" not in text
     assert "  log of rank 1: logs/rank-1.log\n" in text
-    show(of_training(), failed(code, "rank 1 has failed", *_LINES, "Current thread 0x1:", '  File "x.py", line 3'))
+    show(
+        of_training(),
+        failed(code, "rank 1 has failed", *_LINES, "Current thread 0x1:", '  File "x.py", line 3'),
+    )
     assert "last lines of rank 1:\n  Current thread 0x1:\n    File" in err()
 
 
@@ -192,7 +239,10 @@ def test_the_outer_end_of_a_stack_says_nothing(err: Err) -> None:
     frames = tuple(f'  File "/a/{i}.py", line {i} in call' for i in range(20))
     show(of_training(), failed(7, "rank 1 made no progress", *frames))
     assert "last lines" not in err()
-    show(of_training(), failed(7, "rank 1 made no progress", *frames, "Current thread 0x1:", frames[0]))
+    show(
+        of_training(),
+        failed(7, "rank 1 made no progress", *frames, "Current thread 0x1:", frames[0]),
+    )
     assert "last lines of rank 1:\n  Current thread 0x1:\n    File" in err()
 
 
@@ -202,15 +252,21 @@ def test_of_a_killed_rank_only_the_very_last_lines(err: Err) -> None:
 
 
 def test_an_explained_error_needs_no_way_on(err: Err) -> None:
-    event = replace(failed(3, "rank 1 exited"), explanation="data: there is none\n  what to do: make some")
+    event = replace(
+        failed(3, "rank 1 exited"), explanation="data: there is none\n  what to do: make some"
+    )
     show(of_training(), event)
     expected = "allhands: error: data: there is none\n  what to do: make some\n  log of rank 1: logs/rank-1.log\n"
     assert err() == expected
 
 
 def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
-    told = replace(of_training(None), places=True, sync="allhands cluster sync --hostfile h --data d")
-    data = replace(failed(3), explanation="data: there is none", error="DataError: there is none", host="node7")
+    told = replace(
+        of_training(None), places=True, sync="allhands cluster sync --hostfile h --data d"
+    )
+    data = replace(
+        failed(3), explanation="data: there is none", error="DataError: there is none", host="node7"
+    )
     told.show(data)
     assert err() == (
         "allhands: error: on node7 (rank 1): data: there is none\n"
@@ -229,7 +285,10 @@ def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
 
 
 def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
-    show(replace(of_a_program(), tagged=True), failed(1, "rank 1 exited with code 1", "ValueError: x"))
+    show(
+        replace(of_a_program(), tagged=True),
+        failed(1, "rank 1 exited with code 1", "ValueError: x"),
+    )
     assert err() == "allhands: error: rank 1 exited with code 1\n  log of rank 1: logs/rank-1.log\n"
     show(of_a_program(), failed(1, "rank 1 exited with code 1", "ValueError: x"))
     assert "last lines of rank 1:\n  ValueError: x\n" in err()
@@ -246,7 +305,9 @@ def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
         ("node1\n", None, False, False),
     ],
 )
-def test_whose_lines_are_shown(tmp_path: Path, lines: str, asked: bool | None, train: bool, launch: bool) -> None:
+def test_whose_lines_are_shown(
+    tmp_path: Path, lines: str, asked: bool | None, train: bool, launch: bool
+) -> None:
     (tmp_path / "hosts").write_text(lines)
     job = TrainingJob(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
     assert (replace(job, tag_here=False).tagged, job.tagged) == (train, launch)
@@ -255,14 +316,16 @@ def test_whose_lines_are_shown(tmp_path: Path, lines: str, asked: bool | None, t
 
 
 def test_what_could_not_even_begin_is_an_error(err: Err) -> None:
-    event = SupervisorEvent("given up", "not started: b", exit_code=7, explanation="not started: b\n  what to do: c")
+    event = SupervisorEvent(
+        "given up", "not started: b", exit_code=7, explanation="not started: b\n  what to do: c"
+    )
     of_training().show(event)
     assert err() == "allhands: error: not started: b\n  what to do: c\n"
     show(of_training(), SupervisorEvent("given up", "not started again: b", exit_code=7))
     assert err() == "allhands: not started again: b\n"
 
 
-# --- stops ----------------------------------------------------------------------------------------------
+# --- stops ----------------------------------------------------------------------------------------
 
 _STOPPING = SupervisorEvent("stopping", "all processes are told to stop after this step")
 _KILLING = SupervisorEvent("killing", "rank 0, 1 ended at once; what was not saved is lost")
@@ -281,7 +344,9 @@ def test_a_second_ctrl_c_ends_with_what_is_left(err: Err) -> None:
     assert err() == f"{_LOST}  to go on from step 20: the same command\n"
 
 
-def test_a_stop_that_took_too_long_is_not_said_to_be_a_wish(err: Err, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_took_too_long_is_not_said_to_be_a_wish(
+    err: Err, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(notices.time, "monotonic", lambda: clock[0])
     told = of_training()
@@ -289,10 +354,14 @@ def test_a_stop_that_took_too_long_is_not_said_to_be_a_wish(err: Err, monkeypatc
     clock[0] += 60.0
     for event in (_KILLING, _ENDED):
         told.show(event)
-    assert err() == (f"allhands: not ended within 60 s (--stop-grace-s); what was not saved is lost\n  {_RESUME}\n")
+    assert err() == (
+        f"allhands: not ended within 60 s (--stop-grace-s); what was not saved is lost\n  {_RESUME}\n"
+    )
 
 
-@pytest.mark.parametrize("text", ["stopped before the next start", "stopping before all processes have started"])
+@pytest.mark.parametrize(
+    "text", ["stopped before the next start", "stopping before all processes have started"]
+)
 def test_a_stop_while_nothing_runs_says_how_to_go_on(err: Err, text: str) -> None:
     show(of_training(), SupervisorEvent("cancelling", text), _ENDED)
     assert err() == f"allhands: {text}\n  {_RESUME}\n"
@@ -307,11 +376,14 @@ def test_a_stop_that_was_heeded_is_told_by_training_itself(err: Err) -> None:
     assert err() == "allhands: stopped\n  to go on from step 20: the same command\n"
     show(of_a_program(), _STOPPING, _ENDED)
     assert err() == ""
-    show(of_a_program("to go on"), SupervisorEvent("finished", "all ranks have finished", exit_code=0))
+    show(
+        of_a_program("to go on"),
+        SupervisorEvent("finished", "all ranks have finished", exit_code=0),
+    )
     assert err() == ""
 
 
-# --- how to go on ---------------------------------------------------------------------------------------
+# --- how to go on ---------------------------------------------------------------------------------
 
 
 def write(directory: Path, step: int, run_id: str) -> None:
@@ -342,8 +414,12 @@ def test_a_place_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path) -> Non
     assert step_in(tmp_path / "file") is None
 
 
-def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses.ssh, "real_name", lambda host: {"a": "192.0.2.7", "b": "192.0.2.8"}[host])
+def test_one_computer_by_two_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        addresses.ssh, "real_name", lambda host: {"a": "192.0.2.7", "b": "192.0.2.8"}[host]
+    )
     hosts = tmp_path / "hosts"
     job = TrainingJob(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
     hosts.write_text("a\n192.0.2.7\n")
@@ -355,7 +431,7 @@ def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytes
         launching.check(job)
 
 
-# --- more ranks than slots ------------------------------------------------------------------------------
+# --- more ranks than slots ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,12 +445,23 @@ def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_more_ranks_than_slots_are_told(
-    tmp_path: Path, err: Err, monkeypatch: pytest.MonkeyPatch, lines: str, number: int | None, words: str | None
+    tmp_path: Path,
+    err: Err,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: str,
+    number: int | None,
+    words: str | None,
 ) -> None:
     monkeypatch.setattr(launching, "supervise", lambda *_, **__: 0)
     hosts = tmp_path / "hosts"
     hosts.write_text(lines)
-    job = TrainingJob(tmp_path / "out", tmp_path / "out/logs", num_ranks=number, hostfile=str(hosts), backend="ring")
+    job = TrainingJob(
+        tmp_path / "out",
+        tmp_path / "out/logs",
+        num_ranks=number,
+        hostfile=str(hosts),
+        backend="ring",
+    )
     assert launching.run(job, ["true"]) == 0
     assert err() == (f"allhands: {hosts} {words}\n" if words else "")
 
@@ -399,10 +486,12 @@ def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
     check_launch(config, recognise({}))
 
 
-# --- more processes than there is room for --------------------------------------------------------------
+# --- more processes than there is room for --------------------------------------------------------
 
 
-def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_cores_can_carry_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from allhands.cli.netbench import chosen_hosts
 
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
@@ -421,12 +510,20 @@ def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: py
     ("ranks", "gpus", "told"),
     [
         (2, 0, ""),
-        (3, 0, "allhands: 3 processes on 2 cores take turns: with -n 2 each has a core of its own\n"),
+        (
+            3,
+            0,
+            "allhands: 3 processes on 2 cores take turns: with -n 2 each has a core of its own\n",
+        ),
         (3, 4, ""),
     ],
 )
 def test_processes_that_take_turns_are_told_of(
-    ranks: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: int,
+    gpus: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
     monkeypatch.setattr("allhands.cli.launching.nvidia_gpus", lambda: gpus)
@@ -435,7 +532,9 @@ def test_processes_that_take_turns_are_told_of(
 
 
 @pytest.mark.parametrize("verb", ["train", "pretrain", "eval", "plan", "launch", "cluster bench"])
-def test_every_verb_that_starts_processes_refuses_999(verb: str, tiny_model: Path, tiny_data: Path) -> None:
+def test_every_verb_that_starts_processes_refuses_999(
+    verb: str, tiny_model: Path, tiny_data: Path
+) -> None:
     words = ["--model", str(tiny_model), "--data", str(tiny_data)]
     own = {
         "pretrain": ["--tokenizer", str(tiny_model), "--data", str(tiny_data)],

@@ -23,13 +23,18 @@ def chats(count: int = 5000, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(5, 0.8, count).astype(np.int64)
 
 
-# --- figures -----------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def test_the_figures_are_numpys() -> None:
     lengths = chats()
     found = LengthSummary.of(lengths, 512)
-    assert (found.count, found.min, found.max, found.total) == (5000, lengths.min(), lengths.max(), lengths.sum())
+    assert (found.count, found.min, found.max, found.total) == (
+        5000,
+        lengths.min(),
+        lengths.max(),
+        lengths.sum(),
+    )
     assert (found.mean, found.median) == (np.mean(lengths), np.median(lengths))
     assert (found.p90, found.p99) == tuple(np.sort(lengths)[[4499, 4949]])
     assert found.p90 == pytest.approx(np.percentile(lengths, 90), rel=0.01)
@@ -71,7 +76,7 @@ def test_figures_in_words() -> None:
         assert nothing.sentence() == "no examples"
 
 
-# --- bars --------------------------------------------------------------------------------------------
+# --- bars -----------------------------------------------------------------------------------------
 
 LINE = re.compile(
     r" *(?P<low>[\d,]+)(-(?P<high>[\d,]+))?  (?P<bar>[#█▏▎▍▌▋▊▉]*) +(?P<count>[\d,]+) +(?P<share>[<>\d.]+%)"
@@ -138,8 +143,13 @@ def test_ranges_are_even_or_double_and_one_ends_at_the_limit(
 def test_the_length_of_a_bar_is_its_share_of_the_fullest() -> None:
     lengths = [10] * 1000 + [20] * 500 + [30] * 250 + [40]
     for ascii in (False, True):
-        ten, twenty, thirty, forty = (bar for *_, bar, count in parsed(bars(lengths, None, 80, ascii)) if count)
-        eighths = [8 * bar.count("█") + " ▏▎▍▌▋▊▉".find(bar.replace("█", "") or " ") for bar in (twenty, thirty)]
+        ten, twenty, thirty, forty = (
+            bar for *_, bar, count in parsed(bars(lengths, None, 80, ascii)) if count
+        )
+        eighths = [
+            8 * bar.count("█") + " ▏▎▍▌▋▊▉".find(bar.replace("█", "") or " ")
+            for bar in (twenty, thirty)
+        ]
         size = [8 * len(bar) for bar in (twenty, thirty)] if ascii else eighths
         assert len(ten) > 50
         assert abs(size[0] - 4 * len(ten)) <= (4 if ascii else 1)
@@ -150,10 +160,14 @@ def test_the_length_of_a_bar_is_its_share_of_the_fullest() -> None:
 def test_bars_of_nothing_and_of_huge_numbers() -> None:
     assert bars([]) == bars(np.array([]), 5) == []
     assert sum(count for *_, count in parsed(bars([1, 10**12]))) == 2
-    assert min(map(len, bars([5], None, width=3))) >= 30  # what cannot be narrower is wider than asked
+    assert (
+        min(map(len, bars([5], None, width=3))) >= 30
+    )  # what cannot be narrower is wider than asked
 
 
 def test_nothing_heavy_is_imported() -> None:
     code = "import sys, allhands.data.lengths; print([name for name in ('matplotlib', 'mlx') if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

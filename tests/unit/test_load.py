@@ -22,7 +22,13 @@ from tiny_gguf import dense_parameters, tiny_model
 from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.io.staging import publish, staging
 from allhands.model import sources
-from allhands.model.load import Conversion, get_model, load_bare_tokenizer, load_model, load_tokenizer
+from allhands.model.load import (
+    Conversion,
+    get_model,
+    load_bare_tokenizer,
+    load_model,
+    load_tokenizer,
+)
 from allhands.model.sources import resolve
 
 
@@ -31,11 +37,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-# --- the Hub, behind its client's one function ------------------------------------------------------
+# --- the Hub, behind its client's one function ----------------------------------------------------
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """What a download asks the Hub for: a repository's commit, the list of its files, and each file."""
+    """What a download asks the Hub for: a repository's commit, the list of its files, and each
+    file.
+    """
 
     folder: ClassVar[Path]
 
@@ -48,10 +56,14 @@ class FakeHub(BaseHTTPRequestHandler):
     def respond(self, *, with_body: bool) -> None:
         if "owner/tiny" not in self.path:
             code = "GatedRepo" if "gated" in self.path else "RepoNotFound"
-            return self.send(403 if "gated" in self.path else 401, b"{}", with_body, {"X-Error-Code": code})
+            return self.send(
+                403 if "gated" in self.path else 401, b"{}", with_body, {"X-Error-Code": code}
+            )
         if self.path.startswith("/api/"):
             files = [(file.name, file.stat().st_size) for file in self.folder.iterdir()]
-            tree = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in files]
+            tree = [
+                {"type": "file", "path": name, "size": size, "oid": name} for name, size in files
+            ]
             info = {
                 "id": "owner/tiny",
                 "sha": "5" * 40,
@@ -100,13 +112,32 @@ for repo in sys.argv[2:]:
 """
 
 
-def test_real_client_against_a_hub(tiny: tuple[Path, dict[str, np.ndarray]], hub: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", GET, str(tmp_path / "out"), "owner/tiny", "owner/none", "owner/gated"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+def test_real_client_against_a_hub(
+    tiny: tuple[Path, dict[str, np.ndarray]], hub: str, tmp_path: Path
+) -> None:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        GET,
+        str(tmp_path / "out"),
+        "owner/tiny",
+        "owner/none",
+        "owner/gated",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+    )
     fetched, none, gated = done.stdout.splitlines()
     assert fetched == str(tmp_path / "out")
-    assert none.startswith("owner/none | no such directory here, and no such repository on the Hub | check")
+    assert none.startswith(
+        "owner/none | no such directory here, and no such repository on the Hub | check"
+    )
     assert gated.startswith("owner/gated | the repository is gated | accept its terms")
     reference = dense_parameters(tiny[0])
     for name, value in dense_parameters(tmp_path / "out").items():
@@ -142,7 +173,7 @@ def test_hub_disk_full(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("owner/name")
 
 
-# --- loading what is broken -------------------------------------------------------------------------
+# --- loading what is broken -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,7 +186,9 @@ def edit_config(path: Path, **changed: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changed))
 
 
-def test_missing_paths_are_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paths_are_not_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "file.gguf").touch()
@@ -186,7 +219,9 @@ def test_broken_directories(copy: Path) -> None:
     ):
         (copy / "config.json").write_text(content)
         fails(says)
-    (copy / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": "two"'))
+    (copy / "config.json").write_text(
+        config.replace('"num_hidden_layers": 2', '"num_hidden_layers": "two"')
+    )
     with pytest.raises(ModelError, match="num_hidden_layers") as caught:
         load_tokenizer(str(copy))
     assert caught.value.where == str(copy / "config.json")
@@ -197,13 +232,17 @@ def test_broken_directories(copy: Path) -> None:
     for length in (0, 100, 5000, len(whole) - 1):
         (copy / "model.safetensors").write_bytes(whole[:length])
         fails("torn")
-    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    (copy / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
+    )
     fails("missing: model-00002-of-00002")
     (copy / "model.safetensors.index.json").write_text("[")
     fails("index cannot be read")
     (copy / "model.safetensors.index.json").unlink()
     (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors").mkdir()  # no file that can be opened: so for one without the right to read it
+    (
+        copy / "model.safetensors"
+    ).mkdir()  # no file that can be opened: so for one without the right to read it
     fails("cannot be read: Is a directory")
     (copy / "model.safetensors").rmdir()
     fails("no model\\*.safetensors")
@@ -217,7 +256,13 @@ def test_broken_directories(copy: Path) -> None:
 
 def test_an_architecture_whose_package_is_missing_is_a_message(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
-    sizes = {"d_model": 32, "n_layers": 1, "mlp_hidden_size": 64, "n_heads": 4, "embedding_size": 264}
+    sizes = {
+        "d_model": 32,
+        "n_layers": 1,
+        "mlp_hidden_size": 64,
+        "n_heads": 4,
+        "embedding_size": 264,
+    }
     (copy / "config.json").write_text(json.dumps(config | sizes | {"model_type": "olmo"}))
     with pytest.raises(ModelError) as caught:
         load_model(str(copy))
@@ -252,7 +297,7 @@ def test_fingerprint_follows_the_weights_only(copy: Path) -> None:
     assert load_model(str(copy)).fingerprint != before
 
 
-# --- model get --------------------------------------------------------------------------------------
+# --- model get ------------------------------------------------------------------------------------
 
 
 def test_dequantize_is_exact_in_float32_and_rounded_once_in_others(
@@ -274,18 +319,23 @@ def test_quantize(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> N
     reference = dense_parameters(tiny[0])
     said: list[str] = []
     out = get_model(
-        str(tiny[0]), tmp_path / "q8", Conversion(dequantize=True, quantize_bits=8, group_size=128), report=said.append
+        str(tiny[0]),
+        tmp_path / "q8",
+        Conversion(dequantize=True, quantize_bits=8, group_size=128),
+        report=said.append,
     )
     assert "bits per weight" in said[0]
     assert json.loads((out / "config.json").read_text())["quantization"]["bits"] == 8
     for name, value in dense_parameters(out).items():
-        # 255 steps span a group's range, at most the tensor's; MLX moves them by up to half a step, to have
-        # zero among them, and rounding takes another half.
+        # 255 steps span a group's range, at most the tensor's; MLX moves them by up to half a step,
+        # to have zero among them, and rounding takes another half.
         step = np.ptp(reference[name]) / 255
         assert 0 < np.abs(value - reference[name]).max() <= step or "norm" in name, name
 
 
-def test_options_that_cannot_take_effect_are_refused(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_options_that_cannot_take_effect_are_refused(
+    tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
     source, out = str(tiny[0]), tmp_path / "out"
     for options, kind, says in (
         ({"quantize_bits": 4}, ModelError, "quantized already"),
@@ -353,7 +403,9 @@ except StorageError as error:
 
 
 @pytest.mark.parametrize("mode", ["copy", "dequantize"])
-def test_full_disk_leaves_nothing(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, mode: str) -> None:
+def test_full_disk_leaves_nothing(
+    tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, mode: str
+) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tiny[0]), str(tmp_path / "out"), mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == StorageError.exit_code, done.stderr
@@ -395,11 +447,17 @@ def test_a_vocabulary_alone_is_no_tokenizer(tmp_path: Path) -> None:
     assert "trust-remote-code" not in str(caught.value)
     # A class that can be made of it helps.
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    assert load_bare_tokenizer(str(tmp_path)).tokenizer.encode("this") == [94, letters["i"], letters["s"]]
+    assert load_bare_tokenizer(str(tmp_path)).tokenizer.encode("this") == [
+        94,
+        letters["i"],
+        letters["s"],
+    ]
 
 
 def test_a_tokenizer_of_which_only_the_settings_are_there_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     with pytest.raises(ModelError) as caught:
         load_bare_tokenizer(str(tmp_path))
     assert caught.value.message == "tokenizer.json is missing, which says how texts are cut"

@@ -35,19 +35,29 @@ def examples(draw: st.DrawFn, most: int = 12) -> list[Example]:
     result: list[Example] = []
     for _ in range(draw(st.integers(1, most))):
         tokens = draw(st.lists(st.integers(1, 90), min_size=2, max_size=30))
-        mask = [False, *draw(st.lists(st.booleans(), min_size=len(tokens) - 1, max_size=len(tokens) - 1))]
+        mask = [
+            False,
+            *draw(st.lists(st.booleans(), min_size=len(tokens) - 1, max_size=len(tokens) - 1)),
+        ]
         mask[draw(st.integers(1, len(tokens) - 1))] = True
         result.append((tokens, mask))
     return result
 
 
 def token_set(content: Sequence[Example]) -> TokenSet:
-    return TokenSet.of_examples([(np.asarray(ids), np.asarray(mask, dtype=np.bool_)) for ids, mask in content])
+    return TokenSet.of_examples(
+        [(np.asarray(ids), np.asarray(mask, dtype=np.bool_)) for ids, mask in content]
+    )
 
 
 def naive_tasks(content: Sequence[Example]) -> Counter[Task]:
     """What must be learnt from ``content``, straight from the meaning of the mask."""
-    return Counter((tuple(tokens[:i]), tokens[i]) for tokens, mask in content for i in range(len(tokens)) if mask[i])
+    return Counter(
+        (tuple(tokens[:i]), tokens[i])
+        for tokens, mask in content
+        for i in range(len(tokens))
+        if mask[i]
+    )
 
 
 def tasks_of(batch: MicroBatch) -> Counter[Task]:
@@ -79,7 +89,9 @@ def test_no_examples_are_no_work() -> None:
 
 @quick
 @given(examples(), st.integers(0, 5))
-def test_collated_positions_and_targets_are_those_of_the_mask(content: list[Example], spare: int) -> None:
+def test_collated_positions_and_targets_are_those_of_the_mask(
+    content: list[Example], spare: int
+) -> None:
     chosen = list(range(0, len(content), 2))[::-1]
     width = max(naive_work(content[i]) for i in chosen) + spare
     batch = collate(token_set(content), np.asarray(chosen), width)
@@ -100,14 +112,18 @@ def test_collated_positions_and_targets_are_those_of_the_mask(content: list[Exam
 @given(examples())
 def test_a_row_alone_is_the_task_of_its_example(content: list[Example]) -> None:
     width = max(map(naive_work, content)) + 3
-    batch = replace(pad_targets(collate(token_set(content), np.arange(len(content)), width)), iteration=7)
+    batch = replace(
+        pad_targets(collate(token_set(content), np.arange(len(content)), width)), iteration=7
+    )
     for row, example in enumerate(content):
         alone = batch.alone(row)
         assert tasks_of(alone) == naive_tasks([example])
         assert alone.inputs.shape == (1, width)
         assert alone.num_targets == sum(example[1])
         assert (alone.examples.tolist(), alone.iteration, alone.padding) == ([row], 7, 0)
-        assert {a.dtype for a in (alone.inputs, alone.positions, alone.targets)} == {np.dtype(np.int32)}
+        assert {a.dtype for a in (alone.inputs, alone.positions, alone.targets)} == {
+            np.dtype(np.int32)
+        }
 
 
 @quick
@@ -127,7 +143,9 @@ def test_padding_of_targets_is_bounded_and_meets_few_shapes(count: int) -> None:
     def padded(n: int) -> int:
         places = np.zeros(n, dtype=np.int32)
         return len(
-            pad_targets(MicroBatch(np.zeros((1, n), np.int32), places, places, n, np.zeros(1, np.int32))).targets
+            pad_targets(
+                MicroBatch(np.zeros((1, n), np.int32), places, places, n, np.zeros(1, np.int32))
+            ).targets
         )
 
     assert count <= padded(count) <= max(count * 1.25, 32 * -(-count // 32))
@@ -145,7 +163,12 @@ def test_padding_of_targets_is_bounded_and_meets_few_shapes(count: int) -> None:
     st.integers(0, 2**31),
 )
 def test_all_ranks_together_learn_exactly_the_batch(
-    content: list[Example], batch_size: int, weights: list[float], max_tokens: int, ladder: tuple[int, ...], seed: int
+    content: list[Example],
+    batch_size: int,
+    weights: list[float],
+    max_tokens: int,
+    ladder: tuple[int, ...],
+    seed: int,
 ) -> None:
     tokens = token_set(content)
     order = GlobalOrder(tokens.work, batch_size, seed)
@@ -156,7 +179,9 @@ def test_all_ranks_together_learn_exactly_the_batch(
         expected = [content[i] for i in order.batch(iteration)]
         assert sum((tasks_of(part) for part in parts), Counter[Task]()) == naive_tasks(expected)
         assert sum(part.num_tokens for part in parts) == sum(map(naive_work, expected))
-        assert sorted(i for part in parts for i in part.examples.tolist()) == sorted(order.batch(iteration).tolist())
+        assert sorted(i for part in parts for i in part.examples.tolist()) == sorted(
+            order.batch(iteration).tolist()
+        )
         assert {part.iteration for part in parts} == {iteration}
         for part in parts:
             rows, width = part.inputs.shape
@@ -166,7 +191,16 @@ def test_all_ranks_together_learn_exactly_the_batch(
 
 def test_the_ladder_rounds_up_and_lets_longer_ones_be() -> None:
     lengths = np.array([1, 32, 33, 64, 100, 128, 129, 500])
-    assert Sizing(1000, ladder=(32, 64, 128)).padded(lengths).tolist() == [32, 32, 64, 64, 128, 128, 129, 500]
+    assert Sizing(1000, ladder=(32, 64, 128)).padded(lengths).tolist() == [
+        32,
+        32,
+        64,
+        64,
+        128,
+        128,
+        129,
+        500,
+    ]
     assert Sizing(1000).padded(lengths).tolist() == lengths.tolist()
 
 
@@ -177,7 +211,9 @@ def test_the_ladder_pads_least_of_all(lengths: list[int], num_rungs: int) -> Non
         return sum(min(rung for rung in rungs if rung >= length) - length for length in lengths)
 
     distinct = sorted(set(lengths))
-    choices = [rungs for n in range(num_rungs) for rungs in itertools.combinations(distinct[:-1], n)]
+    choices = [
+        rungs for n in range(num_rungs) for rungs in itertools.combinations(distinct[:-1], n)
+    ]
     found = best_ladder(np.array(lengths), num_rungs)
     assert len(found) <= num_rungs
     assert list(found) == sorted(set(found))
@@ -198,7 +234,9 @@ def test_long_and_many_lengths_make_a_ladder_quickly() -> None:
 
 
 class Recorder(nn.Module):
-    """A model of 100 words to which all are equally likely; it writes down the shapes that it is given."""
+    """A model of 100 words to which all are equally likely; it writes down the shapes that it is
+    given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,10 +249,18 @@ class Recorder(nn.Module):
 
 def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     random = np.random.default_rng(3)
-    content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
-    model, sizing = Recorder(), Sizing(200, overhead_tokens=100, few_shapes=True, ladder=(16, 32, 48, 64))
+    content = [
+        (random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1))
+        for n in random.integers(2, 60, 40)
+    ]
+    model, sizing = (
+        Recorder(),
+        Sizing(200, overhead_tokens=100, few_shapes=True, ladder=(16, 32, 48, 64)),
+    )
     alone, every = SingleProcess(), {"batch_size": 4, "num_batches": -1}
-    evaluator = Evaluator(model, token_set(content), alone, Mesh(), sizing, **every, cpu_native=True)
+    evaluator = Evaluator(
+        model, token_set(content), alone, Mesh(), sizing, **every, cpu_native=True
+    )
     loss, num_targets, _ = evaluator()
     assert loss == pytest.approx(np.log(100), rel=1e-5)
     assert num_targets == sum(sum(mask) for _, mask in content)
@@ -232,7 +278,10 @@ def test_ranks_know_when_each_of_them_has_one_micro_batch(ranks: int) -> None:
     seen: set[bool] = set()
     for limit in (40, 90, 1000):
         weights = [1.0 + rank for rank in range(ranks)]
-        loaders = [Loader(windows, order, Sizing(limit), rank, weights, alike=True) for rank in range(ranks)]
+        loaders = [
+            Loader(windows, order, Sizing(limit), rank, weights, alike=True)
+            for rank in range(ranks)
+        ]
         for iteration in range(7):
             parts = [loader.load(iteration) for loader in loaders]
             expected = all(len(part) == 1 for part in parts)

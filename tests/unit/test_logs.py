@@ -1,4 +1,6 @@
-"""Logs from one attempt to the next, and from one job to the next: nothing of the latest few is lost."""
+"""Logs from one attempt to the next, and from one job to the next: nothing of the latest few is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_logs_of_the_last_three_attempts_are_kept(tmp_path: Path) -> None:
             (tmp_path / name).write_text(f"of {attempt}")
         moved = archive_logs(tmp_path, attempt)
         assert moved[tmp_path / "rank-11.log"] == tmp_path / f"rank-11.attempt-{attempt}.log"
-    kept = {f"{name}.attempt-{attempt}.log" for name in ("rank-0", "rank-11", "mpirun") for attempt in (3, 4, 5)}
+    kept = {
+        f"{name}.attempt-{attempt}.log"
+        for name in ("rank-0", "rank-11", "mpirun")
+        for attempt in (3, 4, 5)
+    }
     assert names(tmp_path) == kept | {"rank-notes.log"}
     assert (tmp_path / "rank-11.attempt-4.log").read_text() == "of 4"
 
@@ -50,9 +56,9 @@ def test_logs_of_the_job_before_are_moved_with_all_their_words(tmp_path: Path) -
     write(tmp_path, "crashed")
     assert clear_logs(tmp_path) == tmp_path / "earlier-1"
     assert names(tmp_path) == {*foreign, "earlier-1"}
-    assert {path.name: path.read_text() for path in (tmp_path / "earlier-1").iterdir()} == dict.fromkeys(
-        OURS, "crashed"
-    )
+    assert {
+        path.name: path.read_text() for path in (tmp_path / "earlier-1").iterdir()
+    } == dict.fromkeys(OURS, "crashed")
 
 
 def test_nothing_of_ours_makes_no_directory(tmp_path: Path) -> None:
@@ -67,7 +73,10 @@ def test_the_last_five_jobs_are_kept_and_numbers_count_up(tmp_path: Path) -> Non
         write(tmp_path, f"of {job}")
         clear_logs(tmp_path)
     assert names(tmp_path) == {f"earlier-{job}" for job in range(4, 9)}
-    assert all((tmp_path / f"earlier-{job}" / "rank-0.log").read_text() == f"of {job}" for job in range(4, 9))
+    assert all(
+        (tmp_path / f"earlier-{job}" / "rank-0.log").read_text() == f"of {job}"
+        for job in range(4, 9)
+    )
     # After a person has removed the newest, or has put one of a high number there.
     (tmp_path / "earlier-40").touch()
     write(tmp_path, "new")
@@ -105,7 +114,9 @@ def test_they_are_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
 
 
-def test_what_cannot_be_moved_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_moved_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "")
 
     def refuse(self: Path, target: Path) -> Path:

@@ -1,7 +1,8 @@
 """Loss masks on real templates, token by token.
 
-The expected mask is made without the renderer: a regular expression, written by hand for each template, finds the
-answers in the rendered text, and the tokenizer's own offsets say which tokens lie there.
+The expected mask is made without the renderer: a regular expression, written by hand for each
+template, finds the answers in the rendered text, and the tokenizer's own offsets say which tokens
+lie there.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from allhands.errors import DataError
 class Template:
     """A real template, described by hand.
 
-    ``answer`` matches an answer in the rendered text, its first group is what must be trained. ``refuses`` names
-    what the template cannot render.
+    ``answer`` matches an answer in the rendered text, its first group is what must be trained.
+    ``refuses`` names what the template cannot render.
     """
 
     make: Callable[[], Any]
@@ -91,7 +92,11 @@ def answer(content: str, **extra: Any) -> dict[str, Any]:
 
 def calls(*cities: str) -> list[dict[str, Any]]:
     return [
-        {"type": "function", "id": f"abcdefgh{i}", "function": {"name": "weather", "arguments": {"city": city}}}
+        {
+            "type": "function",
+            "id": f"abcdefgh{i}",
+            "function": {"name": "weather", "arguments": {"city": city}},
+        }
         for i, city in enumerate(cities)
     ]
 
@@ -114,12 +119,41 @@ TOOLS = [
 # name: (what a template must take, messages)
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "one turn": ("", [user("How are you?"), answer("Fine, thank you. And you?")]),
-    "turns": ("", [user("Hi"), answer("Hello!"), user("1 + 1?"), answer("2"), user("Sure?"), answer("Quite sure.")]),
-    "system": ("system", [system("Talk like\n\na pirate. "), user("Hi"), answer("Ahoy!"), user("Bye"), answer("Arr.")]),
-    "two systems": ("two systems", [system("Be brief."), system("Be kind."), user("Hi"), answer("Hello.")]),
+    "turns": (
+        "",
+        [
+            user("Hi"),
+            answer("Hello!"),
+            user("1 + 1?"),
+            answer("2"),
+            user("Sure?"),
+            answer("Quite sure."),
+        ],
+    ),
+    "system": (
+        "system",
+        [
+            system("Talk like\n\na pirate. "),
+            user("Hi"),
+            answer("Ahoy!"),
+            user("Bye"),
+            answer("Arr."),
+        ],
+    ),
+    "two systems": (
+        "two systems",
+        [system("Be brief."), system("Be kind."), user("Hi"), answer("Hello.")],
+    ),
     "same words": (
         "",
-        [user("yes"), answer("yes"), user("yes"), answer("yes yes"), user("assistant\nyes"), answer("user\nyes")],
+        [
+            user("yes"),
+            answer("yes"),
+            user("yes"),
+            answer("yes yes"),
+            user("assistant\nyes"),
+            answer("user\nyes"),
+        ],
     ),
     "unicode": (
         "",
@@ -131,32 +165,84 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
     "emoji at both ends": ("", [user("🦜"), answer("🏴‍☠️"), user("🏴‍☠️"), answer("🦜🦜 ja 🏴‍☠️")]),
-    "blanks": ("", [user("  a  "), answer("  led by blanks, and trailed  "), user(" b\n"), answer("tail\t")]),
+    "blanks": (
+        "",
+        [user("  a  "), answer("  led by blanks, and trailed  "), user(" b\n"), answer("tail\t")],
+    ),
     "line ends": (
         "",
-        [user("a\n"), answer("\nlate"), user("\n\nb"), answer("early\n\n"), user("c"), answer("a\n\n\nb\n")],
+        [
+            user("a\n"),
+            answer("\nlate"),
+            user("\n\nb"),
+            answer("early\n\n"),
+            user("c"),
+            answer("a\n\n\nb\n"),
+        ],
     ),
-    "indented": ("", [user("Code?"), answer("    if x:\n        y()\n\n\n    return"), user("So?"), answer("\tz")]),
+    "indented": (
+        "",
+        [
+            user("Code?"),
+            answer("    if x:\n        y()\n\n\n    return"),
+            user("So?"),
+            answer("\tz"),
+        ],
+    ),
     "thinking": (
         "",
-        [user("2+2?"), answer("<think>\nadd\n</think>\n\n4"), user("3+3?"), answer("<think>\nadd them\n</think>\n\n6")],
+        [
+            user("2+2?"),
+            answer("<think>\nadd\n</think>\n\n4"),
+            user("3+3?"),
+            answer("<think>\nadd them\n</think>\n\n6"),
+        ],
     ),
-    "thinking once": ("", [user("2+2?"), answer("4"), user("3+3?"), answer("<think>\nhm\n</think>\n\n6")]),
+    "thinking once": (
+        "",
+        [user("2+2?"), answer("4"), user("3+3?"), answer("<think>\nhm\n</think>\n\n6")],
+    ),
     "thinking apart": (
         "",
-        [user("2+2?"), answer("4", reasoning_content="add"), user("?"), answer("5", reasoning_content="x")],
+        [
+            user("2+2?"),
+            answer("4", reasoning_content="add"),
+            user("?"),
+            answer("5", reasoning_content="x"),
+        ],
     ),
     "half a thought": ("", [user("2+2?"), answer("so</think>4"), user("And?"), answer("<think>")]),
-    "code": ("", [user("{{ x }} [INST]?"), answer("{% if x %}<b>{{ y }}</b>{% endif %} \\n $1 ### User: [/")]),
+    "code": (
+        "",
+        [
+            user("{{ x }} [INST]?"),
+            answer("{% if x %}<b>{{ y }}</b>{% endif %} \\n $1 ### User: [/"),
+        ],
+    ),
     "tool call": (
         "tools",
-        [user("Rain in Oslo?"), answer("", tool_calls=calls("Oslo")), result("rain"), answer("It rains in Oslo.")],
+        [
+            user("Rain in Oslo?"),
+            answer("", tool_calls=calls("Oslo")),
+            result("rain"),
+            answer("It rains in Oslo."),
+        ],
     ),
     "tool call and more": (
         "tools",
         [
-            *(user("Hi"), answer("Hello."), user("Rain in Oslo?"), answer("", tool_calls=calls("Oslo"))),
-            *(result("rain"), answer("Yes."), user("In Ålesund?"), answer("", tool_calls=calls("Ålesund"))),
+            *(
+                user("Hi"),
+                answer("Hello."),
+                user("Rain in Oslo?"),
+                answer("", tool_calls=calls("Oslo")),
+            ),
+            *(
+                result("rain"),
+                answer("Yes."),
+                user("In Ålesund?"),
+                answer("", tool_calls=calls("Ålesund")),
+            ),
             *(result("sun"), answer("No."), user("Thanks"), answer("No. Yes.")),
         ],
     ),
@@ -164,7 +250,13 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "tools",
         [
             *(user("Rain?"), answer("", tool_calls=calls("Oslo", "Rome"))),
-            *(result("rain"), result("sun", 1), answer("Rain and sun."), user("OK"), answer("Good.")),
+            *(
+                result("rain"),
+                result("sun", 1),
+                answer("Rain and sun."),
+                user("OK"),
+                answer("Good."),
+            ),
         ],
     ),
     "tool call at the end": (
@@ -191,18 +283,27 @@ def record_of(messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     return parse_record(row, ColumnNames(), source="train.jsonl", line=7)
 
 
-def rendered_text(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+def rendered_text(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+) -> str:
     text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False)
     assert isinstance(text, str)
     return text
 
 
-def expected_mask(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """Tokens, and for each whether it lies in a span; across a border, whether more than a blank of it does."""
+def expected_mask(
+    tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[bool]]:
+    """Tokens, and for each whether it lies in a span; across a border, whether more than a blank of
+    it does.
+    """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask, done = [], 0
     for start, end in encoding["offset_mapping"]:
-        start, done = min(start, done), max(done, end)  # a token begins where the last has ended, at the latest
+        start, done = (
+            min(start, done),
+            max(done, end),
+        )  # a token begins where the last has ended, at the latest
         within = any(begin <= start and end <= stop for begin, stop in spans)
         shared = "".join(text[max(start, begin) : min(end, stop)] for begin, stop in spans)
         mask.append(within or bool(shared.strip()))
@@ -224,12 +325,16 @@ def test_mask_is_the_answers_token_by_token(name: str, case: str) -> None:
     spans = [found.span(1) for found in re.finditer(template.answer, text, re.DOTALL)]
     assert len(spans) == sum(message["role"] == "assistant" for message in messages)
     for train_on, wanted in (("assistant", spans), ("last", spans[-1:]), ("all", None)):
-        rendered = Renderer(tokenizer, mask_prompt=True, max_seq_length=4096, train_on=train_on).render(record)
+        rendered = Renderer(
+            tokenizer, mask_prompt=True, max_seq_length=4096, train_on=train_on
+        ).render(record)
         tokens, mask = expected_mask(tokenizer, text, wanted or [(0, len(text))])
         assert rendered.tokens.tolist() == tokens
         assert rendered.mask.tolist() == [False, *mask[1:]], train_on
         if wanted:
-            trained = tokenizer.decode(rendered.tokens[rendered.mask].tolist(), skip_special_tokens=False)
+            trained = tokenizer.decode(
+                rendered.tokens[rendered.mask].tolist(), skip_special_tokens=False
+            )
             words = "".join(text[begin:end] for begin, end in wanted)
             # What a token across the border would add is blank; some tokenizers compose characters.
             assert squeezed(trained) == squeezed(words)
@@ -246,7 +351,11 @@ def squeezed(text: str) -> str:
 def test_special_tokens_in_a_message_are_tokens_and_do_not_move_the_mask(name: str) -> None:
     template = TEMPLATES[name]
     tokenizer = template.make()
-    replies = [f"Write {template.end} to stop.\nThen stop.", f"{template.end}", f"So: {template.end}"]
+    replies = [
+        f"Write {template.end} to stop.\nThen stop.",
+        f"{template.end}",
+        f"So: {template.end}",
+    ]
     messages = [m for reply in replies for m in (user(template.fake + "?"), answer(reply))]
     text = rendered_text(tokenizer, messages)
     spans, at = [], 0
@@ -262,7 +371,11 @@ def test_special_tokens_in_a_message_are_tokens_and_do_not_move_the_mask(name: s
     renderer = Renderer(tokenizer, mask_prompt=True, max_seq_length=4096)
     rendered = renderer.render(record)
     tokens, mask = expected_mask(tokenizer, text, spans)
-    assert rendered.tokens.tolist() == tokens == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert (
+        rendered.tokens.tolist()
+        == tokens
+        == tokenizer.apply_chat_template(messages, return_dict=False)
+    )
     assert rendered.mask.tolist() == mask
     # It is the real special token: once in each reply, and once to end it.
     end = tokenizer.convert_tokens_to_ids(template.end)
@@ -286,7 +399,10 @@ MARKS: dict[str, list[tuple[str, str]]] = {
         {%- if message.content %}
             {{- message.content }}{%- if message.tool_calls %}{{- '\\n' }}{%- endif %}""",
         ),
-        ("""{{- '\\n<tool_call>\\n""", """{%- if not loop.first %}{{- '\\n' }}{%- endif %}{{- '<tool_call>\\n"""),
+        (
+            """{{- '\\n<tool_call>\\n""",
+            """{%- if not loop.first %}{{- '\\n' }}{%- endif %}{{- '<tool_call>\\n""",
+        ),
         (
             """{%- endfor %}
         {{- '<|im_end|>\\n' }}""",
@@ -302,7 +418,10 @@ MARKS: dict[str, list[tuple[str, str]]] = {
             "{{- '<|im_start|>' + message.role + '\\n' }}{% set last = loop.last %}{% set index = loop.index0 %}"
             "{% generation %}{%- if index > ns.last_query_index %}",
         ),
-        ("{%- if loop.last or (not loop.last and reasoning_content) %}", "{%- if last or reasoning_content %}"),
+        (
+            "{%- if loop.last or (not loop.last and reasoning_content) %}",
+            "{%- if last or reasoning_content %}",
+        ),
         (
             "{%- endif %}\n        {{- '<|im_end|>\\n' }}\n    {%- elif",
             "{%- endif %}\n        {{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif",
@@ -354,7 +473,8 @@ def test_mask_is_that_of_transformers_for_a_marked_template(name: str) -> None:
         marked = marked.replace(old, new)
     renderer = Renderer(tokenizer, mask_prompt=True, max_seq_length=4096)
     compared = 0
-    # A token that is half the header's line end, half an answer's leading blanks: transformers trains it.
+    # A token that is half the header's line end, half an answer's leading blanks: transformers
+    # trains it.
     for case in CASES.keys() - {"line ends", "indented", "blanks"}:
         needs, messages = CASES[case]
         if needs in template.refuses:
@@ -362,7 +482,9 @@ def test_mask_is_that_of_transformers_for_a_marked_template(name: str) -> None:
         options = {"tools": tools_of(case), "chat_template": marked}
         plain = rendered_text(tokenizer, messages, options["tools"])
         assert tokenizer.apply_chat_template(messages, tokenize=False, **options) == plain
-        theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+        theirs = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
         ours = renderer.render(record_of(messages, options["tools"]))
         assert ours.tokens.tolist() == theirs["input_ids"]
         assert ours.mask.astype(int).tolist() == theirs["assistant_masks"], case
@@ -375,39 +497,67 @@ def test_mask_is_that_of_transformers_for_a_marked_template(name: str) -> None:
 
 def trained_runs(record: Record, **options: Any) -> list[str]:
     renderer = Renderer(smollm2(), **({"mask_prompt": True, "max_seq_length": 4096} | options))
-    return [text.removesuffix("<|im_end|>") for text, trained in renderer.explain(record).runs() if trained]
+    return [
+        text.removesuffix("<|im_end|>")
+        for text, trained in renderer.explain(record).runs()
+        if trained
+    ]
 
 
 @pytest.mark.parametrize("key", ["weight", "loss_weight", "train"])
 @pytest.mark.parametrize("kind", [int, float, bool])
 def test_answer_of_weight_0_is_not_trained(key: str, kind: Callable[[int], Any]) -> None:
     off, on = {key: kind(0)}, {key: kind(1)}
-    messages = [user("a", **off), answer("one", **off), user("b"), answer("two", **on), user("c"), answer("three")]
+    messages = [
+        user("a", **off),
+        answer("one", **off),
+        user("b"),
+        answer("two", **on),
+        user("c"),
+        answer("three"),
+    ]
     assert trained_runs(record_of(messages)) == ["two", "three"]
     assert trained_runs(record_of(messages), train_on="last") == ["three"]
     # The last answer is meant, and it is not trained: not another one in its place.
-    assert trained_runs(record_of([*messages, user("d"), answer("four", **off)]), train_on="last") == []
+    assert (
+        trained_runs(record_of([*messages, user("d"), answer("four", **off)]), train_on="last")
+        == []
+    )
     # Without a mask all is trained.
     (everything,) = trained_runs(record_of(messages), mask_prompt=False)
     assert "one" in everything
     assert "three" in everything
-    completion = {"prompt": [user("a")], "completion": [answer("one", **off), user("b"), answer("two", **on)]}
+    completion = {
+        "prompt": [user("a")],
+        "completion": [answer("one", **off), user("b"), answer("two", **on)],
+    }
     assert trained_runs(parse_record(completion, ColumnNames(), source="", line=1)) == ["two"]
 
 
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
-        ([user("a"), answer("b", weight=0.5)], r'messages\[1\]: "weight" is 0.5, it must be 0 or 1'),
+        (
+            [user("a"), answer("b", weight=0.5)],
+            r'messages\[1\]: "weight" is 0.5, it must be 0 or 1',
+        ),
         ([user("a"), answer("b", loss_weight=2)], r'"loss_weight" is 2'),
         ([user("a"), answer("b", train="no")], r'"train" is \'no\''),
         ([user("a"), answer("b", weight=-1.0)], r'"weight" is -1.0'),
         ([user("a"), answer("b", weight=[0])], r'"weight" is \[0\]'),
-        ([user("a"), answer("b", weight=1, train=False)], r"messages\[1\]: .* contradict each other"),
-        ([user("a", weight=1), answer("b")], r'messages\[0\]: "weight" asks for a message of role user'),
+        (
+            [user("a"), answer("b", weight=1, train=False)],
+            r"messages\[1\]: .* contradict each other",
+        ),
+        (
+            [user("a", weight=1), answer("b")],
+            r'messages\[0\]: "weight" asks for a message of role user',
+        ),
     ],
 )
-def test_weights_that_cannot_be_honoured_are_refused(messages: list[dict[str, Any]], complaint: str) -> None:
+def test_weights_that_cannot_be_honoured_are_refused(
+    messages: list[dict[str, Any]], complaint: str
+) -> None:
     with pytest.raises(DataError, match=complaint) as caught:
         trained_runs(record_of(messages))
     assert caught.value.where == "train.jsonl:7"
@@ -427,4 +577,7 @@ def test_real_data_with_weights() -> None:
 
 def test_conversation_without_an_answer_trains_nothing() -> None:
     assert trained_runs(Record("chat", messages=(system("Be kind."),))) == []
-    assert trained_runs(Record("chat", messages=(system("Be kind."), system("Be brief."), user("Hi")))) == []
+    assert (
+        trained_runs(Record("chat", messages=(system("Be kind."), system("Be brief."), user("Hi"))))
+        == []
+    )

@@ -1,4 +1,6 @@
-"""Ranks that know only where rank 0 is find each other: over real sockets, with strangers among them."""
+"""Ranks that know only where rank 0 is find each other: over real sockets, with strangers among
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,14 @@ class Ranks:
         self._threads: list[threading.Thread] = []
 
     def start(
-        self, point: MeetingPoint, rank: int, size: int, patience: Patience = QUICK, *, port: int = 0, name: str = ""
+        self,
+        point: MeetingPoint,
+        rank: int,
+        size: int,
+        patience: Patience = QUICK,
+        *,
+        port: int = 0,
+        name: str = "",
     ) -> None:
         def run() -> None:
             try:
@@ -135,12 +144,19 @@ def test_strangers_are_dropped_and_stop_nothing() -> None:
     ranks, point = Ranks(), _point()
     ranks.start(point, 0, 3)
     port = point.ports[0]
-    with _connect(port) as silent, _connect(port) as web, _connect(port) as garbage, _connect(port) as forged:
+    with (
+        _connect(port) as silent,
+        _connect(port) as web,
+        _connect(port) as garbage,
+        _connect(port) as forged,
+    ):
         _connect(port).close()  # a port scanner
         web.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         garbage.sendall(os.urandom(20000))
         forged.sendall(b'{"body": "{\\"rank\\": 1}", "mac": "00"}\n{"body": 1}\n')
-        ranks.start(MeetingPoint(point.host, point.ports, "another job"), 1, 3, SHORT, name="other job")
+        ranks.start(
+            MeetingPoint(point.host, point.ports, "another job"), 1, 3, SHORT, name="other job"
+        )
         for one in (web, forged):  # nothing is told but a number
             assert len(_all_of(one)) == 65
         for rank in (1, 2):
@@ -213,7 +229,9 @@ def test_ranks_that_do_not_come_are_named() -> None:
     ranks.end()
     assert "ranks 1, 3 of 4 did not come within 1.0 s" in ranks.errors["0"].message
     assert "ALLHANDS_MEETING_KEY" not in ranks.errors["0"].message
-    assert ranks.errors["2"].message == ranks.errors["0"].message  # who is there is told why, at once
+    assert (
+        ranks.errors["2"].message == ranks.errors["0"].message
+    )  # who is there is told why, at once
     assert any(line.startswith("waiting for ranks 1, 3 of 4 (") for line in told)
 
 
@@ -278,7 +296,14 @@ def _say_hello(call: Call, key: bytes, **changes: object) -> Handshake:
     """What rank 1 of 3 says, or what it should not."""
     until = time.monotonic() + 5.0
     conversation = call.begin(key, until)
-    hello = {"version": 2, "rank": 1, "size": 3, "address": "127.0.0.1", "port": 5001, "nonce": "its nonce"} | changes
+    hello = {
+        "version": 2,
+        "rank": 1,
+        "size": 3,
+        "address": "127.0.0.1",
+        "port": 5001,
+        "nonce": "its nonce",
+    } | changes
     call.say(conversation.sealed(CALLER, json.dumps(hello).encode()), until)
     return conversation
 
@@ -301,10 +326,16 @@ def test_a_rank_that_lost_its_connection_may_come_again() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"rank": value} for value in (True, -1, 3, 1.0, "1", None, float("nan"), 10**30, [1], {})),
+        *(
+            {"rank": value}
+            for value in (True, -1, 3, 1.0, "1", None, float("nan"), 10**30, [1], {})
+        ),
         *({"size": value} for value in (0, True, "3", 1 << 40)),
         *({"port": value} for value in (0, 65536, -1, True, "5001", float("inf"))),
-        *({"address": value} for value in ("", "node1", "::1", "1.2.3", "127.0.0.1:5", 7, None, "\ud800")),
+        *(
+            {"address": value}
+            for value in ("", "node1", "::1", "1.2.3", "127.0.0.1:5", 7, None, "\ud800")
+        ),
         *({"version": value} for value in (True, "2", None, 2.0, -1)),
         *({"nonce": value} for value in (None, 1, [])),
     ],
@@ -339,7 +370,10 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
 
 
 def test_no_port_at_all_is_told() -> None:
-    with _listener(lambda connection: None) as (taken, _), pytest.raises(DistributedError) as caught:
+    with (
+        _listener(lambda connection: None) as (taken, _),
+        pytest.raises(DistributedError) as caught,
+    ):
         meet(MeetingPoint("127.0.0.1", (taken,), "job 1"), 0, 2, 5000, SHORT)
     assert f"{taken}: Address already in use" in caught.value.message
 
@@ -351,13 +385,20 @@ def test_no_port_at_all_is_told() -> None:
         ("localhost", "127.0.0.1", "127.0.0.1", None),
         ("127.0.0.9", "127.0.0.9", "127.0.0.9", None),
         ("0.0.0.0", "0.0.0.0", "0.0.0.0", None),
-        ("head", "127.0.1.1", "0.0.0.0", "head is 127.0.1.1 here, which no other computer can reach"),
+        (
+            "head",
+            "127.0.1.1",
+            "0.0.0.0",
+            "head is 127.0.1.1 here, which no other computer can reach",
+        ),
         ("head", "192.0.2.7", "0.0.0.0", "192.0.2.7, which is no address of this computer"),
         ("head", None, "0.0.0.0", "the name head has no address here"),
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
-def test_rank_0_listens_where_the_launcher_says(host: str, address: str | None, bound: str, why: str | None) -> None:
+def test_rank_0_listens_where_the_launcher_says(
+    host: str, address: str | None, bound: str, why: str | None
+) -> None:
     """And on all addresses only where that cannot be had, which is said at once."""
 
     def resolve(name: str) -> str:
@@ -370,7 +411,11 @@ def test_rank_0_listens_where_the_launcher_says(host: str, address: str | None, 
     ranks.start(point, 0, 2, Patience(20.0, told.append, 1000.0, resolve=resolve))
     own = psutil.Process()
     deadline = time.monotonic() + 10.0
-    while not (found := [one.laddr.ip for one in own.net_connections("tcp") if one.laddr.port == point.ports[0]]):
+    while not (
+        found := [
+            one.laddr.ip for one in own.net_connections("tcp") if one.laddr.port == point.ports[0]
+        ]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert found == [bound]
@@ -401,14 +446,17 @@ def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLHANDS_MEETING_KEY", "something else")
     ranks.start(point, 0, 2, SHORT)
     assert set(ranks.end().errors) == {"0", "1"}
-    # Who has forgotten it on one computer is told where to look; where nobody has called there is nothing to say.
+    # Who has forgotten it on one computer is told where to look; where nobody has called there is
+    # nothing to say.
     assert "from 127.0.0.1 did not prove" in ranks.errors["0"].message
     assert "ALLHANDS_MEETING_KEY" in ranks.errors["0"].message
 
 
 def test_loopback_addresses_are_not_told_to_other_computers() -> None:
     """Ranks beside rank 0 are where rank 0 is, as the others see it."""
-    call = meeting._RollCall(_point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting.Waiting(QUICK))
+    call = meeting._RollCall(
+        _point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting.Waiting(QUICK)
+    )
     for rank, address in ((1, "127.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.2")):
         with socket.socket() as connection:
             caller = Caller(connection, address, "10.0.0.1", 0.0)
@@ -417,11 +465,17 @@ def test_loopback_addresses_are_not_told_to_other_computers() -> None:
     assert call._peers() == ("10.0.0.1:5000", "10.0.0.1:5001", "10.0.0.2:5002", "10.0.0.2:5003")
 
 
-# --- with MLX ----------------------------------------------------------------------------------------
+# --- with MLX -------------------------------------------------------------------------------------
 
 
 def _torchrun(rank: int, size: int, port: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost"}
 
 
@@ -452,7 +506,9 @@ def test_nccl_is_told_the_address_of_rank_0(tmp_path: Path) -> None:
     found: dict[int, dict[str, str]] = {}
 
     def run(rank: int) -> None:
-        with rendezvous(recognise(_torchrun(rank, 2, port), has_cuda=True), tmp_path, QUICK) as variables:
+        with rendezvous(
+            recognise(_torchrun(rank, 2, port), has_cuda=True), tmp_path, QUICK
+        ) as variables:
             found[rank] = variables
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -480,9 +536,17 @@ print(launch.launcher, group.backend, group.rank, group.size, total.item())
 
 def test_ranks_of_torchrun_form_a_ring() -> None:
     (port,) = _free_ports()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ALLHANDS_", "MLX_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ALLHANDS_", "MLX_"))
+    }
     processes = [
-        subprocess.Popen([sys.executable, "-c", _JOIN], env=environ | _torchrun(rank, 3, port), stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", _JOIN],
+            env=environ | _torchrun(rank, 3, port),
+            stdout=subprocess.PIPE,
+        )
         for rank in range(3)
     ]
     lines = [process.communicate(timeout=60)[0].decode().split() for process in processes]

@@ -1,4 +1,6 @@
-"""Who takes part: hosts that answer, those with the newest checkpoint first, and those that come back."""
+"""Who takes part: hosts that answer, those with the newest checkpoint first, and those that come
+back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class World:
     def trouble(self, host: str, timeout_s: float) -> SshTrouble | None:
         assert timeout_s == 0.5
         self.asked.append(host)
-        return None if host in self.up else self.troubles.get(host, SshTrouble(None, "switch it on"))
+        return (
+            None if host in self.up else self.troubles.get(host, SshTrouble(None, "switch it on"))
+        )
 
     def checkpoints(self, hosts: Sequence[Host]) -> dict[str, int]:
         if self.fails:
@@ -49,7 +53,12 @@ class World:
     def members(self, limit: int | None = None, earlier: bool = False) -> HostfileMembers:
         checkpoints = self.checkpoints
         return HostfileMembers(
-            self.path, limit, trouble=self.trouble, checkpoints=checkpoints, probe_timeout_s=0.5, earlier=earlier
+            self.path,
+            limit,
+            trouble=self.trouble,
+            checkpoints=checkpoints,
+            probe_timeout_s=0.5,
+            earlier=earlier,
         )
 
 
@@ -69,7 +78,7 @@ def _soon(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-# --- this computer --------------------------------------------------------------------------------------
+# --- this computer --------------------------------------------------------------------------------
 
 
 def test_slots_of_this_computer() -> None:
@@ -77,11 +86,13 @@ def test_slots_of_this_computer() -> None:
     every = ("slot 0", "slot 1", "slot 2")
     assert members.roster() == Roster(every, every=every, step=40)
     members.leave_out({"slot 1"})
-    assert members.roster() == Roster(("slot 0", "slot 2"), every=every, left_out=("slot 1",), step=40)
+    assert members.roster() == Roster(
+        ("slot 0", "slot 2"), every=every, left_out=("slot 1",), step=40
+    )
     assert members.changed(()) is None
 
 
-# --- who answers ----------------------------------------------------------------------------------------
+# --- who answers ----------------------------------------------------------------------------------
 
 
 def test_all_slots_of_all_hosts_in_the_order_of_the_file(world: World) -> None:
@@ -104,13 +115,17 @@ def test_who_does_not_answer_is_absent(world: World) -> None:
 def test_why_they_are_absent_and_what_waiting_can_lead_to(world: World) -> None:
     assert world.members().roster().troubles == {}
     assert world.members().roster().possible == 6
-    silent, unknown = SshTrouble(None, "switch it on"), SshTrouble("no such name", "correct it", lasting=True)
+    silent, unknown = (
+        SshTrouble(None, "switch it on"),
+        SshTrouble("no such name", "correct it", lasting=True),
+    )
     world.up = {"a"}
     world.troubles = {"b": silent, "c": unknown}
     roster = world.members().roster()
     assert (roster.absent, roster.troubles) == (("b", "c"), {"b": silent, "c": unknown})
     assert roster.possible == 4, "b may come"
-    # Where there are more computers than are wanted, another one may take the place of one that cannot come.
+    # Where there are more computers than are wanted, another one may take the place of one that
+    # cannot come.
     assert world.members(limit=4).roster().possible == 4
     assert world.members(limit=5).roster().possible == 4
     world.troubles["b"] = unknown
@@ -142,7 +157,9 @@ def test_this_computer_is_not_asked(world: World) -> None:
     assert world.asked == ["b"]
 
 
-@pytest.mark.parametrize(("limit", "who"), [(6, "a2 b2 c2"), (3, "a2 b1"), (2, "a2"), (1, "a1"), (9, "a2 b2 c2")])
+@pytest.mark.parametrize(
+    ("limit", "who"), [(6, "a2 b2 c2"), (3, "a2 b1"), (2, "a2"), (1, "a1"), (9, "a2 b2 c2")]
+)
 def test_no_more_ranks_than_asked_for(world: World, limit: int, who: str) -> None:
     roster = world.members(limit).roster()
     assert _who(roster) == who
@@ -159,7 +176,7 @@ def test_a_bad_hostfile_is_an_error_at_the_start(tmp_path: Path) -> None:
         HostfileMembers(tmp_path / "none")
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_the_newest_checkpoint_comes_first(world: World) -> None:
@@ -182,7 +199,10 @@ def test_the_only_checkpoint_is_waited_for(world: World) -> None:
     world.up.remove("b")
     roster = members.roster()
     assert _who(roster) == "a2 c2"
-    assert roster.obstacle == "the checkpoint of step 40 was last seen on b, which does not offer it now"
+    assert (
+        roster.obstacle
+        == "the checkpoint of step 40 was last seen on b, which does not offer it now"
+    )
     world.up.add("b")
     roster = members.roster()
     assert (_who(roster), roster.obstacle, roster.step) == ("b2 a2 c2", None, 40)
@@ -212,7 +232,9 @@ def test_the_latest_word_of_a_host_counts(world: World) -> None:
     assert "step 30 was last seen on b" in (members.roster().obstacle or "")
 
 
-def test_checkpoints_that_cannot_be_asked_for_are_not_forgotten(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_that_cannot_be_asked_for_are_not_forgotten(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     members = world.members()
     world.steps = {"b": 40}
     members.roster()
@@ -232,20 +254,27 @@ def test_checkpoints_are_heard_of_while_ranks_train(world: World) -> None:
     assert "step 40 was last seen on a" in (members.roster().obstacle or "")
 
 
-# --- left out, and back again ---------------------------------------------------------------------------
+# --- left out, and back again ---------------------------------------------------------------------
 
 
 def test_who_is_left_out_comes_back_only_with_another_hostfile(world: World) -> None:
     members = world.members()
     members.leave_out({"b"})
     roster = members.roster()
-    assert (_who(roster), roster.left_out, roster.absent, roster.edition) == ("a2 c2", ("b",), (), 0)
+    assert (_who(roster), roster.left_out, roster.absent, roster.edition) == (
+        "a2 c2",
+        ("b",),
+        (),
+        0,
+    )
     world.write("a", "b", "c")  # the same words, written again
     roster = members.roster()
     assert (_who(roster), roster.left_out, roster.edition) == ("a2 b2 c2", (), 1)
 
 
-def test_a_host_that_answers_again_is_a_reason_to_regroup(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_answers_again_is_a_reason_to_regroup(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(membership, "_ROUND_S", 0.02)
     world.up.remove("b")
     members = world.members()
@@ -261,7 +290,9 @@ def test_a_host_that_answers_again_is_a_reason_to_regroup(world: World, monkeypa
     # Now it is known.
     world.up.remove("b")
     current = members.roster().places
-    assert all(members.changed(current) is None for _ in range(50)), "what was known before is forgotten"
+    assert all(members.changed(current) is None for _ in range(50)), (
+        "what was known before is forgotten"
+    )
     world.up.add("b")
     _soon(lambda: members.changed(current) == "b can take part again")
 
@@ -289,7 +320,9 @@ def test_more_slots_are_a_reason_to_regroup(world: World) -> None:
     assert _who(members.roster()) == "a3 b2 c2"
 
 
-def test_no_reason_where_no_more_ranks_are_wanted_or_allowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reason_where_no_more_ranks_are_wanted_or_allowed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(membership, "_ROUND_S", 0.0)
     world.up.remove("c")
     members = world.members(limit=4)
@@ -307,7 +340,9 @@ def test_no_reason_where_no_more_ranks_are_wanted_or_allowed(world: World, monke
     assert members.changed(current) is None
 
 
-def test_a_hostfile_broken_by_its_editor_is_kept_as_it_was(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hostfile_broken_by_its_editor_is_kept_as_it_was(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     members = world.members()
     current = members.roster().places
     with caplog.at_level(logging.WARNING):
@@ -334,7 +369,7 @@ def test_changed_never_waits(world: World) -> None:
     assert time.monotonic() - began < 0.4
 
 
-# --- a run that there was before --------------------------------------------------------------------------
+# --- a run that there was before ------------------------------------------------------------------
 
 
 def test_what_may_be_on_a_computer_that_is_away_is_not_begun_anew(world: World) -> None:

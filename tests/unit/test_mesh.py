@@ -1,4 +1,6 @@
-"""Meshes with named axes: places, groups, shares of rows; and what back-ends can do, asked before a run starts."""
+"""Meshes with named axes: places, groups, shares of rows; and what back-ends can do, asked before a
+run starts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,12 @@ def test_groups_along_an_axis_are_its_lines_in_the_grid_of_ranks(sizes: dict[str
 
 def test_ranks_are_on_data_unless_they_are_said_to_be_elsewhere() -> None:
     mesh = Mesh(2, 6)
-    assert (mesh.size_of("data"), mesh.data_rank, mesh.data_size, mesh.members("data")) == (6, 2, 6, tuple(range(6)))
+    assert (mesh.size_of("data"), mesh.data_rank, mesh.data_size, mesh.members("data")) == (
+        6,
+        2,
+        6,
+        tuple(range(6)),
+    )
     assert Mesh(2, 6, tensor=3).size_of("data") == 2
     assert Mesh() == Mesh(0, 1, 0, 1, (1.0,))
     assert hash(Mesh(1, 2)) == hash(Mesh(1, 2, data=2))
@@ -110,7 +117,7 @@ def test_an_axis_that_is_none_is_refused() -> None:
         Mesh(0, 2).coordinates(2)
 
 
-# --- rows ------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def _windows() -> TokenSet:
@@ -119,12 +126,20 @@ def _windows() -> TokenSet:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "tensor": 2}, {"shard": 2, "pipe": 2}, {"data": 2, "shard": 2}, {"data": 2, "expert": 2}]
+    "sizes",
+    [
+        {"data": 2, "tensor": 2},
+        {"shard": 2, "pipe": 2},
+        {"data": 2, "shard": 2},
+        {"data": 2, "expert": 2},
+    ],
 )
 def test_rows_are_divided_among_data_ranks_and_shared_by_the_others(sizes: dict[str, int]) -> None:
     windows = _windows()
     order = GlobalOrder(windows.work, 8, seed=0)
-    weights = (2.0, 1.0, 1.0, 1.0)[: math.prod(sizes.get(axis, 1) for axis in ("data", "shard", "expert"))]
+    weights = (2.0, 1.0, 1.0, 1.0)[
+        : math.prod(sizes.get(axis, 1) for axis in ("data", "shard", "expert"))
+    ]
     meshes = [Mesh(rank, 4, weights=weights, **sizes) for rank in range(4)]
     loaders = [Loader(windows, order, Sizing(90), mesh.data_rank, mesh.weights) for mesh in meshes]
     for iteration in range(10):
@@ -146,11 +161,19 @@ class Shifted(nn.Module):
         return mx.sin(inputs[..., None] * mx.arange(1, 41) * 0.1)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"tensor": 4}, {"shard": 2, "expert": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"tensor": 4}, {"shard": 2, "expert": 2}]
+)
 def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str, int]) -> None:
     def evaluated(communicator: Any, mesh: Mesh, stops: int = -1) -> tuple[float, int]:
-        asked = {"batch_size": 7, "num_batches": 4, "stop_requested": lambda: int(mesh.rank == stops)}
-        return Evaluator(Shifted(), _windows(), communicator, mesh, Sizing(90), **asked, cpu_native=True)()[:2]
+        asked = {
+            "batch_size": 7,
+            "num_batches": 4,
+            "stop_requested": lambda: int(mesh.rank == stops),
+        }
+        return Evaluator(
+            Shifted(), _windows(), communicator, mesh, Sizing(90), **asked, cpu_native=True
+        )()[:2]
 
     loss, count = evaluated(SingleProcess(), Mesh())
     for found in run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4, **sizes))):
@@ -160,7 +183,7 @@ def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str
     assert all(isinstance(one, Interrupted) for one in stopped), stopped
 
 
-# --- what back-ends can do ---------------------------------------------------------------------------------
+# --- what back-ends can do ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +201,9 @@ def test_jaccl_scatters_sums_since_a_release_of_mlx(
     assert can("jaccl", "sum_scatter") == there
     assert can("nccl", "sum_scatter")
     calls: list[str] = []
-    monkeypatch.setattr(MlxGroup, "sum_scatter", lambda _, array: calls.append("scatter") or array[:2])
+    monkeypatch.setattr(
+        MlxGroup, "sum_scatter", lambda _, array: calls.append("scatter") or array[:2]
+    )
     monkeypatch.setattr(MlxGroup, "all_sum", lambda _, array: calls.append("sum") or array)
     assert sum_scatter(MlxGroup(_Group(), "jaccl"), mx.ones((4,))).shape == (2,)
     assert calls == ["scatter" if there else "sum"]
@@ -196,7 +221,9 @@ class _Group:
 def test_a_group_keeps_its_stream_when_it_is_joined_again(
     monkeypatch: pytest.MonkeyPatch, name: str, apart: bool
 ) -> None:
-    """As by a second training of one program; NCCL sends on a stream of its own, from any thread that joins."""
+    """As by a second training of one program; NCCL sends on a stream of its own, from any thread
+    that joins.
+    """
     for part in ("_check_build", "_check_first_sum", "_check_first_gathering", "launch_directly"):
         monkeypatch.setattr(backend, part, lambda *_, **__: None)
     monkeypatch.setattr(backend, "_initialise", lambda *_: _Group())
@@ -222,17 +249,27 @@ def test_a_group_keeps_its_stream_when_it_is_joined_again(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_messages_of_a_pipeline_travel_where_its_groups_exchange(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """NCCL's groups have a stream of the GPU already; elsewhere the pipeline makes one, and all groups use it."""
+def test_messages_of_a_pipeline_travel_where_its_groups_exchange(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """NCCL's groups have a stream of the GPU already; elsewhere the pipeline makes one, and all
+    groups use it.
+    """
     monkeypatch.setattr(backend, "exchange_stream", cache(backend.ExchangeStream))
     backend.exchange_stream("cpu").restart(apart=apart)
     world, pipe = MlxGroup(_Group(), "ring"), MlxGroup(_Group(), "ring")
     before = world.stream
     stages: Any = ()
-    strategy = pipeline(Exchanging(world, piping=Piping(stages, pipe, SingleProcess(), pipe)), overlap=False)
+    strategy = pipeline(
+        Exchanging(world, piping=Piping(stages, pipe, SingleProcess(), pipe)), overlap=False
+    )
     moved = strategy.communicator
     assert isinstance(moved, MlxGroup)
-    assert pipe.exchange.take(pipe.stream) == moved.exchange.take(moved.stream) != mx.default_stream(mx.cpu)
+    assert (
+        pipe.exchange.take(pipe.stream)
+        == moved.exchange.take(moved.stream)
+        != mx.default_stream(mx.cpu)
+    )
     assert (before is not None and moved.stream == before) == apart
 
 
@@ -246,7 +283,9 @@ def test_a_part_of_a_sum_is_as_large_as_the_others() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CAPABILITIES))
-def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(capabilities, "version_of", lambda name: "0.32.4")
 
     def refused(ask: Any, *arguments: Any, **named: Any) -> bool:
@@ -264,7 +303,9 @@ def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pyte
     assert not refused(require_groups, stages, "pipe")
     for mesh, axis in product([Mesh(0, 4, data=2, tensor=2), Mesh(0, 4), Mesh(0, 1)], AXES):
         assert not refused(require_groups, mesh, axis)
-    assert refused(require_groups, Mesh(0, 4, data=2, tensor=2), "data", alike=False) == (not has_groups)
+    assert refused(require_groups, Mesh(0, 4, data=2, tensor=2), "data", alike=False) == (
+        not has_groups
+    )
     # In a ring who follows on the last axis is a neighbour, who follows on one before it is not.
     assert refused(require_neighbours, stages, "pipe") == (not (to_any or name == "ring"))
     assert refused(require_neighbours, Mesh(0, 8, pipe=2, tensor=4), "pipe") == (not to_any)

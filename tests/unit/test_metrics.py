@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allhands.errors import DataError, StorageError
-from allhands.io.formatting import format_bytes, format_count, format_duration, format_memory, format_rate, format_size
+from allhands.io.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_memory,
+    format_rate,
+    format_size,
+)
 from allhands.observe.metrics import (
     ConsoleSink,
     Event,
@@ -72,7 +79,9 @@ def train(step: int, loss: float = 2.31, elapsed_s: float | None = None) -> Trai
 
 
 def valid(step: int, loss: float = 1.932, best: bool = True) -> ValidReport:
-    return ValidReport(step=step, loss=loss, num_tokens=900, elapsed_s=step * 0.5, duration_s=4.13, best=best)
+    return ValidReport(
+        step=step, loss=loss, num_tokens=900, elapsed_s=step * 0.5, duration_s=4.13, best=best
+    )
 
 
 ENDED = RunEnded(600, "finished", 312.0, best_step=200, best_valid_loss=1.932, test_loss=1.95)
@@ -106,19 +115,25 @@ def test_every_event_survives_the_file_as_strict_json(number: float, count: int,
 
 
 def test_numpy_scalars_are_written_as_numbers() -> None:
-    report = replace(train(1), loss=np.float32(1.5), trained_tokens=np.int64(7), grad_norm=np.float32("nan"))
+    report = replace(
+        train(1), loss=np.float32(1.5), trained_tokens=np.int64(7), grad_norm=np.float32("nan")
+    )
     record = json.loads(encode_event(report))
     assert (record["event"], record["loss"], record["trained_tokens"]) == ("train", 1.5, 7)
     assert record["grad_norm"] == "NaN"
 
 
-@pytest.mark.parametrize("line", ["", "{", "7", "[]", '{"event": "opened"}', '{"event": "train"}', '{"event": []}'])
+@pytest.mark.parametrize(
+    "line", ["", "{", "7", "[]", '{"event": "opened"}', '{"event": "train"}', '{"event": []}']
+)
 def test_lines_that_are_no_event(line: str) -> None:
     assert decode_event(line) is None
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
-    assert decode_event('{"event": "saved", "step": 3, "path": "a", "new": 1}') == SavedReport(3, "a")
+    assert decode_event('{"event": "saved", "step": 3, "path": "a", "new": 1}') == SavedReport(
+        3, "a"
+    )
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
@@ -139,7 +154,9 @@ def test_nobody_else_may_read_what_is_made_and_what_is_there_keeps_its_mode(tmp_
             JsonlSink(tmp_path / name).close()
     finally:
         os.umask(before)
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/new", "old")}
+    modes = {
+        name: (tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/new", "old")
+    }
     assert modes == {"a": 0o700, "a/b": 0o700, "a/b/new": 0o600, "old": 0o640}
 
 
@@ -186,7 +203,9 @@ def test_closing_twice_and_emitting_after_it_do_no_harm(tmp_path: Path) -> None:
 
 
 def kinds_in(directory: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["event"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 # --- reading back
@@ -194,7 +213,9 @@ def kinds_in(directory: Path) -> list[str]:
 
 def test_a_run_is_read_from_its_directory_or_its_file(tmp_path: Path) -> None:
     saved = SavedReport(20, "adapters.safetensors")
-    write(tmp_path / "metrics.jsonl", STARTED, valid(0), train(10), train(20), valid(20), saved, ENDED)
+    write(
+        tmp_path / "metrics.jsonl", STARTED, valid(0), train(10), train(20), valid(20), saved, ENDED
+    )
     history = read_metrics(tmp_path)
     assert history == read_metrics(str(tmp_path / "metrics.jsonl"))
     assert (history.name, history.started, history.ended) == (tmp_path.name, STARTED, ENDED)
@@ -208,8 +229,12 @@ def test_a_run_without_a_name_has_that_of_its_directory(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "lora-7").name == "lora-7"
 
 
-@pytest.mark.parametrize("content", [None, "", "not json\n", '{"event": "opened"}\n', '{"prompt": "a"}\n'])
-def test_no_metrics_is_a_data_error_that_says_what_to_give(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "", "not json\n", '{"event": "opened"}\n', '{"prompt": "a"}\n']
+)
+def test_no_metrics_is_a_data_error_that_says_what_to_give(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"metrics\.jsonl: ") as caught:
@@ -237,12 +262,22 @@ def test_a_restart_replaces_what_it_trains_again_and_continues_the_clock(tmp_pat
         *(train(20, 5.0), valid(20, 5.0), SavedReport(20, "lost"), train(30, 5.0)),
         RunEnded(30, "failed", 15.0),
         # from the checkpoint of step 10, with three ranks; its clock starts at zero
-        *(replace(STARTED, num_ranks=3, step=10, attempt=2), train(20, 1.5, elapsed_s=4.0), SavedReport(20, "new")),
+        *(
+            replace(STARTED, num_ranks=3, step=10, attempt=2),
+            train(20, 1.5, elapsed_s=4.0),
+            SavedReport(20, "new"),
+        ),
         replace(valid(20, 1.4), elapsed_s=6.0),
     )
     history = read_metrics(tmp_path)
-    assert [(r.step, r.loss, r.elapsed_s) for r in history.train] == [(10, 2.31, 5.0), (20, 1.5, 9.0)]
-    assert [(r.step, r.loss, r.elapsed_s) for r in history.valid] == [(0, 1.932, 0.0), (20, 1.4, 11.0)]
+    assert [(r.step, r.loss, r.elapsed_s) for r in history.train] == [
+        (10, 2.31, 5.0),
+        (20, 1.5, 9.0),
+    ]
+    assert [(r.step, r.loss, r.elapsed_s) for r in history.valid] == [
+        (0, 1.932, 0.0),
+        (20, 1.4, 11.0),
+    ]
     assert [r.path for r in history.saved] == ["kept", "new"]
     assert history.ended is None
     assert history.started is not None
@@ -270,7 +305,13 @@ def console(terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
 def test_plain_output_is_one_line_an_event_however_narrow_the_window() -> None:
     plain, out = console(terminal=False, width=20)
     with ConsoleSink(plain, 600) as sink:
-        for event in (train(10), train(20), valid(200), SavedReport(200, "runs/[a]/b.safetensors"), ENDED):
+        for event in (
+            train(10),
+            train(20),
+            valid(200),
+            SavedReport(200, "runs/[a]/b.safetensors"),
+            ENDED,
+        ):
             sink.emit(event)
     assert out.getvalue().splitlines() == [
         "step 10/600  loss 2.310  lr 1.0e-04  tokens/s 213 (trained 120)  peak 612 MB to 640 MB  left 4m55s",
@@ -441,7 +482,10 @@ def test_another_exit_passes_through() -> None:
         def write(self, text: str) -> int:
             raise SystemExit(3)
 
-    with pytest.raises(SystemExit), ConsoleSink(Console(file=Exits(), force_terminal=False), 600) as sink:
+    with (
+        pytest.raises(SystemExit),
+        ConsoleSink(Console(file=Exits(), force_terminal=False), 600) as sink,
+    ):
         sink.emit(train(10))
 
 
@@ -478,8 +522,21 @@ def test_sinks_hand_on_every_event_and_close_all_even_if_one_fails() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        *((0, "0.0 s"), (4.13, "4.1 s"), (9.96, "10 s"), (59.4, "59 s"), (59.7, "1m00s"), (200, "3m20s")),
-        *((3599.6, "1h00m"), (3900, "1h05m"), (86399.9, "1d00h"), (183_600, "2d03h"), (math.inf, "?")),
+        *(
+            (0, "0.0 s"),
+            (4.13, "4.1 s"),
+            (9.96, "10 s"),
+            (59.4, "59 s"),
+            (59.7, "1m00s"),
+            (200, "3m20s"),
+        ),
+        *(
+            (3599.6, "1h00m"),
+            (3900, "1h05m"),
+            (86399.9, "1d00h"),
+            (183_600, "2d03h"),
+            (math.inf, "?"),
+        ),
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
@@ -493,8 +550,20 @@ def test_other_units() -> None:
         "494 M",
         "7.62 B",
     ]
-    assert [format_bytes(n) for n in (0, 612e6, 999.6e6, 80e9)] == ["0 MB", "612 MB", "1 GB", "80 GB"]
+    assert [format_bytes(n) for n in (0, 612e6, 999.6e6, 80e9)] == [
+        "0 MB",
+        "612 MB",
+        "1 GB",
+        "80 GB",
+    ]
     sizes = (0, 999, 182_000, 999_949, 999_950, 80e9)
-    assert [format_size(n) for n in sizes] == ["0 B", "999 B", "182.0 kB", "999.9 kB", "1 MB", "80 GB"]
+    assert [format_size(n) for n in sizes] == [
+        "0 B",
+        "999 B",
+        "182.0 kB",
+        "999.9 kB",
+        "1 MB",
+        "80 GB",
+    ]
     assert [format_memory(m) for m in ((), (612_100_000, 612_000_000))] == ["?", "612 MB"]
     assert [format_rate(r) for r in (4.24, 9.96, 213.4, 12345.0)] == ["4.2", "10", "213", "12345"]

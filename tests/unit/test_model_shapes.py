@@ -13,11 +13,19 @@ from allhands.errors import ConfigError
 from allhands.model.pretraining import build_model
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, num_parameters
 
-SMALL = {"layers": 2, "dims": 32, "mlp_dims": 48, "heads": 4, "kv_heads": 2, "vocabulary": 300, "block_size": 64}
+SMALL = {
+    "layers": 2,
+    "dims": 32,
+    "mlp_dims": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocabulary": 300,
+    "block_size": 64,
+}
 FAMILIES = ("llama", "qwen3", "mixtral")
 
-# As their authors give them. Of stories15M: its file of 60,816,028 bytes less 28 of header and two tables of 256 x 24
-# for positions; of the others, the parameters in their files.
+# As their authors give them. Of stories15M: its file of 60,816,028 bytes less 28 of header and two
+# tables of 256 x 24 for positions; of the others, the parameters in their files.
 PUBLISHED = {
     "llama-15m": (60_816_028 - 28) // 4 - 2 * 256 * 24,
     "smollm2-135m": 134_515_008,
@@ -44,9 +52,22 @@ def test_counts_are_those_of_the_built_model(family: str, tied: bool) -> None:
 
 def test_numbers_take_the_place_of_a_names() -> None:
     shape = find_shape("llama-15m", {"heads": 4, "vocabulary": 4096, "layers": None})
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocabulary, shape.layers) == (4, 4, 72, 4096, 6)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocabulary, shape.layers) == (
+        4,
+        4,
+        72,
+        4096,
+        6,
+    )
     assert find_shape("qwen3-0.6b", {"dims": 512}).head_dim == 128
-    learner = {"layers": 4, "dims": 256, "mlp_dims": 512, "heads": 4, "block_size": 512, "vocabulary": 50257}
+    learner = {
+        "layers": 4,
+        "dims": 256,
+        "mlp_dims": 512,
+        "heads": 4,
+        "block_size": 512,
+        "vocabulary": 50257,
+    }
     expected = Shape("llama", 4, 256, 512, 4, 4, 64, 50257, 512, init_std=(2 / (5 * 256)) ** 0.5)
     assert find_shape("llama", learner) == expected
 
@@ -56,7 +77,12 @@ def test_numbers_take_the_place_of_a_names() -> None:
     [
         ("llama-16m", {}, "shape", "did you mean llama-15m"),
         ("gpt2", {}, "shape", "llama, qwen3, mixtral"),
-        ("llama", {"layers": 2}, "dims", "no number of dims, mlp_dims, heads, vocabulary, block_size"),
+        (
+            "llama",
+            {"layers": 2},
+            "dims",
+            "no number of dims, mlp_dims, heads, vocabulary, block_size",
+        ),
         ("llama", {"layers": 2}, "dims", "block_size is the longest row that the model will read"),
         ("llama-15m", {"depth": 3}, "depth", "a shape has no depth"),
         ("llama-15m", {"heads": 7}, "heads", "take 287 or 294 dims"),
@@ -75,7 +101,9 @@ def test_numbers_take_the_place_of_a_names() -> None:
         ("mixtral-tiny", {"head_dim": 16}, "head_dim", "leave head_dim out"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(name: str, numbers: dict[str, Any], where: str, words: str) -> None:
+def test_what_cannot_be_is_one_clear_error(
+    name: str, numbers: dict[str, Any], where: str, words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         find_shape(name, numbers)
     assert (caught.value.where, words in str(caught.value)) == (where, True), caught.value
@@ -98,7 +126,9 @@ def test_transformers_reads_the_config_as_it_is_meant(family: str, tmp_path: Pat
     from transformers import AutoConfig
 
     shape = find_shape(family, {**SMALL, "rope_theta": 5000.0, "norm_eps": 1e-4, "tied": False})
-    (tmp_path / "config.json").write_text(json.dumps(model_config(shape, 400, TokenIds(1, 2, 0), dtype="bfloat16")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(model_config(shape, 400, TokenIds(1, 2, 0), dtype="bfloat16"))
+    )
     config: Any = AutoConfig.from_pretrained(tmp_path)
     assert config.model_type == family
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (32, 2, 48)

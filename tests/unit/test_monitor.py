@@ -1,4 +1,6 @@
-"""Samples of processes: against the system's own numbers, beside each other, as a table, and when something fails."""
+"""Samples of processes: against the system's own numbers, beside each other, as a table, and when
+something fails.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ with ProcessSampler(Identity("rank", 0, run="test"), {"ALLHANDS_MONITOR_EVERY_S"
 
 
 @contextmanager
-def sampled(directory: Path, file: Path, number: int, size: int) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+def sampled(
+    directory: Path, file: Path, number: int, size: int
+) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     target = directory / f"monitor-rank-{number}.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-c", SAMPLED, str(file), str(size), str(target)],
@@ -86,7 +90,8 @@ def latest(target: Path) -> Sample | None:
 
 
 def settled(target: Path, process: subprocess.Popen[str]) -> Sample:
-    """The first sample that was taken after the growth: its proportional share, which is read rarely, is that of now.
+    """The first sample that was taken after the growth: its proportional share, which is read
+    rarely, is that of now.
 
     A sample reads one after the other, and the process may grow in between.
     """
@@ -94,7 +99,11 @@ def settled(target: Path, process: subprocess.Popen[str]) -> Sample:
     grown = psutil.Process(process.pid).memory_info().rss
     while time.monotonic() < end:
         sample = latest(target)
-        if sample and sample.rss_bytes > 0.9 * grown and abs(sample.pss_bytes / share_of(process) - 1) < 0.1:
+        if (
+            sample
+            and sample.rss_bytes > 0.9 * grown
+            and abs(sample.pss_bytes / share_of(process) - 1) < 0.1
+        ):
             return sample
         time.sleep(0.05)
     raise AssertionError(f"{latest(target)}, but it is {share_of(process)} of {grown}")
@@ -171,7 +180,9 @@ def test_the_processor_time_is_that_of_all_threads() -> None:
     while time.perf_counter() < began + 0.2:
         pass
     sample = sampler.sample()
-    assert sample.cpu_cores == pytest.approx((time.process_time() - spent) / (time.perf_counter() - began), rel=0.1)
+    assert sample.cpu_cores == pytest.approx(
+        (time.process_time() - spent) / (time.perf_counter() - began), rel=0.1
+    )
 
 
 def test_mlx_is_asked_once_the_training_has_begun() -> None:
@@ -214,8 +225,12 @@ class Driver:
         return call
 
 
-@pytest.mark.parametrize(("visible", "asked"), [({}, 0), ("2,3", 2), ("", 0), ("GPU-1a2b,GPU-3c", b"GPU-1a2b")])
-def test_the_first_visible_gpu_is_read(visible: Any, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "asked"), [({}, 0), ("2,3", 2), ("", 0), ("GPU-1a2b,GPU-3c", b"GPU-1a2b")]
+)
+def test_the_first_visible_gpu_is_read(
+    visible: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver()
     monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: driver)
     gpu = nvml.Gpu({"CUDA_VISIBLE_DEVICES": visible} if isinstance(visible, str) else visible)
@@ -231,14 +246,22 @@ def test_the_first_visible_gpu_is_read(visible: Any, asked: Any, monkeypatch: py
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs an NVIDIA GPU")
 def test_the_driver_says_what_nvidia_smi_says() -> None:
-    words = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits", "-i", "0"]
-    used, total = map(int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split(","))
+    words = [
+        "nvidia-smi",
+        "--query-gpu=memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+        "-i",
+        "0",
+    ]
+    used, total = map(
+        int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split(",")
+    )
     found = nvml.Gpu({}).read()
     assert found["gpu_total_bytes"] == pytest.approx(total * MIB, rel=0.02)
     assert found["gpu_used_bytes"] == pytest.approx(used * MIB, abs=1024 * MIB)
 
 
-# --- lines, files, and what is made of them ------------------------------------------------------------
+# --- lines, files, and what is made of them -------------------------------------------------------
 
 SAMPLE = Sample(
     time=1000.0,
@@ -278,7 +301,9 @@ DIRECTOR = replace(
 )
 
 
-@pytest.mark.parametrize("sample", [SAMPLE, DIRECTOR, replace(SAMPLE, gpu_used_bytes=1, gpu_load=0.5, ended=True)])
+@pytest.mark.parametrize(
+    "sample", [SAMPLE, DIRECTOR, replace(SAMPLE, gpu_used_bytes=1, gpu_load=0.5, ended=True)]
+)
 def test_a_line_is_the_sample(sample: Sample) -> None:
     line = encode_sample(sample)
     assert decode_sample(line) == sample
@@ -300,7 +325,11 @@ def test_the_latest_job_is_read_each_sample_once(tmp_path: Path) -> None:
     newer = replace(SAMPLE, time=1002.0)
     write(tmp_path, old, SAMPLE, newer, DIRECTOR)
     (tmp_path / "logs/monitor-of-node1.jsonl").write_text(f"torn\n{encode_sample(newer)}\n")
-    assert sorted(read_samples(tmp_path), key=lambda one: (one.time, one.pid)) == [DIRECTOR, SAMPLE, newer]
+    assert sorted(read_samples(tmp_path), key=lambda one: (one.time, one.pid)) == [
+        DIRECTOR,
+        SAMPLE,
+        newer,
+    ]
     follower = Follower(tmp_path)
     assert len(follower.samples()) == 4
     assert follower.samples() == []
@@ -344,11 +373,15 @@ def shown(board: Board, now: float, width: int = 200) -> list[list[str]]:
 def test_the_table_has_a_row_a_process() -> None:
     last = replace(SAMPLE, time=1002.0, net={"lo": (2100, 2100), "eth0": (8000, 4000)})
     lines = shown(Board([DIRECTOR, SAMPLE, last]), 1003.0)
-    director, rank = (next(line for line in lines if line[:1] == [name]) for name in ("orchestrator", "rank"))
+    director, rank = (
+        next(line for line in lines if line[:1] == [name]) for name in ("orchestrator", "rank")
+    )
     assert " ".join(director) == "orchestrator 9 watches 40 MB 310 MB 30 MB 30 MB - - - 125% - -"
     told = "rank 0 10 compute 75% 300 MB 310 MB 200 MB 200 MB 50 MB 20 MB 60 MB 125% 2.5 kB 1.5 kB"
     assert " ".join(rank) == told
-    gone = next(line for line in shown(Board([DIRECTOR, SAMPLE, last]), 2000.0) if line[:1] == ["rank"])
+    gone = next(
+        line for line in shown(Board([DIRECTOR, SAMPLE, last]), 2000.0) if line[:1] == ["rank"]
+    )
     assert gone[3] == "silent"
     assert gone[-3:] == ["-", "-", "-"]
 
@@ -359,7 +392,11 @@ def test_traffic_is_told_once_for_each_computer() -> None:
     firsts = [DIRECTOR, SAMPLE, replace(SAMPLE, rank=1, pid=11), other]
     lasts = [replace(one, time=1002.0, net={"eth0": (9100, 5100)}) for one in firsts]
     lines = [line for line in shown(Board([*firsts, *lasts]), 1003.0) if line]
-    told = {" ".join(line[:2]): " ".join(line[-4:]) for line in lines if line[0] in ("orchestrator", "rank")}
+    told = {
+        " ".join(line[:2]): " ".join(line[-4:])
+        for line in lines
+        if line[0] in ("orchestrator", "rank")
+    }
     assert told["orchestrator here"].endswith("125% - -")
     assert told["rank 0"].endswith("2.0 kB 1.0 kB")
     assert told["rank 1"].endswith("125% - -")
@@ -367,7 +404,13 @@ def test_traffic_is_told_once_for_each_computer() -> None:
 
 
 def test_the_table_fits_a_narrow_terminal_and_names_gpus_and_estimates() -> None:
-    sample = replace(SAMPLE, gpu_used_bytes=7 * 10**9, gpu_total_bytes=80 * 10**9, gpu_load=0.93, estimated_bytes=10**9)
+    sample = replace(
+        SAMPLE,
+        gpu_used_bytes=7 * 10**9,
+        gpu_total_bytes=80 * 10**9,
+        gpu_load=0.93,
+        estimated_bytes=10**9,
+    )
     board = Board([DIRECTOR, sample])
     wide = next(line for line in shown(board, 1001.0) if line[:1] == ["rank"])
     assert " ".join(wide).find("1 GB 50 MB 20 MB 60 MB 7 GB 93% 125%") > 0
@@ -389,7 +432,9 @@ def test_the_heading_says_how_far_the_run_is() -> None:
 @pytest.mark.parametrize(
     ("ended", "said"), [(True, "ended 1m39s ago, step 7"), (False, "broken off (it was killed), ")]
 )
-def test_the_heading_of_a_run_that_is_over_tells_an_end_from_a_kill(tmp_path: Path, ended: bool, said: str) -> None:
+def test_the_heading_of_a_run_that_is_over_tells_an_end_from_a_kill(
+    tmp_path: Path, ended: bool, said: str
+) -> None:
     with Metrics(tmp_path) as metrics:  # no tokens a second, and no number of steps
         metrics.log(7, {"loss": 1.0})
     board = Board([replace(DIRECTOR, ended=ended), replace(SAMPLE, ended=ended)])
@@ -412,7 +457,9 @@ def test_what_was_estimated_is_in_the_picture_however_much_it_was(
 ) -> None:
     samples = [replace(SAMPLE, time=1000.0 + 2 * i, estimated_bytes=9 * 10**9) for i in range(10)]
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"")))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b""))
+    )
     plot_memory(samples, tmp_path / "memory.png")
     memory = drawn[0].axes[0]
     [estimate] = memory.lines
@@ -421,20 +468,32 @@ def test_what_was_estimated_is_in_the_picture_however_much_it_was(
 
 def test_many_ranks_and_a_restart_fit_into_the_picture(tmp_path: Path) -> None:
     samples = [
-        replace(SAMPLE, rank=rank, pid=100 * attempt + rank, attempt=attempt, time=1000.0 + 40 * attempt + 2 * i)
+        replace(
+            SAMPLE,
+            rank=rank,
+            pid=100 * attempt + rank,
+            attempt=attempt,
+            time=1000.0 + 40 * attempt + 2 * i,
+        )
         for attempt in (1, 2)
         for i in range(10)
         for rank in range(20)
     ]
-    samples += [replace(DIRECTOR, time=1040.0 + 2 * i, estimated_bytes=5 * 10**9) for i in range(30)]
-    out = plot_memory(sorted(samples, key=lambda one: one.time), tmp_path / "memory.png", title="Twenty ranks")
+    samples += [
+        replace(DIRECTOR, time=1040.0 + 2 * i, estimated_bytes=5 * 10**9) for i in range(30)
+    ]
+    out = plot_memory(
+        sorted(samples, key=lambda one: one.time), tmp_path / "memory.png", title="Twenty ranks"
+    )
     header = out.read_bytes()[:24]
     assert int.from_bytes(header[16:20], "big") == 1200
     assert 600 < int.from_bytes(header[20:24], "big") < 1600
 
 
 @pytest.mark.parametrize("missing", ["nothing", "empty"])
-def test_no_run_is_one_clear_error(missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_one_clear_error(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit) as caught:
         main(["monitor", str(tmp_path / missing), "--once"])
@@ -445,8 +504,12 @@ def test_no_run_is_one_clear_error(missing: str, tmp_path: Path, capsys: pytest.
     assert "what to do: give the directory of a run" in text
 
 
-@pytest.mark.parametrize(("before", "lines"), [(None, 0), ("", 0), ('{"a": 1}\n', 1), ('{"a": 1}\n{"to', 2)])
-def test_an_empty_line_is_written_only_after_a_torn_one(tmp_path: Path, before: str | None, lines: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "lines"), [(None, 0), ("", 0), ('{"a": 1}\n', 1), ('{"a": 1}\n{"to', 2)]
+)
+def test_an_empty_line_is_written_only_after_a_torn_one(
+    tmp_path: Path, before: str | None, lines: int
+) -> None:
     target = tmp_path / "monitor-rank-0.jsonl"
     if before is not None:
         target.write_text(before)
@@ -460,7 +523,7 @@ def test_an_empty_line_is_written_only_after_a_torn_one(tmp_path: Path, before: 
     assert "" not in written.splitlines()
 
 
-# --- what fails ends no run --------------------------------------------------------------------------------
+# --- what fails ends no run -----------------------------------------------------------------------
 
 
 def test_a_sampler_that_fails_is_told_once_and_ends_nothing(

@@ -1,4 +1,6 @@
-"""The code in C for Linux CPUs: each operation and its gradient beside MLX's own, and products beside float64."""
+"""The code in C for Linux CPUs: each operation and its gradient beside MLX's own, and products
+beside float64.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def assert_near(actual: mx.array, expected: mx.array, share: float = 3e-6) -> No
     np.testing.assert_allclose(one, other, rtol=0, atol=share * np.abs(other).max())
 
 
-def assert_same(ours: Callable[..., mx.array], plain: Callable[..., mx.array], inputs: Arrays) -> None:
+def assert_same(
+    ours: Callable[..., mx.array], plain: Callable[..., mx.array], inputs: Arrays
+) -> None:
     """Values and all gradients."""
     expected = plain(*inputs)
     assert_near(ours(*inputs), expected)
@@ -56,16 +60,24 @@ def test_rms_norm(width: int) -> None:
     mx.random.seed(1)
     weight = random(width)
     x = random(3, 21, width) * 4
-    assert_same(lambda x: native.rms_norm(x, weight, 1e-5), lambda x: mx.fast.rms_norm(x, weight, 1e-5), (x,))
     assert_same(
-        lambda x, w: native.rms_norm(x, w, 1e-5, trained=True), lambda x, w: mx.fast.rms_norm(x, w, 1e-5), (x, weight)
+        lambda x: native.rms_norm(x, weight, 1e-5),
+        lambda x: mx.fast.rms_norm(x, weight, 1e-5),
+        (x,),
+    )
+    assert_same(
+        lambda x, w: native.rms_norm(x, w, 1e-5, trained=True),
+        lambda x, w: mx.fast.rms_norm(x, w, 1e-5),
+        (x, weight),
     )
 
 
 @pytest.mark.parametrize("shape", [(77, 53), (5,), (2, 9, 4096)])
 def test_swiglu(shape: tuple[int, ...]) -> None:
     mx.random.seed(2)
-    assert_same(native.swiglu, lambda gate, up: nn.silu(gate) * up, (random(*shape) * 6, random(*shape)))
+    assert_same(
+        native.swiglu, lambda gate, up: nn.silu(gate) * up, (random(*shape) * 6, random(*shape))
+    )
 
 
 def test_swiglu_far_out() -> None:
@@ -77,7 +89,14 @@ def test_swiglu_far_out() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "kv_heads", "width"),
-    [(2, 93, 9, 3, 64), (1, 7, 4, 4, 16), (2, 130, 4, 1, 48), (1, 1, 2, 2, 128), (2, 93, 4, 2, 24), (1, 33, 3, 3, 10)],
+    [
+        (2, 93, 9, 3, 64),
+        (1, 7, 4, 4, 16),
+        (2, 130, 4, 1, 48),
+        (1, 1, 2, 2, 128),
+        (2, 93, 4, 2, 24),
+        (1, 33, 3, 3, 10),
+    ],
 )
 def test_attention(batch: int, length: int, heads: int, kv_heads: int, width: int) -> None:
     mx.random.seed(3)
@@ -116,7 +135,9 @@ def test_attention_that_does_not_cross_documents(width: int) -> None:
         return out.transpose(0, 2, 1, 3).reshape(2, length, -1)
 
     inputs = tuple(random(2, length, count * width) for count in (heads, kv_heads, kv_heads))
-    assert_same(lambda q, k, v: native.attention(q, k, v, turns, scale, starts=row.starts), plain, inputs)
+    assert_same(
+        lambda q, k, v: native.attention(q, k, v, turns, scale, starts=row.starts), plain, inputs
+    )
 
 
 @pytest.mark.parametrize("width", [32, 24])
@@ -134,9 +155,14 @@ def test_attention_of_later_places(before: int, width: int) -> None:
         return native.attention(q, k, v, turns, 0.2, starts=starts)[:, before:]
 
     inputs = tuple(
-        random(2, count, size * width) for count, size in ((length - before, heads), *[(length, kv_heads)] * 2)
+        random(2, count, size * width)
+        for count, size in ((length - before, heads), *[(length, kv_heads)] * 2)
     )
-    assert_same(lambda q, k, v: native.attention(q, k, v, turns, 0.2, before=before, starts=own), whole, inputs)
+    assert_same(
+        lambda q, k, v: native.attention(q, k, v, turns, 0.2, before=before, starts=own),
+        whole,
+        inputs,
+    )
 
 
 def test_a_model_keeps_documents_apart_without_a_mask() -> None:
@@ -159,7 +185,9 @@ def test_a_model_keeps_documents_apart_without_a_mask() -> None:
 @pytest.mark.parametrize("tokens", [3, 100])
 def test_products_of_codes_with_and_without_an_adapter(bits: int, tokens: int) -> None:
     mx.random.seed(4)
-    source = nn.QuantizedLinear.from_linear(nn.Linear(192, 80, bias=False), group_size=32, bits=bits)
+    source = nn.QuantizedLinear.from_linear(
+        nn.Linear(192, 80, bias=False), group_size=32, bits=bits
+    )
     layer: Any = UnpackedLinear(source)
     layer.multiply_at_once()
     dense = mx.dequantize(source.weight, source.scales, source.biases, group_size=32, bits=bits)
@@ -188,9 +216,15 @@ def test_products_that_are_trained_or_adapted(shape: tuple[int, int, int, int]) 
     )
 
 
-@pytest.mark.parametrize("shape", [(37, 100, 45), (372, 192, 576), (700, 64, 900), (65, 49, 1600), (128, 3000, 32)])
-@pytest.mark.parametrize(("left", "right"), [(False, False), (False, True), (True, False), (True, True)])
-def test_products_are_as_exact_as_float32_can_be(shape: tuple[int, int, int], left: bool, right: bool) -> None:
+@pytest.mark.parametrize(
+    "shape", [(37, 100, 45), (372, 192, 576), (700, 64, 900), (65, 49, 1600), (128, 3000, 32)]
+)
+@pytest.mark.parametrize(
+    ("left", "right"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_products_are_as_exact_as_float32_can_be(
+    shape: tuple[int, int, int], left: bool, right: bool
+) -> None:
     m, n, k = shape
     draw = np.random.default_rng(5)
     # Magnitudes over ten decades, where dropped parts would show.
@@ -198,7 +232,9 @@ def test_products_are_as_exact_as_float32_can_be(shape: tuple[int, int, int], le
     b = (draw.standard_normal((k, n)) * 10.0 ** draw.uniform(-5, 5, (1, n))).astype(np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     bound = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
-    left_side, right_side = (np.ascontiguousarray(x.T) if turned else x for x, turned in ((a, left), (b, right)))
+    left_side, right_side = (
+        np.ascontiguousarray(x.T) if turned else x for x, turned in ((a, left), (b, right))
+    )
     out = multiply(left_side, right_side, left, right, (m, n, k))
     # Rounding adds up like a random walk: far below the bound of k roundings.
     assert (np.abs(out - exact) / bound).max() < 2.0**-24 * 4 * np.sqrt(k)
@@ -208,7 +244,9 @@ def multiply(a: Any, b: Any, left: bool, right: bool, sizes: tuple[int, int, int
     """By the library's sgemm."""
     out = np.full(sizes[:2], np.nan, dtype=np.float32)
     library: Any = native_library()
-    forms = [ctypes.c_int(each) for each in (101, 112 if left else 111, 112 if right else 111, *sizes)]
+    forms = [
+        ctypes.c_int(each) for each in (101, 112 if left else 111, 112 if right else 111, *sizes)
+    ]
     pointers = [ctypes.c_void_p(each.ctypes.data) for each in (a, b, out)]
     widths = [ctypes.c_int(each.shape[1]) for each in (a, b, out)]
     library.cblas_sgemm(
@@ -233,15 +271,31 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def llama(**changes: Any) -> Any:
-    arguments = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
-    arguments |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}
+    arguments = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+    }
+    arguments |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 101,
+    }
     mx.random.seed(7)
     return Model(ModelArgs.from_dict(arguments | changes))
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"rope_traditional": True}, {"rope_theta": 500.0}, {"attention_bias": True}, {"hidden_size": 96}],  # 24 a head
+    [
+        {},
+        {"rope_traditional": True},
+        {"rope_theta": 500.0},
+        {"attention_bias": True},
+        {"hidden_size": 96},
+    ],  # 24 a head
 )
 def test_a_model_computes_the_same(changes: dict[str, Any]) -> None:
     tokens = mx.random.randint(0, 101, (2, 40))
@@ -276,7 +330,9 @@ def test_each_layer_is_judged_by_its_own_attributes() -> None:
         layers[1].rope.base = 500.0  # turns otherwise
         layers[3].rope.traditional = True  # not in a way that is known
     assert native.use_native(ours) > 0
-    native_ones = [type(layer.self_attn) is not type(plain.layers[0].self_attn) for layer in ours.layers]
+    native_ones = [
+        type(layer.self_attn) is not type(plain.layers[0].self_attn) for layer in ours.layers
+    ]
     assert native_ones == [True, True, True, False, True]
     assert_near(ours(tokens), plain(tokens), 1e-5)
     shared = [ours.layers[i].self_attn._native_turns for i in (0, 1, 2, 4)]
@@ -294,13 +350,25 @@ def test_angles_that_depend_on_the_length_are_computed_by_the_model(kind: str) -
     }
     if kind == "internlm3":
         more |= {"bias": False, "qkv_bias": False}
-    arguments = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4}
-    arguments |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101, "model_type": kind} | more
+    arguments = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+    }
+    arguments |= {
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 101,
+        "model_type": kind,
+    } | more
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(7)
     plain, ours = (module.Model(module.ModelArgs.from_dict(arguments)) for _ in range(2))
     # Attention that attends: by the weights of a fresh model all places are alike.
-    plain.update(tree_map(lambda array: 3 * array if array.ndim == 2 else array, plain.parameters()))
+    plain.update(
+        tree_map(lambda array: 3 * array if array.ndim == 2 else array, plain.parameters())
+    )
     ours.update(plain.parameters())
     assert native.use_native(ours) > 0
     for length in (20, 200, 20):
@@ -309,7 +377,9 @@ def test_angles_that_depend_on_the_length_are_computed_by_the_model(kind: str) -
 
 
 def gradient_and_peak(fine_tune: str, *, checkpointed: bool) -> tuple[dict[str, mx.array], float]:
-    """Of a Llama of six layers; the peak in floats for each token and layer beyond what is there before."""
+    """Of a Llama of six layers; the peak in floats for each token and layer beyond what is there
+    before.
+    """
     model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=256)
     if fine_tune == "lora":
         mx.random.seed(8)
@@ -320,7 +390,11 @@ def gradient_and_peak(fine_tune: str, *, checkpointed: bool) -> tuple[dict[str, 
     if checkpointed:
         checkpoint_layers(model.layers, at_once=True)
     gradient = make_gradient(model, cpu_native=True)
-    batch = mx.random.randint(0, 101, (2, 256)), mx.arange(0, 512, 4), mx.random.randint(0, 101, (128,))
+    batch = (
+        mx.random.randint(0, 101, (2, 256)),
+        mx.arange(0, 512, 4),
+        mx.random.randint(0, 101, (128,)),
+    )
     mx.eval(model.parameters(), gradient(*batch))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -331,10 +405,13 @@ def gradient_and_peak(fine_tune: str, *, checkpointed: bool) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("fine_tune", ["lora", "full"])
 def test_a_backward_pass_keeps_what_it_needs_and_recomputes_it_if_asked(fine_tune: str) -> None:
-    (plain, most), (again, least) = (gradient_and_peak(fine_tune, checkpointed=each) for each in (False, True))
+    (plain, most), (again, least) = (
+        gradient_and_peak(fine_tune, checkpointed=each) for each in (False, True)
+    )
     for name, expected in plain.items():
         assert_near(again[name], expected, 1e-5)
-    # The values between the operations of a block, forward, and not those of the backward pass, too: 12 D + 3 F.
+    # The values between the operations of a block, forward, and not those of the backward pass,
+    # too: 12 D + 3 F.
     assert most < 24 * 128 + 3 * 256
     assert least < most / 2
 
@@ -346,7 +423,9 @@ class TwoWays(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
 
-    def __call__(self, x: mx.array, y: mx.array, word: str, *, factor: float) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, x: mx.array, y: mx.array, word: str, *, factor: float
+    ) -> tuple[mx.array, mx.array]:
         assert word == "causal"
         z = mx.tanh(self.linear(x)) * y
         return z, factor * y + x
@@ -365,7 +444,8 @@ def test_a_block_of_several_inputs_and_outputs_is_recomputed() -> None:
         return (z * u).sum()
 
     found = [
-        mx.grad(partial(loss, block), argnums=(0, 1, 2))(plain.parameters(), x, y) for block in (plain, recomputed)
+        mx.grad(partial(loss, block), argnums=(0, 1, 2))(plain.parameters(), x, y)
+        for block in (plain, recomputed)
     ]
     for one, other in zip(*(tree_flatten(each) for each in found), strict=True):
         assert_near(other[1], one[1])
@@ -387,18 +467,28 @@ def test_a_model_in_half_precision_has_its_gradient() -> None:
     model.set_dtype(mx.bfloat16)
     tokens = mx.random.randint(0, 101, (2, 12))
     batch = tokens, mx.arange(0, 24, 2), mx.random.randint(0, 101, (12,))
-    found = [make_gradient(model, cpu_native=cpu_native, compiled=False)(*batch) for cpu_native in (True, False)]
+    found = [
+        make_gradient(model, cpu_native=cpu_native, compiled=False)(*batch)
+        for cpu_native in (True, False)
+    ]
     assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=0.02)
     grads = [dict(tree_flatten(gradient)) for _, gradient in found]
     for name, one in grads[0].items():
         assert_near(one.astype(mx.float32), grads[1][name].astype(mx.float32), 0.05)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (70_000,), (1, 70_000), (70_000, 1), (300, 256), (4, 70, 300), (0, 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (70_000,), (1, 70_000), (70_000, 1), (300, 256), (4, 70, 300), (0, 5)]
+)
 def test_new_memory_is_filled_through_its_view(shape: tuple[int, ...]) -> None:
     arrays = [native_arrays.new(*shape) for _ in range(3)]
     for value, (array, room) in enumerate(arrays):
-        assert (array.shape, array.dtype, room.shape, room.dtype) == (shape, mx.float32, shape, np.float32)
+        assert (array.shape, array.dtype, room.shape, room.dtype) == (
+            shape,
+            mx.float32,
+            shape,
+            np.float32,
+        )
         room[...] = value
     for value, (array, _) in enumerate(arrays):
         assert mx.array_equal(array + 1, mx.full(shape, value + 1.0)).item()

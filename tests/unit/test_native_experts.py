@@ -22,7 +22,9 @@ D, M, EXPERTS, CHOSEN = 64, 96, 5, 2
 
 def assert_near(one: mx.array, other: mx.array, share: float) -> None:
     expected = np.asarray(other)
-    np.testing.assert_allclose(np.asarray(one), expected, rtol=0, atol=share * np.abs(expected).max() + 1e-7)
+    np.testing.assert_allclose(
+        np.asarray(one), expected, rtol=0, atol=share * np.abs(expected).max() + 1e-7
+    )
 
 
 def mixture(form: str, activation: Any = None) -> Any:
@@ -42,7 +44,9 @@ def mixture(form: str, activation: Any = None) -> Any:
     return layer
 
 
-def value_and_gradients(layer: Any, x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
+def value_and_gradients(
+    layer: Any, x: mx.array, indices: mx.array
+) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     towards = mx.random.normal((*indices.shape, D), key=mx.random.key(9))
 
     def loss(weights: Any, x: mx.array) -> mx.array:
@@ -87,8 +91,19 @@ def test_other_mixtures_are_left_alone() -> None:
 
 
 COMMON = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 101},
-    **{"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "vocab_size": 101,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
 }
 MODELS = {
     "mixtral": (mixtral, {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -122,6 +137,8 @@ def test_a_model_computes_the_same(family: str) -> None:
         assert type(layer.self_attn) is not type(other.self_attn)
     found = [nn.value_and_grad(model, loss)(model) for model in (ours, plain)]
     assert_near(found[0][0], found[1][0], 1e-5)
-    for (name, one), (same, other) in zip(*(tree_flatten(grads) for _, grads in found), strict=True):
+    for (name, one), (same, other) in zip(
+        *(tree_flatten(grads) for _, grads in found), strict=True
+    ):
         assert name == same
         assert_near(one, other, 1e-4)

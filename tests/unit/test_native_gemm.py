@@ -1,4 +1,6 @@
-"""Products of matrices in C, by each way that this processor has, beside float64: every edge of every kernel."""
+"""Products of matrices in C, by each way that this processor has, beside float64: every edge of
+every kernel.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from allhands.runtime.native_calls import at
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Matrix = NDArray[Any]
 WAYS = {"openblas": 0, "avx512": 1, "unit": 2}
-# Rows and columns on both sides of what a kernel takes (14 and 32), of a block (896 and 128) and of lanes (16); K of a
-# block (768).
+# Rows and columns on both sides of what a kernel takes (14 and 32), of a block (896 and 128) and of
+# lanes (16); K of a block (768).
 SIZES = [
     *((m, 96, 40) for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 14, 15, 27, 28, 29)),
-    *((30, n, 33) for n in (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 127, 128, 129, 161, 257)),
+    *(
+        (30, n, 33)
+        for n in (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 127, 128, 129, 161, 257)
+    ),
     *((17, 50, k) for k in (1, 2, 15, 16, 17, 31, 767, 768, 769, 1537)),
     *((895, 40, 20), (896, 33, 20), (897, 33, 17), (1800, 20, 790), (300, 1000, 64)),
 ]
@@ -45,8 +50,17 @@ def drawn(draw: np.random.Generator, *shape: int) -> Matrix:
     return draw.standard_normal(shape).astype(np.float32)
 
 
-def sgemm(a: Matrix, b: Matrix, c: Matrix, turned: tuple[bool, bool], alpha: float = 1.0, beta: float = 0.0) -> None:
-    """``c = alpha a b + beta c`` for (m, k), (k, n) and (m, n), of which the first two may be stored turned."""
+def sgemm(
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    turned: tuple[bool, bool],
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> None:
+    """``c = alpha a b + beta c`` for (m, k), (k, n) and (m, n), of which the first two may be
+    stored turned.
+    """
     (m, n), k = c.shape, a.shape[0] if turned[0] else a.shape[1]
     forms = [101, *(112 if each else 111 for each in turned), m, n, k]
     library: Any = native_library()
@@ -72,7 +86,9 @@ def test_every_edge(way: int, turned: tuple[bool, bool]) -> None:
     draw = np.random.default_rng(1)
     for m, n, k in SIZES:
         a, b = drawn(draw, m, k), drawn(draw, k, n)
-        stored = [np.ascontiguousarray(x.T) if turn else x for x, turn in zip((a, b), turned, strict=True)]
+        stored = [
+            np.ascontiguousarray(x.T) if turn else x for x, turn in zip((a, b), turned, strict=True)
+        ]
         c = np.full((m, n), np.nan, dtype=np.float32)  # not to be read
         sgemm(*stored, c, turned)
         assert_exact(c, a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b), k)
@@ -84,11 +100,19 @@ def test_parts_of_larger_matrices_are_added_to_and_nothing_beside_them_is_writte
 ) -> None:
     draw = np.random.default_rng(2)
     for m, n, k in [(29, 70, 50), (45, 33, 800), (14, 16, 16)]:
-        a, b, c = drawn(draw, m, k + 7)[:, :k], drawn(draw, k, n + 5)[:, :n], drawn(draw, m + 2, n + 11)
+        a, b, c = (
+            drawn(draw, m, k + 7)[:, :k],
+            drawn(draw, k, n + 5)[:, :n],
+            drawn(draw, m + 2, n + 11),
+        )
         before = c.copy()
         inside = c[1 : m + 1, 3 : n + 3]
         exact = alpha * (a.astype(np.float64) @ b) + beta * inside.astype(np.float64)
-        bound = abs(alpha) * (np.abs(a).astype(np.float64) @ np.abs(b)) + abs(beta) * np.abs(inside) + 1e-3
+        bound = (
+            abs(alpha) * (np.abs(a).astype(np.float64) @ np.abs(b))
+            + abs(beta) * np.abs(inside)
+            + 1e-3
+        )
         sgemm(a, b, inside, (False, False), alpha, beta)
         assert_exact(inside, exact, bound, k)
         before[1 : m + 1, 3 : n + 3] = inside
@@ -100,9 +124,18 @@ def test_parts_of_larger_matrices_are_added_to_and_nothing_beside_them_is_writte
 def test_codes(way: int, group: int, back: bool) -> None:
     library: Any = native_library()
     draw = np.random.default_rng(3)
-    for m, outputs, inputs in [(1, 40, 128), (15, 96, 256), (31, 161, 896), (200, 33, 128), (900, 48, 128)]:
+    for m, outputs, inputs in [
+        (1, 40, 128),
+        (15, 96, 256),
+        (31, 161, 896),
+        (200, 33, 128),
+        (900, 48, 128),
+    ]:
         codes = draw.integers(0, 256, (outputs, inputs)).astype(np.uint8)
-        scales, biases = drawn(draw, outputs, inputs // group), drawn(draw, outputs, inputs // group)
+        scales, biases = (
+            drawn(draw, outputs, inputs // group),
+            drawn(draw, outputs, inputs // group),
+        )
         spread = [np.repeat(each, group, axis=1).astype(np.float64) for each in (scales, biases)]
         weight = codes * spread[0] + spread[1]
         x = drawn(draw, m, outputs if back else inputs)
@@ -136,7 +169,10 @@ def test_codes_of_some_rows_of_a_weight(way: int, back: bool) -> None:
     assert library.allhands_coded_product(*args)
     used = x[:, here] if back else x
     factor = weight if back else weight.T
-    exact, bound = used.astype(np.float64) @ factor, np.abs(used).astype(np.float64) @ np.abs(factor)
+    exact, bound = (
+        used.astype(np.float64) @ factor,
+        np.abs(used).astype(np.float64) @ np.abs(factor),
+    )
     assert_exact(y if back else np.ascontiguousarray(y[:, here]), exact, bound, used.shape[1])
     if not back:
         assert (np.delete(y, np.r_[here], axis=1) == 7.0).all()

@@ -29,13 +29,18 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         draw = np.random.default_rng(1)
-        self.parts = [{"weight": mx.array(draw.standard_normal(shape).astype(np.float32))} for shape in SHAPES]
+        self.parts = [
+            {"weight": mx.array(draw.standard_normal(shape).astype(np.float32))} for shape in SHAPES
+        ]
 
 
 def gradients(step: int) -> list[tuple[str, mx.array]]:
     draw = np.random.default_rng([2, step])
     return [
-        (f"parts.{i}.weight", mx.array((draw.standard_normal(shape) * 10.0 ** (i - 2)).astype(np.float32)))
+        (
+            f"parts.{i}.weight",
+            mx.array((draw.standard_normal(shape) * 10.0 ** (i - 2)).astype(np.float32)),
+        )
         for i, shape in enumerate(SHAPES)
     ]
 
@@ -46,7 +51,10 @@ def plain_norm(sums: list[tuple[str, mx.array]]) -> float:
 
 def make(kind: str, **options: Any) -> tuple[Network, Any]:
     rate = optim.linear_schedule(1e-3, 3e-2, 4)
-    network, optimizer = Network(), {"adam": KernelAdam, "adamw": KernelAdamW}[kind](rate, **options)
+    network, optimizer = (
+        Network(),
+        {"adam": KernelAdam, "adamw": KernelAdamW}[kind](rate, **options),
+    )
     return network, optimizer
 
 
@@ -76,7 +84,8 @@ def test_it_is_mlxs_update(kind: str, options: dict[str, Any], matrices_only: bo
         expected.update(theirs, mean)
         mx.eval(theirs.parameters(), expected.state)
     one, other = (
-        [*flatten(each.state), *flatten(net.parameters())] for net, each in ((ours, optimizer), (theirs, expected))
+        [*flatten(each.state), *flatten(net.parameters())]
+        for net, each in ((ours, optimizer), (theirs, expected))
     )
     assert [name for name, _ in one] == [name for name, _ in other]
     assert float(optimizer.learning_rate) == float(expected.learning_rate)
@@ -92,7 +101,9 @@ def test_it_is_as_exact_as_float32_can_be() -> None:
     network, optimizer = make("adamw", weight_decay=0.3, bias_correction=True)
     initialise(optimizer, network)
     update = NativeUpdate(network, optimizer)
-    exact = {name: np.asarray(array).astype(np.float64) for name, array in flatten(network.parameters())}
+    exact = {
+        name: np.asarray(array).astype(np.float64) for name, array in flatten(network.parameters())
+    }
     moments = {name: [np.zeros_like(array), np.zeros_like(array)] for name, array in exact.items()}
     for step in range(3):
         sums = gradients(step)
@@ -106,7 +117,9 @@ def test_it_is_as_exact_as_float32_can_be() -> None:
             exact[name] = exact[name] * (1 - rate * 0.3) - rate * m / (1 - 0.9 ** (step + 1)) / root
         update(sums, 0.5)
     for name, array in flatten(network.parameters()):
-        np.testing.assert_allclose(np.asarray(array), exact[name], rtol=1e-6, atol=2e-7, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(array), exact[name], rtol=1e-6, atol=2e-7, err_msg=name
+        )
 
 
 def test_threads_change_no_bit_and_what_others_hold_stays() -> None:
@@ -116,14 +129,19 @@ def test_threads_change_no_bit_and_what_others_hold_stays() -> None:
         library.allhands_set_threads(threads)
         network, optimizer = make("adamw", weight_decay=0.1)
         initialise(optimizer, network)
-        held = [(np.asarray(array), np.array(array)) for _, array in flatten([network.parameters(), optimizer.state])]
+        held = [
+            (np.asarray(array), np.array(array))
+            for _, array in flatten([network.parameters(), optimizer.state])
+        ]
         update = NativeUpdate(network, optimizer)
         for step in range(2):
             sums = gradients(step)
             update(sums, 1.0 / (1.0 + update.norm(sums)))
         for view, copy in held:
             assert np.array_equal(view, copy)
-        found.append([np.array(a).tobytes() for _, a in flatten([network.parameters(), optimizer.state])])
+        found.append(
+            [np.array(a).tobytes() for _, a in flatten([network.parameters(), optimizer.state])]
+        )
     library.allhands_set_threads(1)
     assert found[0] == found[1]
 

@@ -30,13 +30,20 @@ from allhands.distributed.bench import BenchPlan, time_all_sum
 from allhands.errors import ConfigError, DistributedError
 
 
-def figures(latency_s: float, bytes_per_s: float, hosts: Sequence[str] = ("a", "b"), ranks: int = 2) -> Figures:
+def figures(
+    latency_s: float, bytes_per_s: float, hosts: Sequence[str] = ("a", "b"), ranks: int = 2
+) -> Figures:
     """Of a network that is exactly a line."""
     times = [(size, latency_s + size / bytes_per_s) for size in SIZES]
-    return Figures(tuple(hosts), ranks, "ring", tuple(Timing(size, 5, t, t * 0.9, t * 1.1) for size, t in times))
+    return Figures(
+        tuple(hosts),
+        ranks,
+        "ring",
+        tuple(Timing(size, 5, t, t * 0.9, t * 1.1) for size, t in times),
+    )
 
 
-# --- figures ------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_that_were_asked_for() -> None:
@@ -58,7 +65,8 @@ def test_seconds_are_as_measured_and_linear_between() -> None:
 
 
 def test_bus_bandwidth_is_that_of_a_link() -> None:
-    # A ring sends each byte 2 (n - 1) / n times over each link, so links of 1 GB/s show 1 GB/s with any n.
+    # A ring sends each byte 2 (n - 1) / n times over each link, so links of 1 GB/s show 1 GB/s with
+    # any n.
     for ranks in (2, 3, 8):
         one = figures(0.0, 1e9 / (2 * (ranks - 1) / ranks), ranks=ranks)
         assert one.bus_bytes_per_s() == pytest.approx(1e9, rel=1e-6)
@@ -66,7 +74,7 @@ def test_bus_bandwidth_is_that_of_a_link() -> None:
     assert figures(0.0, 1e9).timings[2].bytes_per_s == pytest.approx(1e9)
 
 
-# --- a measurement ------------------------------------------------------------------------------------
+# --- a measurement --------------------------------------------------------------------------------
 
 
 def links(slow: str | None) -> tuple[Figures, ...]:
@@ -91,12 +99,20 @@ def test_a_median_by_accident_is_no_slow_host() -> None:
     """Three equal links of a busy computer: at 4 MiB all those of "a" look slow, at no other size."""
     found = list(links(None))
     for number, median in ((0, 0.0495), (1, 0.0421), (2, 0.0171)):
-        timings = [replace(t, median_s=median) if t.num_bytes == 4 << 20 else t for t in found[number].timings]
+        timings = [
+            replace(t, median_s=median) if t.num_bytes == 4 << 20 else t
+            for t in found[number].timings
+        ]
         found[number] = replace(found[number], timings=tuple(timings))
     assert Measurement("ring", None, tuple(found)).slow_host is None
     # Nor where the rounds differ so much that the halves of them overlap.
     spread = [
-        replace(link, timings=tuple(replace(t, low_s=t.median_s / 5, high_s=t.median_s * 5) for t in link.timings))
+        replace(
+            link,
+            timings=tuple(
+                replace(t, low_s=t.median_s / 5, high_s=t.median_s * 5) for t in link.timings
+            ),
+        )
         for link in links("c")
     ]
     assert Measurement("ring", None, tuple(spread)).slow_host is None
@@ -107,18 +123,22 @@ def test_a_median_by_accident_is_no_slow_host() -> None:
 
 def test_json_and_back() -> None:
     whole = figures(50e-6, 1e8, ("a", "b", "c"), 3)
-    found = Measurement("ring", whole, links("c"), (Failure(("c",), ("a", "c"), "gone", "look", ("x",)),), (("b",),))
+    found = Measurement(
+        "ring", whole, links("c"), (Failure(("c",), ("a", "c"), "gone", "look", ("x",)),), (("b",),)
+    )
     content = json.loads(json.dumps(found.as_json()))
     assert Figures.from_json(content["whole"]) == whole
     assert content["slow_host"] == "c"
-    assert content["links"][0]["timings"][0]["bus_bytes_per_s"] == pytest.approx(whole.timings[0].bytes_per_s)
+    assert content["links"][0]["timings"][0]["bus_bytes_per_s"] == pytest.approx(
+        whole.timings[0].bytes_per_s
+    )
     assert content["failures"][0]["log_tail"] == ["x"]
     assert content["not_measured"] == [["b"]]
     assert found.seconds_per_step(16 << 20) == pytest.approx(50e-6 + (16 << 20) / 1e8)
     assert Measurement("ring", None).seconds_per_step(1) is None
 
 
-# --- whom it asks -------------------------------------------------------------------------------------
+# --- whom it asks ---------------------------------------------------------------------------------
 
 
 def hosts_of(count: int, slots: int = 1) -> list[Host]:
@@ -152,7 +172,10 @@ class Attempts:
     @property
     def groups(self) -> list[tuple[tuple[str, ...], list[int]]]:
         """The computers of each attempt, with their ranks."""
-        return [(tuple(p.name for p in spec.places), [p.num_ranks for p in spec.places]) for spec in self.made]
+        return [
+            (tuple(p.name for p in spec.places), [p.num_ranks for p in spec.places])
+            for spec in self.made
+        ]
 
 
 @pytest.fixture
@@ -179,11 +202,17 @@ def test_every_pair_up_to_six_computers_and_neighbours_beyond(attempts: Attempts
     assert pairs(3, links=False) == []
 
 
-def test_a_computer_that_is_missing_is_named_and_the_others_are_measured(attempts: Attempts) -> None:
+def test_a_computer_that_is_missing_is_named_and_the_others_are_measured(
+    attempts: Attempts,
+) -> None:
     everybody = ("node0", "node1", "node2")
     attempts.ends[everybody] = HostError(["node2"], "no", hint="look")
     result = measure(hosts_of(3), "ring")
-    assert attempts.groups == [(everybody, [1, 1, 1]), (("node0", "node1"), [1, 1]), (("node0", "node1"), [1, 1])]
+    assert attempts.groups == [
+        (everybody, [1, 1, 1]),
+        (("node0", "node1"), [1, 1]),
+        (("node0", "node1"), [1, 1]),
+    ]
     assert result.whole is not None
     assert result.whole.hosts == ("node0", "node1")
     assert [link.hosts for link in result.links] == [("node0", "node1")]
@@ -197,7 +226,15 @@ def test_two_computers_are_their_own_link(attempts: Attempts) -> None:
 
 
 def test_a_fault_is_told_with_its_computer_and_its_log(attempts: Attempts) -> None:
-    fault = Fault("error", 1, "node1", "rank 1 failed", 5, explanation="no\n  what to do: it", log_tail=("last",))
+    fault = Fault(
+        "error",
+        1,
+        "node1",
+        "rank 1 failed",
+        5,
+        explanation="no\n  what to do: it",
+        log_tail=("last",),
+    )
     attempts.ends["node0", "node1"] = Outcome(fault)
     (failure,) = measure(hosts_of(2), "ring").failures
     assert failure == Failure(("node1",), ("node0", "node1"), "no", "it", ("last",))
@@ -233,7 +270,9 @@ def test_a_signal_ends_the_measurement(attempts: Attempts) -> None:
         (hosts_of(2), "mpi", BenchOptions(), "MPI is for this computer alone"),
     ],
 )
-def test_what_cannot_be_is_refused(hosts: list[Host], backend: str, options: BenchOptions, words: str) -> None:
+def test_what_cannot_be_is_refused(
+    hosts: list[Host], backend: str, options: BenchOptions, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         measure(hosts, backend, options)
 
@@ -244,21 +283,38 @@ def test_ranks_that_hang_are_ended_in_time(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began = time.monotonic()
-    (failure,) = measure([Host("here", slots=2)], "ring", BenchOptions(timeout_s=4.5, connect_s=60)).failures
+    (failure,) = measure(
+        [Host("here", slots=2)], "ring", BenchOptions(timeout_s=4.5, connect_s=60)
+    ).failures
     assert time.monotonic() - began < 10
     assert failure.hosts == ("here",)
 
 
-# --- timing -------------------------------------------------------------------------------------------
+# --- timing ---------------------------------------------------------------------------------------
 
 
 class Twin:
-    """A communicator among threads; ``delay_s`` a round, ``wrong`` adds one to a number of every sum on rank 1."""
+    """A communicator among threads; ``delay_s`` a round, ``wrong`` adds one to a number of every
+    sum on rank 1.
+    """
 
     backend = "ring"
 
-    def __init__(self, rank: int, size: int, shared: dict[str, Any], delay_s: float = 0.0, wrong: bool = False) -> None:
-        self.rank, self.size, self._shared, self._delay_s, self._wrong = rank, size, shared, delay_s, wrong
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        shared: dict[str, Any],
+        delay_s: float = 0.0,
+        wrong: bool = False,
+    ) -> None:
+        self.rank, self.size, self._shared, self._delay_s, self._wrong = (
+            rank,
+            size,
+            shared,
+            delay_s,
+            wrong,
+        )
 
     def _all(self, array: mx.array) -> list[np.ndarray[Any, Any]]:
         self._shared[self.rank] = np.array(array)
@@ -318,11 +374,16 @@ def test_a_wrong_sum_is_told_by_every_rank() -> None:
     assert all("has summed 4096 bytes wrongly on rank 1" in str(error) for error in found)
 
 
-# --- the command line ---------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def test_texts() -> None:
-    assert [size_text(size) for size in (4096, 262144, 64 << 20, 100)] == ["4 KiB", "256 KiB", "64 MiB", "100 B"]
+    assert [size_text(size) for size in (4096, 262144, 64 << 20, 100)] == [
+        "4 KiB",
+        "256 KiB",
+        "64 MiB",
+        "100 B",
+    ]
     assert [seconds_text(t) for t in (1.25e-5, 2e-4, 5.1e-4, 0.034, 1.25)] == [
         "12.5 us",
         "0.20 ms",
@@ -343,7 +404,10 @@ def test_the_tables_fit_and_name_what_matters() -> None:
     failure = Failure(("c",), ("a", "c"), "does not answer", "switch it on", ("last words",))
     found = Measurement("ring", whole, links("c"), (failure,), (("b", "c"),), 12.0)
     output = io.StringIO()
-    show([found, Measurement("mpi", figures(1e-5, 1e9))], Console(file=output, width=80, highlight=False))
+    show(
+        [found, Measurement("mpi", figures(1e-5, 1e9))],
+        Console(file=output, width=80, highlight=False),
+    )
     text = output.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     for words in (
@@ -365,15 +429,25 @@ def test_the_tables_fit_and_name_what_matters() -> None:
 
 def test_which_computers(tmp_path: Path) -> None:
     assert [(host.ssh, host.slots) for host in chosen_hosts(None, None, 3)] == [(None, 3)]
-    assert [host.ssh for host in chosen_hosts(None, "far-1, me@far-2", None)] == ["far-1", "me@far-2"]
+    assert [host.ssh for host in chosen_hosts(None, "far-1, me@far-2", None)] == [
+        "far-1",
+        "me@far-2",
+    ]
     (tmp_path / "hosts").write_text("far-1 slots=2\n")
     assert [host.slots for host in chosen_hosts(str(tmp_path / "hosts"), None, None)] == [2]
-    for wrong in (("x", "a", None), (None, "a", 2), (None, "a,a", None), (None, "a,-oProxyCommand=x", None)):
+    for wrong in (
+        ("x", "a", None),
+        (None, "a", 2),
+        (None, "a,a", None),
+        (None, "a,-oProxyCommand=x", None),
+    ):
         with pytest.raises(ConfigError):
             chosen_hosts(*wrong)
 
 
-def test_ctrl_c_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_tells_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

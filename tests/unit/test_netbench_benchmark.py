@@ -25,7 +25,9 @@ def timings(*seconds: float) -> list[dict[str, Any]]:
 
 def test_the_answer_is_found_among_what_a_launcher_prints(backends: Any) -> None:
     answer = json.dumps({"timings": timings(1.0)})
-    assert backends.timings_in(f"[0] hello\n[rank 0] {backends.MARK}{answer}\nbye\n") == timings(1.0)
+    assert backends.timings_in(f"[0] hello\n[rank 0] {backends.MARK}{answer}\nbye\n") == timings(
+        1.0
+    )
 
 
 def test_the_middle_of_the_groups(backends: Any) -> None:

@@ -1,4 +1,6 @@
-"""Computers that do not fit, from the start or as newcomers: what becomes of a job, with attempts of the test's own."""
+"""Computers that do not fit, from the start or as newcomers: what becomes of a job, with attempts
+of the test's own.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ def stage(tmp_path: Path) -> Callable[..., Stage]:
     return build
 
 
-def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(stage: Callable[..., Stage]) -> None:
-    unfit = UnfitHosts(["b"], "b does not fit to a and c: b has mlx 1, a 2", hint="allhands cluster init --hosts b")
+def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(
+    stage: Callable[..., Stage],
+) -> None:
+    unfit = UnfitHosts(
+        ["b"], "b does not fit to a and c: b has mlx 1, a 2", hint="allhands cluster init --hosts b"
+    )
     job = stage(unfit, _DONE)
     members = Members(hosts("a", "b", "c"), hosts("a", "c"))
     assert job.run(members, max_restarts=0, min_ranks=2) == 0
     assert members.left_out == ["b"]
     (event,) = job.told_of("left out")
-    assert (event.host, event.message) == ("b", "b is left out: b does not fit to a and c: b has mlx 1, a 2")
+    assert (event.host, event.message) == (
+        "b",
+        "b is left out: b does not fit to a and c: b has mlx 1, a 2",
+    )
     assert "what to do: allhands cluster init" in (event.explanation or "")
     assert job.clock == 1000.0
     assert not job.told_of("fault")
@@ -38,7 +47,9 @@ def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(st
 
 def test_it_is_an_error_at_once_where_all_are_needed(stage: Callable[..., Stage]) -> None:
     with pytest.raises(UnfitHosts):
-        stage(UnfitHosts(["b"], "b does not fit")).run(Members(hosts("a", "b", "c")), max_restarts=5)
+        stage(UnfitHosts(["b"], "b does not fit")).run(
+            Members(hosts("a", "b", "c")), max_restarts=5
+        )
     fault = Fault("misfit", -1, "", "b does not fit", 7, explanation="b does not fit", misfits=(1,))
     job = stage(Outcome(fault))
     assert job.run(Members(hosts("a", "b", "c")), max_restarts=5) == 7
@@ -84,7 +95,11 @@ class Growing(Members):
         ({"c"}, {}, 1, []),
         (
             set[str](),
-            {"c": NewcomerRefusal("c's train.jsonl differs", "c's train.jsonl differs\n  what to do: sync")},
+            {
+                "c": NewcomerRefusal(
+                    "c's train.jsonl differs", "c's train.jsonl differs\n  what to do: sync"
+                )
+            },
             0,
             ["c"],
         ),
@@ -92,7 +107,11 @@ class Growing(Members):
     ],
 )
 def test_newcomers_are_looked_at_while_the_others_go_on(
-    stage: Callable[..., Stage], fit: set[str], unfit: dict[str, NewcomerRefusal], regroups: int, left_out: list[str]
+    stage: Callable[..., Stage],
+    fit: set[str],
+    unfit: dict[str, NewcomerRefusal],
+    regroups: int,
+    left_out: list[str],
 ) -> None:
     looks: list[Look] = []
 

@@ -1,4 +1,6 @@
-"""Chat templates as Ollama's: each known format is rendered by Jinja and by a reader of Go templates, alike."""
+"""Chat templates as Ollama's: each known format is rendered by Jinja and by a reader of Go
+templates, alike.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,22 @@ OTHERS = {
     "its own": CHAT_TEMPLATE.replace("<|im_end|>", "</end>"),
     "a date": "{{ 'Today: ' }}" + CHAT_TEMPLATE,
     "without earlier answers": CHAT_TEMPLATE.replace(
-        "{% for message in messages %}", "{% for message in messages if message['role'] != 'assistant' %}"
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'assistant' %}",
     ),
     "other words": CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"),
     "no system": CHAT_TEMPLATE.replace(
-        "{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}"
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'system' %}",
     ),
 }
 
 
 def chat(*, system: bool) -> list[dict[str, str]]:
     turns = [("user", "Hi!"), ("assistant", "Hello."), ("user", "How's tea made?")]
-    return [{"role": r, "content": c} for r, c in ([("system", "Be kind.")] if system else []) + turns]
+    return [
+        {"role": r, "content": c} for r, c in ([("system", "Be kind.")] if system else []) + turns
+    ]
 
 
 def model_with(directory: Path, template: str) -> Path:
@@ -59,7 +65,9 @@ def model_with(directory: Path, template: str) -> Path:
 
 
 def go(template: str, messages: list[dict[str, str]]) -> str:
-    """Render the few words of Go's templates that are used: range .Messages, if eq .Role, else, end."""
+    """Render the few words of Go's templates that are used: range .Messages, if eq .Role, else,
+    end.
+    """
     words = [w for w in re.split(r"(\{\{.*?\}\})", template) if w]
 
     def block(place: int, message: dict[str, str], out: list[str], active: bool) -> int:
@@ -104,7 +112,9 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
     ],
     ids=["chatml", "chatml-default", "llama3", "gemma", "mistral"],
 )
-def test_a_known_format_is_the_same_in_ollama(tmp_path: Path, template: str, name: str, system: bool) -> None:
+def test_a_known_format_is_the_same_in_ollama(
+    tmp_path: Path, template: str, name: str, system: bool
+) -> None:
     base = model_with(tmp_path, template)
     found = recognise(base)
     assert found.format.name == name
@@ -134,12 +144,24 @@ def test_an_unknown_format_is_refused(tmp_path: Path, template: str) -> None:
 
 def test_the_command_writes_both_files_or_nothing(tmp_path: Path) -> None:
     done = call_allhands(
-        "export", "--model", model_with(tmp_path, CHAT_TEMPLATE), "--to", "ollama", "--out", tmp_path / "o"
+        "export",
+        "--model",
+        model_with(tmp_path, CHAT_TEMPLATE),
+        "--to",
+        "ollama",
+        "--out",
+        tmp_path / "o",
     )
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "o").iterdir()} == {"Modelfile", "model.gguf", "README.md"}
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {
+        "Modelfile",
+        "model.gguf",
+        "README.md",
+    }
     assert (tmp_path / "o" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
     (tmp_path / "model" / "chat_template.jinja").write_text(OTHERS["a date"])
-    done = call_allhands("export", "--model", tmp_path / "model", "--to", "ollama", "--out", tmp_path / "p")
+    done = call_allhands(
+        "export", "--model", tmp_path / "model", "--to", "ollama", "--out", tmp_path / "p"
+    )
     assert done.returncode == 4
     assert not (tmp_path / "p").exists()

@@ -1,4 +1,6 @@
-"""Optimizers beside MLX's: float32 copies, decay of matrices alone, Muon for the matrices of blocks."""
+"""Optimizers beside MLX's: float32 copies, decay of matrices alone, Muon for the matrices of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -53,23 +55,31 @@ def gradients(model: nn.Module, step: int) -> Any:
 
 
 def weights(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: np.array(w.astype(mx.float32)) for name, w in flatten(model.trainable_parameters())}
+    return {
+        name: np.array(w.astype(mx.float32)) for name, w in flatten(model.trainable_parameters())
+    }
 
 
-def by_hand(model: nn.Module, optimizer: optim.Optimizer, steps: int = 5) -> dict[str, np.ndarray[Any, Any]]:
+def by_hand(
+    model: nn.Module, optimizer: optim.Optimizer, steps: int = 5
+) -> dict[str, np.ndarray[Any, Any]]:
     initialise(optimizer, model)
     for step in range(steps):
         optimizer.update(model, gradients(model, step))
     return weights(model)
 
 
-def in_graph(model: nn.Module, optimizer: optim.Optimizer, steps: int = 5) -> dict[str, np.ndarray[Any, Any]]:
+def in_graph(
+    model: nn.Module, optimizer: optim.Optimizer, steps: int = 5
+) -> dict[str, np.ndarray[Any, Any]]:
     """As the trainer does it on a GPU, in joined arrays where the optimizer allows that."""
     update = GraphUpdate(model, optimizer, None, compiled=True)
     for step in range(steps):
         sums = flatten(gradients(model, step))
         if update.flat is not None:
-            sums = [(str(i), array) for i, array in enumerate(update.flat.leaves.joined(dict(sums)))]
+            sums = [
+                (str(i), array) for i, array in enumerate(update.flat.leaves.joined(dict(sums)))
+            ]
         mx.eval(update(sums, mx.array(1.0), mx.array(1.0)))
     mx.eval(update.arrays())
     return weights(model)
@@ -79,7 +89,9 @@ WAYS: list[Callable[..., dict[str, np.ndarray[Any, Any]]]] = [by_hand, in_graph]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weight_decay_of_matrices_alone(way: Callable[..., dict[str, np.ndarray[Any, Any]]]) -> None:
+def test_weight_decay_of_matrices_alone(
+    way: Callable[..., dict[str, np.ndarray[Any, Any]]],
+) -> None:
     ours = KernelAdamW(1e-2, weight_decay=0.5)
     ours.matrices_only = True
     found = way(network(), ours)
@@ -111,9 +123,13 @@ def test_half_precision_is_the_rounding_of_a_run_in_float32(
     for step in range(5):
         plain.update(fine, same(fine, step))
     found = way(rough, masters)
-    expected = {name: np.array(w.astype(mx.bfloat16).astype(mx.float32)) for name, w in flatten(fine.parameters())}
+    expected = {
+        name: np.array(w.astype(mx.bfloat16).astype(mx.float32))
+        for name, w in flatten(fine.parameters())
+    }
     for name, array in found.items():
-        # Products of Newton and Schulz's iteration depend on where in memory they stand, in the last bits.
+        # Products of Newton and Schulz's iteration depend on where in memory they stand, in the
+        # last bits.
         assert np.mean(array != expected[name]) <= (0.01 if "uon" in kind.__name__ else 0.002), name
         np.testing.assert_allclose(array, expected[name], rtol=2**-7)
     lost = network(mx.bfloat16)
@@ -133,7 +149,9 @@ def test_newton_and_schulz_bring_singular_values_near_one() -> None:
         assert np.median(values) > 0.65
     several = mx.random.normal((3, 20, 60), key=mx.random.key(4))
     alone = mx.stack([orthogonalised(one) for one in several])
-    np.testing.assert_allclose(np.array(orthogonalised(several)), np.array(alone), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(orthogonalised(several)), np.array(alone), rtol=1e-4, atol=1e-5
+    )
     theirs = optim.Muon(1.0)._zeropower_via_newtonschulz5(several[0], 5)
     np.testing.assert_allclose(np.array(alone[0]), np.array(theirs), rtol=1e-3, atol=1e-4)
 
@@ -145,7 +163,12 @@ def test_muon_is_for_the_matrices_of_blocks_and_adamw_for_the_rest(
     found = way(network(), HiddenMuon(1e-2, weight_decay=0.1))
     adamw = optim.AdamW(1e-2, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, bias_correction=True)
     rest = by_hand(network(), adamw)
-    hidden = {"layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight", "layers.1.down.weight"}
+    hidden = {
+        "layers.0.up.weight",
+        "layers.0.down.weight",
+        "layers.1.up.weight",
+        "layers.1.down.weight",
+    }
     for name, array in found.items():
         if name not in hidden:
             np.testing.assert_allclose(array, rest[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -156,7 +179,9 @@ def test_muon_is_for_the_matrices_of_blocks_and_adamw_for_the_rest(
     ahead = 0.05 * gradient + 0.95 * 0.05 * gradient
     step = optim.Muon(1.0)._zeropower_via_newtonschulz5(ahead, 5) * 0.2 * 40**0.5
     expected = model.layers[0].up.weight * (1 - 1e-3) - 1e-2 * step
-    np.testing.assert_allclose(first["layers.0.up.weight"], np.array(expected), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        first["layers.0.up.weight"], np.array(expected), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_state_that_was_saved_goes_on_as_it_was() -> None:

@@ -1,4 +1,6 @@
-"""Every option of every verb: a path knows the home directory, and what takes one value is given once."""
+"""Every option of every verb: a path knows the home directory, and what takes one value is given
+once.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,81 @@ from allhands.config.schema import HfDataset, TrainConfig, build_config
 from allhands.errors import ConfigError
 from allhands.io.paths import expanded, written
 
-# Texts that are no paths of this computer. A new option of text belongs here, to TEXT_PATHS, or is a Path.
+# Texts that are no paths of this computer. A new option of text belongs here, to TEXT_PATHS, or is
+# a Path.
 NO_PATHS = {
-    *("hosts", "backend", "link", "machines", "device", "title", "host", "token", "name", "prompt", "system_prompt"),
-    *("allowed_origins", "dtype", "gguf_path", "upload_repo", "to", "message", "split", "split_by", "dedupe"),
-    *("documents", "hub_split", "hub_config", "column", "valid", "test", "system", "try_text", "special", "text_key"),
+    *(
+        "hosts",
+        "backend",
+        "link",
+        "machines",
+        "device",
+        "title",
+        "host",
+        "token",
+        "name",
+        "prompt",
+        "system_prompt",
+    ),
+    *(
+        "allowed_origins",
+        "dtype",
+        "gguf_path",
+        "upload_repo",
+        "to",
+        "message",
+        "split",
+        "split_by",
+        "dedupe",
+    ),
+    *(
+        "documents",
+        "hub_split",
+        "hub_config",
+        "column",
+        "valid",
+        "test",
+        "system",
+        "try_text",
+        "special",
+        "text_key",
+    ),
     *("text", "shape", "tokens", "only", "delete", "transport", "tasks", "train_on", "strategy"),
     *("pp_split", "pp_schedule", "reshard"),
-    *("prompt_feature", "completion_feature", "chat_feature", "text_feature", "instruction_feature", "input_feature"),
-    *("output_feature", "history_feature", "system_feature", "tools_feature", "chosen_feature", "rejected_feature"),
+    *(
+        "prompt_feature",
+        "completion_feature",
+        "chat_feature",
+        "text_feature",
+        "instruction_feature",
+        "input_feature",
+    ),
+    *(
+        "output_feature",
+        "history_feature",
+        "system_feature",
+        "tools_feature",
+        "chosen_feature",
+        "rejected_feature",
+    ),
     "label_feature",
     # of training: words, and JSON, of which the configuration knows the paths
-    *("fine_tune_type", "optimizer", "optimizer_config", "lr_schedule", "weight_decay_on", "non_finite"),
-    *("lora_parameters", "compile", "clear_cache_threshold", "hf_dataset", "report_to", "project_name"),
+    *(
+        "fine_tune_type",
+        "optimizer",
+        "optimizer_config",
+        "lr_schedule",
+        "weight_decay_on",
+        "non_finite",
+    ),
+    *(
+        "lora_parameters",
+        "compile",
+        "clear_cache_threshold",
+        "hf_dataset",
+        "report_to",
+        "project_name",
+    ),
     *("rank_weights", "strategy", "compress", "sample_prompts", "log_level", "gradient_check"),
 }
 # Paths on other computers: what ~ is, they know.
@@ -45,7 +109,12 @@ THERE = {
     # words of another program, or of allhands train, whose own parser reads them
     *(("launch", "command"), ("container", "arguments")),
 }
-PARAMETERS = [(verb, command, one) for verb, command in verbs() for one in command.params if one.name != "help"]
+PARAMETERS = [
+    (verb, command, one)
+    for verb, command in verbs()
+    for one in command.params
+    if one.name != "help"
+]
 NAMES = [f"{verb} {one.name}" for verb, _, one in PARAMETERS]
 
 
@@ -71,7 +140,9 @@ def a_value(parameter: Any) -> str:
 
 
 def needed(command: Any, besides: Any) -> list[str]:
-    """Words for the parameters that the verb cannot do without, those in front of an argument included."""
+    """Words for the parameters that the verb cannot do without, those in front of an argument
+    included.
+    """
     found: list[str] = []
     for one in command.params:
         if one is not besides and one.required:
@@ -95,7 +166,9 @@ def test_every_path_knows_the_home_directory(
 ) -> None:
     kind = annotation(parameter)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        assert isinstance(parse(given_to(verb, command, parameter, a_value(parameter)))[1][parameter.name], kind)
+        assert isinstance(
+            parse(given_to(verb, command, parameter, a_value(parameter)))[1][parameter.name], kind
+        )
     if getattr(parameter, "is_flag", False) or kind not in (str, Path):
         return
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -104,7 +177,9 @@ def test_every_path_knows_the_home_directory(
     if (verb, parameter.name) in THERE or parameter.name in NO_PATHS:
         assert found == "~/of mine"
     else:
-        assert str(found) == str(tmp_path / "of mine"), "a path (see TEXT_PATHS), or not (see NO_PATHS)?"
+        assert str(found) == str(tmp_path / "of mine"), (
+            "a path (see TEXT_PATHS), or not (see NO_PATHS)?"
+        )
         for other in ("org/name", "a/~/b", "x~", "./~"):
             (same,) = [parse(given_to(verb, command, parameter, other))[1][parameter.name]]
             assert str(same[0] if isinstance(same, list | tuple) else same) == (
@@ -123,7 +198,12 @@ def test_what_takes_one_value_is_given_once(verb: str, command: Any, parameter: 
         return
     for flag in {*parameter.opts, *parameter.secondary_opts}:
         with pytest.raises(ConfigError) as refused:
-            parse([*given_to(verb, command, parameter, value), *([flag] if parameter.is_flag else [flag, value])])
+            parse(
+                [
+                    *given_to(verb, command, parameter, value),
+                    *([flag] if parameter.is_flag else [flag, value]),
+                ]
+            )
         assert refused.value.exit_code == 2
         assert flag in refused.value.message
 
@@ -137,15 +217,23 @@ def test_what_takes_one_value_is_given_once(verb: str, command: Any, parameter: 
         (["train", "-c", "a", "--config=b"], ("-c a", "--config=b")),
         (["train", "--no-train", "--train"], ("--no-train", "--train")),
         (["train", "--log-level", "normal", "-v"], ("--log-level", "--verbose")),
-        (["train", "--resume", "--resume-from-checkpoint", "x"], ("--resume", "--resume-from-checkpoint x")),
-        (["plan", "--device", "M1", "--iters", "1", "--max-steps", "2"], ("--iters 1", "--max-steps 2")),
+        (
+            ["train", "--resume", "--resume-from-checkpoint", "x"],
+            ("--resume", "--resume-from-checkpoint x"),
+        ),
+        (
+            ["plan", "--device", "M1", "--iters", "1", "--max-steps", "2"],
+            ("--iters 1", "--max-steps 2"),
+        ),
         (["generate", "-p", "a", "--prompt", "b"], ("-p a", "--prompt b")),
         (["fuse", "--dequantize", "--de-quantize"], ("--dequantize", "--de-quantize")),
         (["container", "--iters", "1", "--iters", "2"], ("--iters 1", "--iters 2")),
     ],
     ids=" ".join,
 )
-def test_both_are_named_and_nothing_is_done(words: list[str], named: tuple[str, str], tmp_path: Path) -> None:
+def test_both_are_named_and_nothing_is_done(
+    words: list[str], named: tuple[str, str], tmp_path: Path
+) -> None:
     done = call_allhands(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert all(one in done.stderr for one in named), done.stderr
@@ -158,15 +246,19 @@ def test_what_only_looks_like_an_option_given_twice(tmp_path: Path) -> None:
     assert call_allhands("train", "--iters", "1", "--iters", "2", "--help").returncode == 0
 
 
-def test_the_training_that_is_planned_knows_its_kind_by_any_spelling_of_the_file(tmp_path: Path) -> None:
+def test_the_training_that_is_planned_knows_its_kind_by_any_spelling_of_the_file(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("shape: llama-15m\ntokenizer: t\ndata: d\n")
     for words in (["-c", str(file)], [f"--config={file}"], [f"-c{file}"], ["--config", str(file)]):
         assert isinstance(training_config(words), PretrainConfig)
-    assert isinstance(training_config(["--shape=llama-15m", "--tokenizer=t", "--data=d"]), PretrainConfig)
+    assert isinstance(
+        training_config(["--shape=llama-15m", "--tokenizer=t", "--data=d"]), PretrainConfig
+    )
 
 
-# --- the configuration --------------------------------------------------------------------------------
+# --- the configuration ----------------------------------------------------------------------------
 
 
 def texts_of(kind: type[BaseModel]) -> Iterator[str]:
@@ -176,7 +268,9 @@ def texts_of(kind: type[BaseModel]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, PretrainConfig, EvalConfig])
-def test_texts_of_the_configuration_that_are_no_local_paths_are_known(kind: type[BaseModel]) -> None:
+def test_texts_of_the_configuration_that_are_no_local_paths_are_known(
+    kind: type[BaseModel],
+) -> None:
     assert set(texts_of(kind)) <= NO_PATHS, "a path (LocalPath), or not (NO_PATHS)?"
 
 
@@ -184,7 +278,9 @@ PATHS = ("model", "data", "adapter_path", "resume", "resume_adapter_file", "host
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_keys_and_arguments_that_are_paths(key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_and_arguments_that_are_paths(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "a.yaml"
     file.write_text(f"{key}: ~/of mine\n")
@@ -199,7 +295,9 @@ def test_keys_and_arguments_that_are_paths(key: str, monkeypatch: pytest.MonkeyP
         assert written(getattr(made, key)) == made.model_dump(mode="json")[key] == "~/of mine"
 
 
-def test_paths_inside_and_those_of_the_other_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_inside_and_those_of_the_other_kinds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     dataset = {"path": "~/d", "config": {"data_files": {"train": ["~/a.jsonl", "b"]}, "name": "~"}}
     found = build_config({"hf_dataset": json.dumps(dataset)}).hf_dataset
@@ -213,14 +311,21 @@ def test_paths_inside_and_those_of_the_other_kinds(monkeypatch: pytest.MonkeyPat
     assert build_config({}, tmp_path / "null.yaml").adapter_path == "adapters"
 
 
-@pytest.mark.parametrize("path", ["x" * 300, "a/" + "é" * 130 + "/b", "a/" * 2100, "a\0b", "caf\udce9"])
+@pytest.mark.parametrize(
+    "path", ["x" * 300, "a/" + "é" * 130 + "/b", "a/" * 2100, "a\0b", "caf\udce9"]
+)
 def test_what_no_file_can_be_called_is_one_message(path: str) -> None:
     for key in ("model", "data", "adapter_path", "resume"):
         with pytest.raises(ConfigError) as told:
             build_config({"train": True, key: path})
         assert key.replace("_", "-") in (told.value.where or "")
     if "\0" not in path:
-        for words in (["data", "check", path], ["report", path], ["model", "get", path], ["monitor", path]):
+        for words in (
+            ["data", "check", path],
+            ["report", path],
+            ["model", "get", path],
+            ["monitor", path],
+        ):
             assert call_allhands(*words).returncode == 2
     build_config({"train": True, "model": "é" * 127, "data": "/".join(["x" * 255] * 15)})
 
@@ -231,7 +336,9 @@ def test_words_of_another_encoding_are_one_message() -> None:
         assert (done.returncode, words[1] in done.stderr) == (2, True), done.stderr
 
 
-def test_homes_of_other_users_and_files_of_such_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_homes_of_other_users_and_files_of_such_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert expanded("~root/x") == os.path.expanduser("~root") + "/x"
     with pytest.raises(ConfigError) as refused:
@@ -295,7 +402,7 @@ def test_arguments_given_twice(flags: dict[str, Any]) -> None:
         build_config(flags)
 
 
-# --- files of earlier versions of mlx_lm ----------------------------------------------------------------
+# --- files of earlier versions of mlx_lm ----------------------------------------------------------
 
 SHAPE = {"keys": ["self_attn.q_proj"], "rank": 8, "scale": 10.0}
 
@@ -324,7 +431,9 @@ def test_files_of_earlier_mlx_lm_run_with_notes_on_what_has_no_effect(tmp_path: 
     ]
     assert made.model_copy(update={"iters": 3}).notes == made.notes
     # The same without them is the same run, and has no notes.
-    plain = build_config({}, yaml_of(tmp_path, "num_layers: 4\nlora_parameters: " + json.dumps(SHAPE)))
+    plain = build_config(
+        {}, yaml_of(tmp_path, "num_layers: 4\nlora_parameters: " + json.dumps(SHAPE))
+    )
     assert plain.notes == ()
     assert plain.fingerprint() == made.fingerprint()
     flag = build_config({"lora_parameters": json.dumps({**SHAPE, "alpha": 1})})
@@ -332,7 +441,8 @@ def test_files_of_earlier_mlx_lm_run_with_notes_on_what_has_no_effect(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "text", ["use_dora: true\n", "wandb: mine\n", "lora_parameters:\n  alpha: 16\n", "no_such_key: null\n"]
+    "text",
+    ["use_dora: true\n", "wandb: mine\n", "lora_parameters:\n  alpha: 16\n", "no_such_key: null\n"],
 )
 def test_what_earlier_files_mean_otherwise_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
@@ -340,7 +450,9 @@ def test_what_earlier_files_mean_otherwise_is_refused(tmp_path: Path, text: str)
 
 
 def test_the_name_of_a_dataset_in_earlier_files(tmp_path: Path) -> None:
-    found = build_config({}, yaml_of(tmp_path, "hf_dataset:\n  name: billsum\n  prompt_feature: text\n")).hf_dataset
+    found = build_config(
+        {}, yaml_of(tmp_path, "hf_dataset:\n  name: billsum\n  prompt_feature: text\n")
+    ).hf_dataset
     assert getattr(found, "path", None) == "billsum"
 
 

@@ -1,4 +1,6 @@
-"""The global order, its division among ranks, and micro-batches: properties, bounds and brute force."""
+"""The global order, its division among ranks, and micro-batches: properties, bounds and brute
+force.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ def order_of(lengths: list[int], batch_size: int, seed: int) -> GlobalOrder:
     return GlobalOrder(np.asarray(lengths, dtype=np.int64), batch_size, seed)
 
 
-# --- the global order --------------------------------------------------------------------------------
+# --- the global order -----------------------------------------------------------------------------
 
 
 @quick
 @given(Lengths, st.integers(1, 12), st.integers(0, 2**32 - 1), st.integers(0, 3))
-def test_every_example_comes_exactly_once_an_epoch(lengths: list[int], batch_size: int, seed: int, epoch: int) -> None:
+def test_every_example_comes_exactly_once_an_epoch(
+    lengths: list[int], batch_size: int, seed: int, epoch: int
+) -> None:
     order = order_of(lengths, batch_size, seed)
     first = epoch * order.batches_per_epoch
     batches = [order.batch(first + i) for i in range(order.batches_per_epoch)]
@@ -44,7 +48,12 @@ def test_every_example_comes_exactly_once_an_epoch(lengths: list[int], batch_siz
 
 
 @quick
-@given(Lengths, st.integers(1, 12), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 60), min_size=1, max_size=8))
+@given(
+    Lengths,
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 60), min_size=1, max_size=8),
+)
 def test_a_batch_is_a_pure_function_of_seed_and_iteration(
     lengths: list[int], batch_size: int, seed: int, asked: list[int]
 ) -> None:
@@ -68,7 +77,13 @@ def test_seeds_and_epochs_give_different_orders() -> None:
 def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     # Written down once: a resumed run, or a rank with another numpy, must find these very batches.
     order = order_of([5, 3, 8, 1, 9, 2, 7, 4, 6, 10], 3, 2024)
-    assert [order.batch(i).tolist() for i in range(5)] == [[7, 0, 8], [9], [6, 2, 4], [3, 5, 1], [7, 0, 8]]
+    assert [order.batch(i).tolist() for i in range(5)] == [
+        [7, 0, 8],
+        [9],
+        [6, 2, 4],
+        [3, 5, 1],
+        [7, 0, 8],
+    ]
 
 
 def test_batches_hold_similar_lengths_within_a_pool() -> None:
@@ -79,7 +94,7 @@ def test_batches_hold_similar_lengths_within_a_pool() -> None:
     assert np.mean(spreads) < 30
 
 
-# --- shuffles ------------------------------------------------------------------------------------------
+# --- shuffles -------------------------------------------------------------------------------------
 
 
 @quick
@@ -92,7 +107,8 @@ def test_a_shuffle_is_a_permutation_wherever_it_is_asked(size: int, seed: int, e
 
 
 def test_shuffles_of_a_few_are_uniform() -> None:
-    # All 24 orders of 4, each about 250 times of 6000: chi-square with 23 degrees of freedom is below 49.7 in 99.9 %.
+    # All 24 orders of 4, each about 250 times of 6000: chi-square with 23 degrees of freedom is
+    # below 49.7 in 99.9 %.
     counts = Counter(tuple(Shuffle(4, seed, 5).at(np.arange(4)).tolist()) for seed in range(6000))
     assert len(counts) == 24
     assert sum((count - 250) ** 2 / 250 for count in counts.values()) < 49.7
@@ -109,7 +125,8 @@ def test_shuffles_of_many_have_no_trend() -> None:
     expected = 300 * size / 100
     # 81 degrees of freedom: below 125 in 99.9 %.
     assert ((table - expected) ** 2 / expected).sum() < 125
-    # A random permutation has one rising neighbour on average, and correlations spread by 1 / sqrt(size).
+    # A random permutation has one rising neighbour on average, and correlations spread by 1 /
+    # sqrt(size).
     assert np.mean(adjacent) == pytest.approx(1.0, abs=0.2)
     assert np.std(correlations) == pytest.approx(size**-0.5, rel=0.15)
 
@@ -126,19 +143,22 @@ def test_any_batch_of_a_large_set_costs_the_same() -> None:
         return time.process_time() - started
 
     near, distant = time_s(range(200)), time_s(range(far, far + 200))
-    # A fraction of a millisecond each, though a million examples are shuffled; nothing of an epoch is kept.
+    # A fraction of a millisecond each, though a million examples are shuffled; nothing of an epoch
+    # is kept.
     assert near < 0.4
     assert distant < 3 * near + 0.1
 
 
-# --- division among ranks ----------------------------------------------------------------------------
+# --- division among ranks -------------------------------------------------------------------------
 
 
 @quick
 @given(Lengths, Weights)
 def test_shares_unite_to_the_batch(lengths: list[int], weights: list[float]) -> None:
     sizes = np.asarray(lengths, dtype=np.int64)
-    batch = np.random.default_rng(len(lengths)).permutation(len(lengths))[: max(1, len(lengths) // 2)]
+    batch = np.random.default_rng(len(lengths)).permutation(len(lengths))[
+        : max(1, len(lengths) // 2)
+    ]
     shares = divide(batch, sizes, tuple(weights))
     assert len(shares) == len(weights)
     assert sorted(np.concatenate(shares).tolist()) == sorted(batch.tolist())
@@ -151,8 +171,11 @@ def test_shares_unite_to_the_batch(lengths: list[int], weights: list[float]) -> 
 @given(Lengths, st.integers(1, 8))
 def test_equal_ranks_differ_by_at_most_the_longest_example(lengths: list[int], ranks: int) -> None:
     sizes = np.asarray(lengths, dtype=np.int64)
-    loads = [int(sizes[share].sum()) for share in divide(np.arange(len(sizes)), sizes, (1.0,) * ranks)]
-    # Each example went to the least loaded rank (Graham 1966): so no rank is ahead by more than one example.
+    loads = [
+        int(sizes[share].sum()) for share in divide(np.arange(len(sizes)), sizes, (1.0,) * ranks)
+    ]
+    # Each example went to the least loaded rank (Graham 1966): so no rank is ahead by more than one
+    # example.
     assert max(loads) - min(loads) <= max(lengths)
     assert max(loads) <= sum(lengths) / ranks + max(lengths) * (1 - 1 / ranks) + 1e-9
 
@@ -161,13 +184,20 @@ def best_makespan(lengths: list[int], weights: tuple[float, ...]) -> float:
     """Over all assignments, the earliest time at which every rank can be done."""
     choices = np.array(list(itertools.product(range(len(weights)), repeat=len(lengths))))
     sizes = np.asarray(lengths)
-    loads = np.stack([(sizes * (choices == rank)).sum(axis=1) / w for rank, w in enumerate(weights)])
+    loads = np.stack(
+        [(sizes * (choices == rank)).sum(axis=1) / w for rank, w in enumerate(weights)]
+    )
     return float(loads.max(axis=0).min())
 
 
 @settings(max_examples=40, deadline=None, database=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=3))
-def test_the_division_is_within_the_lpt_bound_of_the_best(lengths: list[int], weights: list[float]) -> None:
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=7),
+    st.lists(st.floats(0.2, 5.0), min_size=1, max_size=3),
+)
+def test_the_division_is_within_the_lpt_bound_of_the_best(
+    lengths: list[int], weights: list[float]
+) -> None:
     sizes = np.asarray(lengths, dtype=np.int64)
     speeds = tuple(weights)
     shares = divide(np.arange(len(sizes)), sizes, speeds)
@@ -185,7 +215,10 @@ def test_equal_speeds_meet_the_sharper_bound(ranks: int) -> None:
         lengths = random.integers(1, 40, 7)
         shares = divide(np.arange(7), lengths, (1.0,) * ranks)
         makespan = max(int(lengths[share].sum()) for share in shares)
-        assert makespan <= (4 / 3 - 1 / (3 * ranks)) * best_makespan(lengths.tolist(), (1.0,) * ranks) + 1e-9
+        assert (
+            makespan
+            <= (4 / 3 - 1 / (3 * ranks)) * best_makespan(lengths.tolist(), (1.0,) * ranks) + 1e-9
+        )
 
 
 def test_a_rank_of_three_times_the_speed_gets_three_times_the_tokens() -> None:
@@ -200,7 +233,7 @@ def test_more_ranks_than_examples_leaves_ranks_without_work() -> None:
     assert all(share.dtype == np.int64 for share in shares)
 
 
-# --- micro-batches -----------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 
 def padded_cost(parts: list[list[int]], lengths: np.ndarray, overhead: int) -> int:
@@ -237,15 +270,25 @@ def test_micro_batches_hold_every_example_and_respect_the_limit(
 
 
 @settings(max_examples=40, deadline=None, database=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 120), st.integers(0, 30))
-def test_micro_batches_cost_the_least_of_all_partitions(lengths: list[int], max_tokens: int, overhead: int) -> None:
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 120), st.integers(0, 30)
+)
+def test_micro_batches_cost_the_least_of_all_partitions(
+    lengths: list[int], max_tokens: int, overhead: int
+) -> None:
     sizes = np.asarray(lengths, dtype=np.int64)
 
     def allowed(parts: list[list[int]]) -> bool:
-        return all(len(part) == 1 or int(sizes[part].max()) * len(part) <= max_tokens for part in parts)
+        return all(
+            len(part) == 1 or int(sizes[part].max()) * len(part) <= max_tokens for part in parts
+        )
 
-    best = min(padded_cost(parts, sizes, overhead) for parts in partitions(len(lengths)) if allowed(parts))
-    found = [part.tolist() for part in micro_batches(np.arange(len(sizes)), sizes, max_tokens, overhead)]
+    best = min(
+        padded_cost(parts, sizes, overhead) for parts in partitions(len(lengths)) if allowed(parts)
+    )
+    found = [
+        part.tolist() for part in micro_batches(np.arange(len(sizes)), sizes, max_tokens, overhead)
+    ]
     assert padded_cost(found, sizes, overhead) == best
 
 
@@ -257,7 +300,9 @@ def test_padding_on_real_chats_is_small_beside_random_batches(shared_data: Path)
     rows = (shared_data / "pirate-dolly" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     chats = [json.loads(row)["messages"] for row in rows]
     # About four characters a token, and a handful of tokens for the template.
-    lengths = np.array([sum(len(m["content"]) for m in chat) // 4 + 10 for chat in chats], dtype=np.int64)
+    lengths = np.array(
+        [sum(len(m["content"]) for m in chat) // 4 + 10 for chat in chats], dtype=np.int64
+    )
     order = GlobalOrder(lengths, 16, 0)
 
     def padding(batches: list[np.ndarray]) -> float:
@@ -265,10 +310,14 @@ def test_padding_on_real_chats_is_small_beside_random_batches(shared_data: Path)
         return 1 - sum(int(lengths[batch].sum()) for batch in batches) / padded
 
     sorted_batches = [order.batch(i) for i in range(order.batches_per_epoch)]
-    cut = [part for batch in sorted_batches for part in micro_batches(batch, lengths[batch], 2048, 24)]
+    cut = [
+        part for batch in sorted_batches for part in micro_batches(batch, lengths[batch], 2048, 24)
+    ]
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     plain = [shuffled[i : i + 16] for i in range(0, len(shuffled), 16)]
     assert padding(plain) > 0.40
     assert padding(sorted_batches) < 0.10
     assert padding(cut) < 0.05
-    print(f"padding: random {padding(plain):.1%}, sorted {padding(sorted_batches):.1%}, cut {padding(cut):.1%}")
+    print(
+        f"padding: random {padding(plain):.1%}, sorted {padding(sorted_batches):.1%}, cut {padding(cut):.1%}"
+    )

@@ -1,4 +1,6 @@
-"""What is advised to runs that wait: other things to small steps on one computer than to large models on several."""
+"""What is advised to runs that wait: other things to small steps on one computer than to large
+models on several.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ from allhands.observe.monitor import Sample
 from allhands.plan.outgrown import signs_of
 
 
-def advice(comm_s: float, hosts: Sequence[str], *, params: int = 10**6, backend: str = "ring") -> str:
-    """To a run with a rank on each of the hosts, of whose steps of 1 s so much was waiting for others."""
+def advice(
+    comm_s: float, hosts: Sequence[str], *, params: int = 10**6, backend: str = "ring"
+) -> str:
+    """To a run with a rank on each of the hosts, of whose steps of 1 s so much was waiting for
+    others.
+    """
     made = history(max(2, len(hosts)), comm_s=comm_s)
     assert made.started is not None
     made.started = replace(made.started, total_params=params, backend=backend)
-    samples: list[Sample] = [replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    samples: list[Sample] = [
+        replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)
+    ]
     (sign,) = signs_of(made, samples)
     return sign.advice
 
@@ -26,7 +34,9 @@ def advice(comm_s: float, hosts: Sequence[str], *, params: int = 10**6, backend:
 @pytest.mark.parametrize(
     ("ranks", "comm_s", "pays"), [(2, 0.69, False), (2, 0.4, True), (4, 0.7, True), (4, 0.8, False)]
 )
-def test_steps_too_short_for_several_processes_of_one_computer(ranks: int, comm_s: float, pays: bool) -> None:
+def test_steps_too_short_for_several_processes_of_one_computer(
+    ranks: int, comm_s: float, pays: bool
+) -> None:
     told = advice(comm_s, ["a"] * ranks)
     assert (f"leave -n {ranks} out" in told) != pays
     assert "link" not in told

@@ -1,4 +1,6 @@
-"""What a person has is never written over: one rule and one exit code for every verb that writes something."""
+"""What a person has is never written over: one rule and one exit code for every verb that writes
+something.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _words(line: str, inputs: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["file", "directory", "below a file"])
 @pytest.mark.parametrize("verb", _DIRECTORIES)
-def test_a_place_that_is_taken_is_refused(inputs: Path, tmp_path: Path, verb: str, kind: str) -> None:
+def test_a_place_that_is_taken_is_refused(
+    inputs: Path, tmp_path: Path, verb: str, kind: str
+) -> None:
     place = mine = tmp_path / "mine"
     if kind == "directory":
         place.mkdir()
@@ -100,7 +104,9 @@ def test_a_picture_beside_is_refused_unless_it_is_ours(inputs: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_a_picture_of_ours_is_known_in_every_format(inputs: Path, tmp_path: Path, suffix: str) -> None:
+def test_a_picture_of_ours_is_known_in_every_format(
+    inputs: Path, tmp_path: Path, suffix: str
+) -> None:
     for _ in range(2):
         done = call_allhands("plot", inputs / "run", "--out", tmp_path / f"loss{suffix}")
         assert done.returncode == 0, done.stderr

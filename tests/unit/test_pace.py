@@ -63,7 +63,9 @@ def _launch(grace_s: float | None) -> Launch:
 
 
 @pytest.mark.parametrize(("grace_s", "warned"), [(30.0, True), (60.0, False), (None, False)])
-def test_a_step_longer_than_the_platform_waits_is_told_of(grace_s: float | None, warned: bool) -> None:
+def test_a_step_longer_than_the_platform_waits_is_told_of(
+    grace_s: float | None, warned: bool
+) -> None:
     pace, _ = _paced(90.0, 40.0, 40.0)
     told = too_short(pace, _launch(grace_s))
     assert (told is not None) == warned

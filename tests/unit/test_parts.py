@@ -1,4 +1,6 @@
-"""Data in parts, ``train-00000-of-00002``: all of them, in order, or an error that names what is missing."""
+"""Data in parts, ``train-00000-of-00002``: all of them, in order, or an error that names what is
+missing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The list of passes: what applies where and why, and that models of one process have nothing to do with each other."""
+"""The list of passes: what applies where and why, and that models of one process have nothing to do
+with each other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from allhands.parallel.gradient import make_gradient
 from allhands.runtime.accelerator import Accelerator
 
 SIZES = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 101,
+}
 
 
 def device(kind: Any) -> Accelerator:
@@ -32,7 +39,9 @@ def adapted(*, bits: int = 0, dropout: float = 0.0) -> Any:
     mx.random.seed(7)
     model: Any = Model(ModelArgs.from_dict(SIZES))
     if bits:
-        nn.quantize(model, 32, bits, class_predicate=lambda _, module: isinstance(module, nn.Linear))
+        nn.quantize(
+            model, 32, bits, class_predicate=lambda _, module: isinstance(module, nn.Linear)
+        )
     model.freeze()
     linear_to_lora_layers(model, 2, {"rank": 2, "scale": 2.0, "dropout": dropout})
     return model
@@ -46,14 +55,21 @@ def changed(applied: tuple[Applied, ...]) -> dict[str, int]:
     return {each.name: each.changed for each in applied if each.changed}
 
 
-needs_native = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
+needs_native = pytest.mark.skipif(
+    not native.available(), reason="no C compiler, or not a Linux CPU"
+)
 
 
 @needs_native
 def test_what_applies_where() -> None:
     # Seven layers in each of two blocks, all quantised and adapted.
     found = apply_passes(adapted(bits=4, dropout=0.1), context("cpu", grad_checkpoint=True))
-    counts = {"dropout by sample": 14, "quantised weights": 14, "float32": 1, "vectorised SwiGLU": 2}
+    counts = {
+        "dropout by sample": 14,
+        "quantised weights": 14,
+        "float32": 1,
+        "vectorised SwiGLU": 2,
+    }
     names = [each.name for each in found]
     assert changed(found) | counts == changed(found)
     assert changed(found)["recomputation"] == 2
@@ -65,7 +81,9 @@ def test_what_applies_where() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "metal", "cuda"])
 def test_generation_changes_no_more_than_it_needs(kind: str) -> None:
-    found = changed(apply_passes(adapted(bits=4, dropout=0.1), context(kind, "generate", grad_checkpoint=True)))
+    found = changed(
+        apply_passes(adapted(bits=4, dropout=0.1), context(kind, "generate", grad_checkpoint=True))
+    )
     wanted = {"quantised weights", "float32", "vectorised SwiGLU"} if kind == "cpu" else set[str]()
     assert found.keys() == wanted
 
@@ -99,10 +117,16 @@ def test_keys_of_dropout_are_found_again() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "metal", "cuda"])
 def test_parameters_keep_their_names_and_other_models_their_forms(kind: str) -> None:
     model, other = adapted(dropout=0.1), adapted(dropout=0.1)
-    names = [[name for name, _ in tree_flatten(each)] for each in (model.parameters(), model.trainable_parameters())]
+    names = [
+        [name for name, _ in tree_flatten(each)]
+        for each in (model.parameters(), model.trainable_parameters())
+    ]
     types = [type(module) for module in other.modules()]
     apply_passes(model, context(kind, grad_checkpoint=True))
-    after = [[name for name, _ in tree_flatten(each)] for each in (model.parameters(), model.trainable_parameters())]
+    after = [
+        [name for name, _ in tree_flatten(each)]
+        for each in (model.parameters(), model.trainable_parameters())
+    ]
     assert after == names
     assert [type(module) for module in other.modules()] == types
 
@@ -133,12 +157,18 @@ def test_an_instance_takes_forms_of_its_own_class_alone() -> None:
 
 
 @needs_native
-def test_two_models_of_a_process_compute_by_their_own_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward, and in the size of the loss's chunks; also when one's choices are replaced later."""
+def test_two_models_of_a_process_compute_by_their_own_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward, backward, and in the size of the loss's chunks; also when one's choices are replaced
+    later.
+    """
     calls: list[str] = []
     for name in ("rms_norm", "attention", "swiglu"):
         real = getattr(native, name)
-        monkeypatch.setattr(native, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+        monkeypatch.setattr(
+            native, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1]
+        )
     sizes: list[str] = []
 
     class Told(KernelSelection):

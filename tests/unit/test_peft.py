@@ -36,7 +36,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("peft") / "model", layers=LAYERS, hidden=32)
 
 
-def adapted(path: Path, *, num_layers: int = LAYERS, keys: tuple[str, ...] = ALL, dora: bool = False) -> Any:
+def adapted(
+    path: Path, *, num_layers: int = LAYERS, keys: tuple[str, ...] = ALL, dora: bool = False
+) -> Any:
     """A model with adapters that do something."""
     model, *_ = load(str(path))
     model.freeze()
@@ -53,7 +55,9 @@ def adapted(path: Path, *, num_layers: int = LAYERS, keys: tuple[str, ...] = ALL
     return model
 
 
-def adapter_of(model: Any, *, num_layers: int = LAYERS, keys: tuple[str, ...] = ALL, dora: bool = False) -> Adapter:
+def adapter_of(
+    model: Any, *, num_layers: int = LAYERS, keys: tuple[str, ...] = ALL, dora: bool = False
+) -> Adapter:
     config = {
         "fine_tune_type": "dora" if dora else "lora",
         "num_layers": num_layers,
@@ -62,7 +66,9 @@ def adapter_of(model: Any, *, num_layers: int = LAYERS, keys: tuple[str, ...] = 
     return Adapter(dict(flatten(model.trainable_parameters())), config)
 
 
-def below(*names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any) -> PeftBase:
+def below(
+    *names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any
+) -> PeftBase:
     """A model with layers of these names, all of one shape."""
     return PeftBase("b", kind, ARCHITECTURES[kind], dict.fromkeys(names, shape), **how)
 
@@ -77,7 +83,9 @@ def test_the_update_is_what_peft_computes(model_path: Path, dora: bool) -> None:
     """``W x + lora_alpha / r * B A x``; for DoRA its rows brought to the magnitudes."""
     model, made = exported(model_path, dora=dora)
     name = "model.layers.1.self_attn.q_proj"
-    tensors = {key: np.array(value, dtype=np.float64) for key, value in made.weights.items() if name in key}
+    tensors = {
+        key: np.array(value, dtype=np.float64) for key, value in made.weights.items() if name in key
+    }
     a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     assert (a.shape[0], b.shape[1]) == (4, 4)
     layer = dict(model.named_modules())[name]
@@ -87,10 +95,19 @@ def test_the_update_is_what_peft_computes(model_path: Path, dora: bool) -> None:
         magnitudes = tensors[f"base_model.model.{name}.lora_magnitude_vector"]
         whole *= (magnitudes / np.linalg.norm(whole, axis=1))[:, None]
     x = mx.random.normal((7, 32))
-    np.testing.assert_allclose(np.array(layer(x)), np.array(x, dtype=np.float64) @ whole.T, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(
+        np.array(layer(x)), np.array(x, dtype=np.float64) @ whole.T, rtol=2e-4, atol=2e-5
+    )
     assert made.config["use_dora"] == dora
-    assert (made.config["peft_type"], made.config["base_model_name_or_path"]) == ("LORA", "org/base")
-    assert (made.config["r"], made.config["lora_alpha"], made.config["lora_dropout"]) == (4, 10, 0.1)
+    assert (made.config["peft_type"], made.config["base_model_name_or_path"]) == (
+        "LORA",
+        "org/base",
+    )
+    assert (made.config["r"], made.config["lora_alpha"], made.config["lora_dropout"]) == (
+        4,
+        10,
+        0.1,
+    )
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -103,7 +120,10 @@ def test_there_and_back_are_the_same_bits(model_path: Path, num_layers: int, dor
     assert again.weights.keys() == before.weights.keys()
     assert all(mx.array_equal(again.weights[name], value) for name, value in before.weights.items())
     settings = before.config["lora_parameters"]
-    assert again.config == {**before.config, "lora_parameters": {**settings, "keys": sorted(settings["keys"])}}
+    assert again.config == {
+        **before.config,
+        "lora_parameters": {**settings, "keys": sorted(settings["keys"])},
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,12 +149,19 @@ def test_modules_are_named_in_full_where_short_names_mean_more(model_path: Path)
         for name, value in adapter_of(model).weights.items()
         if "layers.0.self_attn.q" in name or "layers.2.mlp" in name
     }
-    made = to_peft(Adapter(weights, adapter_of(model).config), PeftBase.of(load_model(str(model_path)), "b"))
-    assert made.config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"]
+    made = to_peft(
+        Adapter(weights, adapter_of(model).config), PeftBase.of(load_model(str(model_path)), "b")
+    )
+    assert made.config["target_modules"] == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.2.mlp.down_proj",
+    ]
     assert made.config["layers_to_transform"] is None
 
 
-def tensors(module: str, rank: int, seed: int = 0, prefix: str = "base_model.model.") -> dict[str, mx.array]:
+def tensors(
+    module: str, rank: int, seed: int = 0, prefix: str = "base_model.model."
+) -> dict[str, mx.array]:
     mx.random.seed(seed)
     return {
         f"{prefix}{module}.lora_A.weight": mx.random.normal((rank, 6)),
@@ -156,14 +183,25 @@ def test_ranks_and_scales_of_their_own(rslora: bool) -> None:
     """mlx_lm has one of each; the updates are the same."""
     first, second, third = (f"model.layers.{i}.self_attn.q_proj" for i in (3, 4, 10))
     weights = {**tensors(first, 4), **tensors(second, 2, 1), **tensors(third, 4, 2, "")}
-    config = {**PLAIN, "use_rslora": rslora, "rank_pattern": {second: 2}, "alpha_pattern": {"4.self_attn.q_proj": 3}}
+    config = {
+        **PLAIN,
+        "use_rslora": rslora,
+        "rank_pattern": {second: 2},
+        "alpha_pattern": {"4.self_attn.q_proj": 3},
+    }
     made = from_peft(Adapter(weights, config), below(first, second, third), num_layers=12)
     settings = made.config["lora_parameters"]
-    assert settings == {"rank": 4, "scale": 4.0 if rslora else 2.0, "dropout": 0.05, "keys": ["self_attn.q_proj"]}
+    assert settings == {
+        "rank": 4,
+        "scale": 4.0 if rslora else 2.0,
+        "dropout": 0.05,
+        "keys": ["self_attn.q_proj"],
+    }
     assert made.config["num_layers"] == 9  # the fourth and all after it
     for module, rank, alpha in ((first, 4, 8), (second, 2, 3), (third, 4, 8)):
         found = {
-            key.removeprefix("base_model.model."): np.array(value, dtype=np.float64) for key, value in weights.items()
+            key.removeprefix("base_model.model."): np.array(value, dtype=np.float64)
+            for key, value in weights.items()
         }
         a, b = (found[f"{module}.lora_{part}.weight"] for part in "AB")
         expected = alpha / (rank**0.5 if rslora else rank) * b @ a
@@ -212,9 +250,14 @@ def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
 
 @pytest.mark.parametrize("middle", ["", ".default"])
 def test_names_of_several_versions(middle: str) -> None:
-    weights = {name.replace(".weight", f"{middle}.weight"): value for name, value in tensors("a.layers.0.q", 4).items()}
+    weights = {
+        name.replace(".weight", f"{middle}.weight"): value
+        for name, value in tensors("a.layers.0.q", 4).items()
+    }
     weights[f"base_model.model.a.layers.0.q.lora_magnitude_vector{middle}.weight"] = mx.ones((5, 1))
-    made = from_peft(Adapter(weights, {**PLAIN, "use_dora": True}), below("a.layers.0.q"), num_layers=1)
+    made = from_peft(
+        Adapter(weights, {**PLAIN, "use_dora": True}), below("a.layers.0.q"), num_layers=1
+    )
     assert {name: value.shape for name, value in made.weights.items()} == {
         "a.layers.0.q.lora_a": (6, 4),
         "a.layers.0.q.lora_b": (4, 5),
@@ -242,7 +285,9 @@ def test_names_of_several_versions(middle: str) -> None:
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         from_peft(
-            Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}), below("model.layers.0.q"), num_layers=2
+            Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}),
+            below("model.layers.0.q"),
+            num_layers=2,
         )
 
 
@@ -252,7 +297,10 @@ def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -
         ({}, "no adapter"),
         ({"base_model.model.x.lora_A.weight": mx.ones((4, 6))}, "no lora_B"),
         ({"base_model.model.x.weight": mx.ones((4, 6))}, "not a part"),
-        ({"m.x.lora_A.weight": mx.ones((4, 6)), "m.x.lora_B.weight": mx.ones((5, 3))}, r"\(4, 6\) and \(5, 3\)"),
+        (
+            {"m.x.lora_A.weight": mx.ones((4, 6)), "m.x.lora_B.weight": mx.ones((5, 3))},
+            r"\(4, 6\) and \(5, 3\)",
+        ),
     ],
 )
 def test_damaged_adapters_are_refused(weights: dict[str, mx.array], message: str) -> None:
@@ -262,10 +310,19 @@ def test_damaged_adapters_are_refused(weights: dict[str, mx.array], message: str
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
 def test_what_changes_nothing_is_read(start: Any) -> None:
-    """Settings for training, and the layout of the model's own weights, which the factors do not share."""
-    config = {**PLAIN, "init_lora_weights": start, "fan_in_fan_out": True, "megatron_core": "megatron.core"}
+    """Settings for training, and the layout of the model's own weights, which the factors do not
+    share.
+    """
+    config = {
+        **PLAIN,
+        "init_lora_weights": start,
+        "fan_in_fan_out": True,
+        "megatron_core": "megatron.core",
+    }
     config |= {"runtime_config": {"ephemeral_gpu_offload": False}, "target_modules": "all-linear"}
-    made = from_peft(Adapter(tensors("a.layers.0.q", 4), config), below("a.layers.0.q"), num_layers=1)
+    made = from_peft(
+        Adapter(tensors("a.layers.0.q", 4), config), below("a.layers.0.q"), num_layers=1
+    )
     assert made.weights["a.layers.0.q.lora_a"].shape == (6, 4)
 
 
@@ -282,14 +339,16 @@ def test_what_peft_cannot_hold_is_refused() -> None:
         to_peft(Adapter(dora, {**config, "fine_tune_type": "dora"}), below("e", embeddings=["e"]))
 
 
-# --- the commands ---------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def saved(model: Any, path: Path, base: Path, directory: Path, **how: Any) -> Path:
     directory.mkdir()
     adapter = adapter_of(model, **how)
     mx.save_safetensors(str(directory / "adapters.safetensors"), adapter.weights)
-    (directory / "adapter_config.json").write_text(json.dumps({**adapter.config, "model": str(base)}))
+    (directory / "adapter_config.json").write_text(
+        json.dumps({**adapter.config, "model": str(base)})
+    )
     return directory
 
 
@@ -299,16 +358,31 @@ def logits(path: Path, adapter: Path) -> np.ndarray[Any, Any]:
 
 
 def test_export_and_import_by_hand(model_path: Path, tmp_path: Path) -> None:
-    mine = saved(adapted(model_path, num_layers=2), model_path, model_path, tmp_path / "mine", num_layers=2)
+    mine = saved(
+        adapted(model_path, num_layers=2), model_path, model_path, tmp_path / "mine", num_layers=2
+    )
     done = call_allhands(
-        "export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft", "--base", "org/name"
+        "export",
+        "--adapter-path",
+        mine,
+        "--to",
+        "peft",
+        "--out",
+        tmp_path / "peft",
+        "--base",
+        "org/name",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "rank 4, lora_alpha 10, 6 layers" in done.stdout
     assert 'AutoModelForCausalLM.from_pretrained("org/name")' in done.stdout
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["layers_to_transform"]) == ("org/name", [1, 2])
-    again = call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
+    assert (config["base_model_name_or_path"], config["layers_to_transform"]) == (
+        "org/name",
+        [1, 2],
+    )
+    again = call_allhands(
+        "export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft"
+    )
     assert again.returncode == 2
     assert "--force" in again.stderr
     back = ["import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "back"]
@@ -316,14 +390,21 @@ def test_export_and_import_by_hand(model_path: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "rank 4, scale 2.5, 6 layers" in done.stdout
     assert np.array_equal(logits(model_path, tmp_path / "back"), logits(model_path, mine))
-    assert not np.allclose(logits(model_path, mine), np.array(load(str(model_path))[0](mx.arange(20)[None])), atol=1e-3)
+    assert not np.allclose(
+        logits(model_path, mine), np.array(load(str(model_path))[0](mx.arange(20)[None])), atol=1e-3
+    )
 
 
-def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_one_message_and_nothing_is_written(
+    model_path: Path, tmp_path: Path
+) -> None:
     mine = saved(adapted(model_path), model_path, model_path, tmp_path / "mine")
     small = write_model(tmp_path / "small", layers=1, hidden=16)
     peft, out = tmp_path / "peft", tmp_path / "out"
-    assert call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", peft).returncode == 0
+    assert (
+        call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", peft).returncode
+        == 0
+    )
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_model.bin").write_bytes(b"x")
@@ -343,19 +424,57 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
             4,
             "there is no such directory",
         ),
-        (["export", "--adapter-path", mine, "--to", "peft", "--out", small, "--force"], 2, "is there already"),
-        (["import", peft, "--from", "peft", "--out", out, "--model", small], 4, f"{peft}: the adapter does not fit"),
-        (["import", mine, "--from", "peft", "--out", out], 4, "adapter_model.safetensors is missing"),
-        (["generate", "--model", model_path, "--adapter-path", peft, "--prompt", "x"], 4, f"allhands import {peft}"),
-        (["eval", "--model", model_path, "--adapter-path", peft, "--data", "demo"], 4, f"allhands import {peft}"),
+        (
+            ["export", "--adapter-path", mine, "--to", "peft", "--out", small, "--force"],
+            2,
+            "is there already",
+        ),
+        (
+            ["import", peft, "--from", "peft", "--out", out, "--model", small],
+            4,
+            f"{peft}: the adapter does not fit",
+        ),
+        (
+            ["import", mine, "--from", "peft", "--out", out],
+            4,
+            "adapter_model.safetensors is missing",
+        ),
+        (
+            ["generate", "--model", model_path, "--adapter-path", peft, "--prompt", "x"],
+            4,
+            f"allhands import {peft}",
+        ),
+        (
+            ["eval", "--model", model_path, "--adapter-path", peft, "--data", "demo"],
+            4,
+            f"allhands import {peft}",
+        ),
         (["import", pickled, "--from", "peft", "--out", out], 4, "pickle"),
-        (["export", "--adapter-path", whole, "--to", "peft", "--out", out], 4, "fine_tune_type full"),
-        (["import", strange, "--from", "peft", "--out", out, "--model", small], 4, f"{strange}/adapter_config.json"),
+        (
+            ["export", "--adapter-path", whole, "--to", "peft", "--out", out],
+            4,
+            "fine_tune_type full",
+        ),
+        (
+            ["import", strange, "--from", "peft", "--out", out, "--model", small],
+            4,
+            f"{strange}/adapter_config.json",
+        ),
     ]
     for arguments, code, message in cases:
         done = call_allhands(*arguments)
-        assert (done.returncode, "Traceback" in done.stderr) == (code, False), (arguments, done.stderr)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), (
+            arguments,
+            done.stderr,
+        )
         assert message in done.stderr
         assert "partial" not in done.stderr
         assert not out.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "peft", "pickled", "small", "strange", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine",
+        "peft",
+        "pickled",
+        "small",
+        "strange",
+        "whole",
+    ]

@@ -1,4 +1,6 @@
-"""Adapters for PEFT of models that share weights, rename or stack them; and what is not PEFT's adapter is not kept."""
+"""Adapters for PEFT of models that share weights, rename or stack them; and what is not PEFT's
+adapter is not kept.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from allhands.model.peft_check import check_peft
 from allhands.model.peft_import import from_peft
 
 
-def below(*names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any) -> PeftBase:
+def below(
+    *names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any
+) -> PeftBase:
     """A model with layers of these names, all of one shape."""
     return PeftBase("b", kind, ARCHITECTURES[kind], dict.fromkeys(names, shape), **how)
 
 
-def tensors(module: str, rank: int, seed: int = 0, prefix: str = "base_model.model.") -> dict[str, mx.array]:
+def tensors(
+    module: str, rank: int, seed: int = 0, prefix: str = "base_model.model."
+) -> dict[str, mx.array]:
     mx.random.seed(seed)
     return {
         f"{prefix}{module}.lora_A.weight": mx.random.normal((rank, 6)),
@@ -34,13 +40,15 @@ def tensors(module: str, rank: int, seed: int = 0, prefix: str = "base_model.mod
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "lora_dropout": 0.05}
 
 
-# --- tied embeddings ------------------------------------------------------------------------------------------
+# --- tied embeddings ------------------------------------------------------------------------------
 
 EMBEDDING = "model.embed_tokens"
 
 
 def tied_base(*more: str) -> PeftBase:
-    return below(EMBEDDING, *more, embeddings=[EMBEDDING], tied=True, tables={EMBEDDING: mx.ones((5, 6))})
+    return below(
+        EMBEDDING, *more, embeddings=[EMBEDDING], tied=True, tables={EMBEDDING: mx.ones((5, 6))}
+    )
 
 
 def of_embedding(name: str = EMBEDDING) -> dict[str, mx.array]:
@@ -61,7 +69,10 @@ def of_head(embedding: dict[str, mx.array], factor: float = 1.0) -> dict[str, mx
 
 def test_an_adapter_of_a_tied_embedding_reaches_the_output_layer_of_every_version_of_peft() -> None:
     made = from_peft(
-        Adapter(of_embedding(), {**PLAIN, "target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+        Adapter(
+            of_embedding(),
+            {**PLAIN, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        ),
         tied_base(),
         num_layers=1,
     )
@@ -86,7 +97,11 @@ def test_an_adapter_of_a_tied_embedding_reaches_the_output_layer_of_every_versio
         (None, {"ensure_weight_tying": True, "target_modules": ["wte"]}, False),
         (
             None,
-            {"ensure_weight_tying": True, "target_modules": ["embed_tokens"], "alpha_pattern": {"lm_head": 3}},
+            {
+                "ensure_weight_tying": True,
+                "target_modules": ["embed_tokens"],
+                "alpha_pattern": {"lm_head": 3},
+            },
             False,
         ),
         (1.0, {}, True),
@@ -130,7 +145,7 @@ def test_embeddings_that_peft_saves_beside_the_adapter_have_to_be_the_models(
         from_peft(adapter, tied_base(), num_layers=1)
 
 
-# --- other names, other layouts -------------------------------------------------------------------------------
+# --- other names, other layouts -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,12 +158,16 @@ def test_embeddings_that_peft_saves_beside_the_adapter_have_to_be_the_models(
         ("llama", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj"),
     ],
 )
-def test_modules_have_the_names_of_transformers_and_come_back(kind: str, ours: str, theirs: str) -> None:
+def test_modules_have_the_names_of_transformers_and_come_back(
+    kind: str, ours: str, theirs: str
+) -> None:
     base = below(ours, "model.h.0.other", kind=kind)
     made = from_peft(Adapter(tensors(theirs, 4), PLAIN), base, num_layers=2)
     assert set(made.weights) == {f"{ours}.lora_a", f"{ours}.lora_b"}
     back = to_peft(made, base)
-    assert all(mx.array_equal(back.weights[name], value) for name, value in tensors(theirs, 4).items())
+    assert all(
+        mx.array_equal(back.weights[name], value) for name, value in tensors(theirs, 4).items()
+    )
     assert back.config["fan_in_fan_out"] is (kind == "gpt2")
 
 
@@ -171,8 +190,15 @@ def of_experts(count: int = 3, rank: int = 2) -> Adapter:
     mx.random.seed(4)
     weights = {f"{name}.lora_a": mx.random.normal((count, rank, 6)) for name in MOE}
     weights |= {f"{name}.lora_b": mx.random.normal((count, 5, rank)) for name in MOE}
-    settings = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": [name.partition(".1.")[2] for name in MOE]}
-    return Adapter(weights, {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": settings})
+    settings = {
+        "rank": rank,
+        "scale": 2.0,
+        "dropout": 0.0,
+        "keys": [name.partition(".1.")[2] for name in MOE],
+    }
+    return Adapter(
+        weights, {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": settings}
+    )
 
 
 def test_experts_are_one_module_each_and_come_back_stacked() -> None:
@@ -180,8 +206,12 @@ def test_experts_are_one_module_each_and_come_back_stacked() -> None:
     ours = of_experts()
     made = to_peft(ours, base)
     name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
-    assert mx.array_equal(made.weights[f"{name}.lora_A.weight"], ours.weights[f"{MOE[1]}.lora_a"][2])
-    assert mx.array_equal(made.weights[f"{name}.lora_B.weight"], ours.weights[f"{MOE[1]}.lora_b"][2])
+    assert mx.array_equal(
+        made.weights[f"{name}.lora_A.weight"], ours.weights[f"{MOE[1]}.lora_a"][2]
+    )
+    assert mx.array_equal(
+        made.weights[f"{name}.lora_B.weight"], ours.weights[f"{MOE[1]}.lora_b"][2]
+    )
     check_peft(made, ours, base)
     back = from_peft(made, base, num_layers=2)
     assert all(mx.array_equal(back.weights[name], value) for name, value in ours.weights.items())
@@ -194,14 +224,21 @@ def test_experts_are_one_module_each_and_come_back_stacked() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "left_out", "reason"),
-    [("qwen3_moe", MOE[2], "down_proj has none"), ("qwen2_moe", None, "qwen2_moe"), ("granitemoe", None, None)],
+    [
+        ("qwen3_moe", MOE[2], "down_proj has none"),
+        ("qwen2_moe", None, "qwen2_moe"),
+        ("granitemoe", None, None),
+    ],
 )
 def test_experts_that_peft_cannot_join_are_refused_with_the_reason(
     kind: str, left_out: str | None, reason: str | None
 ) -> None:
     ours = of_experts()
     kept = {name: v for name, v in ours.weights.items() if left_out is None or left_out not in name}
-    moe = {name.replace(".mlp.", ".block_sparse_moe.") if kind == "granitemoe" else name for name in MOE}
+    moe = {
+        name.replace(".mlp.", ".block_sparse_moe.") if kind == "granitemoe" else name
+        for name in MOE
+    }
     base = below(*moe, kind=kind, experts=dict.fromkeys(moe, 3))
     if kind == "granitemoe":
         kept = {name.replace(".mlp.", ".block_sparse_moe."): value for name, value in kept.items()}

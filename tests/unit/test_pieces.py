@@ -1,4 +1,6 @@
-"""Pieces of rows: every trained position is computed by one rank of a context group, at its own place."""
+"""Pieces of rows: every trained position is computed by one rank of a context group, at its own
+place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from allhands.run.piping import as_left, piped
 def batch_of(width: int, *, padded: bool = False) -> MicroBatch:
     inputs = np.arange(2 * width, dtype=np.int32).reshape(2, width)
     positions = np.concatenate([np.arange(width - 1), [width]]).astype(np.int32)
-    batch = MicroBatch(inputs, positions, inputs.ravel()[positions] + 1, 2 * width - 1, np.array([5, 9], np.int32))
+    batch = MicroBatch(
+        inputs, positions, inputs.ravel()[positions] + 1, 2 * width - 1, np.array([5, 9], np.int32)
+    )
     return pad_targets(batch) if padded else batch
 
 
@@ -73,7 +77,9 @@ def test_an_objective_of_others_is_not_divided() -> None:
         Another().across(GroupWithinWorld(SingleProcess(), ((0, 1),)))
 
 
-@pytest.mark.parametrize("more", [{"strategy": "fsdp"}, {"sync_delay": 1}, {"rank_weights": "[2, 1]"}])
+@pytest.mark.parametrize(
+    "more", [{"strategy": "fsdp"}, {"sync_delay": 1}, {"rank_weights": "[2, 1]"}]
+)
 def test_rows_are_not_divided_beside_other_divisions(more: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         build_config({"cp": 2, **more})

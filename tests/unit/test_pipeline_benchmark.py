@@ -1,4 +1,6 @@
-"""The arithmetic of ``benchmarks/pipeline.py``, and that a bar which is missed is told. Nothing is trained here."""
+"""The arithmetic of ``benchmarks/pipeline.py``, and that a bar which is missed is told. Nothing is
+trained here.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_what_is_missed_is_told(bench: Any, tmp_path: Path) -> None:
             peak = more * bench.formula(64, weights, range(first, stop), noted)
             steps = [{"seconds": 1.0, "waited": waited}] * 4
             ranks.append({**noted, "peak_bytes": peak, "steps": steps})
-        found = bench.judged(options, tmp_path, {"none": {"pipeline": [{"ranks": ranks, "losses": [1.0]}]}})
+        found = bench.judged(
+            options, tmp_path, {"none": {"pipeline": [{"ranks": ranks, "losses": [1.0]}]}}
+        )
         return found["missed"]
 
     import mlx.core as mx
@@ -49,8 +53,14 @@ def test_what_is_missed_is_told(bench: Any, tmp_path: Path) -> None:
     opened: Any = mx.load(str(tmp_path / "model" / "model.safetensors"))
     sizes = {name: array.nbytes for name, array in opened.items()}
     assert judged(1.0, 0.1, 2) == []
-    assert [text.split(":")[0] for text in judged(1.0, 0.2, 2)] == ["waiting of rank 0", "waiting of rank 1"]
-    assert {text.split(":")[0] for text in judged(1.2, 0.1, 2)} == {"memory of rank 0", "memory of rank 1"}
+    assert [text.split(":")[0] for text in judged(1.0, 0.2, 2)] == [
+        "waiting of rank 0",
+        "waiting of rank 1",
+    ]
+    assert {text.split(":")[0] for text in judged(1.2, 0.1, 2)} == {
+        "memory of rank 0",
+        "memory of rank 1",
+    }
     assert judged(1.0, 0.1, 3) == ["rank 0 holds 3 micro-batches", "rank 1 holds 3 micro-batches"]
 
 
@@ -69,13 +79,20 @@ def on_gpus() -> Iterator[Any]:
         ("needs more; take --strategy pipeline", 6000.0, 41e9, 2),
     ],
 )
-def test_bars_on_gpus_are_missed(on_gpus: Any, refused: str, speed: float, peak: float, missed: int) -> None:
-    runs = {"refused": {"refused": refused}, "pipeline": {"tokens_per_s": speed, "peak_bytes": [peak, 1e9]}}
+def test_bars_on_gpus_are_missed(
+    on_gpus: Any, refused: str, speed: float, peak: float, missed: int
+) -> None:
+    runs = {
+        "refused": {"refused": refused},
+        "pipeline": {"tokens_per_s": speed, "peak_bytes": [peak, 1e9]},
+    }
     assert len(on_gpus.missed_by(on_gpus.parse([]), runs)) == missed
 
 
 def test_the_large_model_is_one_that_mlx_lm_reads(on_gpus: Any, tmp_path: Path) -> None:
-    options = on_gpus.parse(["--dims", "256", "--layers", "2", "--vocabulary", "512", "--batch-size", "2"])
+    options = on_gpus.parse(
+        ["--dims", "256", "--layers", "2", "--vocabulary", "512", "--batch-size", "2"]
+    )
     on_gpus.write_inputs(options, tmp_path)
     import mlx.core as mx
     from mlx_lm.utils import load

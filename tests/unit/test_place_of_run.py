@@ -20,7 +20,14 @@ from allhands.observe.metrics import METRICS_FILE
 
 def trained(model: Path, data: Path, place: Path, **more: Any) -> tuple[int, str]:
     """Exit code and message."""
-    options = {"iters": 1, "batch_size": 2, "val_batches": 0, "max_seq_length": 64, "progress": False, **more}
+    options = {
+        "iters": 1,
+        "batch_size": 2,
+        "val_batches": 0,
+        "max_seq_length": 64,
+        "progress": False,
+        **more,
+    }
     try:
         allhands.finetune(model=str(model), data=str(data), adapter_path=str(place), **options)
     except AllhandsError as error:
@@ -41,7 +48,9 @@ def test_a_run_in_the_directory_of_what_it_reads_is_refused(
     before = files_of(tiny_model) | files_of(tiny_data)
     code, text = trained(tiny_model, tiny_data, place)
     assert (code, "--adapter-path" in text) == (2, True), text
-    several = call_allhands("train", "-n", "2", "--model", tiny_model, "--data", tiny_data, "--adapter-path", place)
+    several = call_allhands(
+        "train", "-n", "2", "--model", tiny_model, "--data", tiny_data, "--adapter-path", place
+    )
     assert several.returncode == 2
     (tmp_path / "link").symlink_to(place)
     assert trained(tiny_model, tiny_data, tmp_path / "link")[0] == 2
@@ -101,7 +110,9 @@ def test_a_model_in_the_place_of_a_run(tiny_model: Path, tiny_data: Path, tmp_pa
     assert files_of(other) == before
 
 
-def test_what_runs_and_people_leave_is_no_hindrance(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_what_runs_and_people_leave_is_no_hindrance(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     (place / "notes.txt").write_text("mine")

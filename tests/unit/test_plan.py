@@ -31,12 +31,14 @@ STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 FREE = Link("free", float("inf"), 0.0)
 MIXTURE = DecoderShape(30, 576, 1536, 576, 192, 50257, experts=8, active=2)
 LLAMA = DecoderShape(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
-SMALLER = DecoderShape(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304)
+SMALLER = DecoderShape(
+    layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304
+)
 MIXTRAL = DecoderShape(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
 SMOL = DecoderShape(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
 
 
-# --- links and devices --------------------------------------------------------------------------------
+# --- links and devices ----------------------------------------------------------------------------
 
 
 def test_a_ring_sends_each_part_twice_but_for_one() -> None:
@@ -86,15 +88,23 @@ def test_measured_times_are_kept_between_and_scaled_beyond() -> None:
 
 def test_devices_by_description() -> None:
     mac, card = device_of("Apple M1 Pro 32GB"), device_of("NVIDIA GeForce RTX 4090")
-    assert (mac.kind, mac.memory_bytes, mac.usable_bytes) == ("metal", 32_000_000_000, 24_000_000_000)
-    assert (card.kind, card.memory_bytes, device_of("4090 24 GB").flops) == ("cuda", 24_000_000_000, card.flops)
+    assert (mac.kind, mac.memory_bytes, mac.usable_bytes) == (
+        "metal",
+        32_000_000_000,
+        24_000_000_000,
+    )
+    assert (card.kind, card.memory_bytes, device_of("4090 24 GB").flops) == (
+        "cuda",
+        24_000_000_000,
+        card.flops,
+    )
     assert device_of("M1 Max").seconds(1e12) == pytest.approx(device_of("M1 Pro").seconds(1e12) / 2)
     for text in ("", "M9", "32GB", "RTX"):
         with pytest.raises(ConfigError):
             device_of(text)
 
 
-# --- time ---------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def test_two_sizes_of_batch_tell_what_does_not_get_shorter() -> None:
@@ -138,14 +148,22 @@ def test_where_another_computer_saves_little() -> None:
 
     assert found(STEP, Link("slow", 1e6, 0.0)) == 1
     save = [1 - (0.1 + 0.9 / (n + 1)) / (0.1 + 0.9 / n) for n in range(1, 40)]
-    assert found(replace(STEP, rows=5040), FREE) == next(n for n, part in enumerate(save, 1) if part < 0.05)
+    assert found(replace(STEP, rows=5040), FREE) == next(
+        n for n, part in enumerate(save, 1) if part < 0.05
+    )
 
 
-# --- memory -------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def strategies(
-    work: Work, blocks: DecoderShape, ranks: int, bucket_bytes: int, *, quantised: bool = False, divides: bool = True
+    work: Work,
+    blocks: DecoderShape,
+    ranks: int,
+    bucket_bytes: int,
+    *,
+    quantised: bool = False,
+    divides: bool = True,
 ) -> list[Way]:
     """All ways on one GPU and on so many equal ones."""
     setting = Setting(
@@ -174,14 +192,17 @@ def test_numbers_of_a_known_model() -> None:
 
 
 def test_numbers_of_a_model_with_experts() -> None:
-    # Mixtral 8x7B: 46,702,792,704 parameters, of which 65 x 4096 are norms; 12.9 billion of them compute a token.
+    # Mixtral 8x7B: 46,702,792,704 parameters, of which 65 x 4096 are norms; 12.9 billion of them
+    # compute a token.
     assert all_weights(MIXTRAL, tied=False) == 46_702_792_704 - 65 * 4096
     flops = flops_per_token(MIXTRAL, "full", 32, recomputed=False)
     assert flops / 6 == pytest.approx(12.88e9 - 32000 * 4096, rel=0.001)
     # Each expert has factors of its own, and so does the router.
     experts, attention, router = 8 * 3 * (4096 + 14336), 2 * 8192 + 2 * 5120, 4096 + 8
     assert adapter_weights(MIXTRAL, 1, 8, None) == 8 * (experts + attention + router)
-    assert adapter_weights(MIXTRAL, 1, 8, ["block_sparse_moe.switch_mlp.up_proj"]) == 8 * 8 * (4096 + 14336)
+    assert adapter_weights(MIXTRAL, 1, 8, ["block_sparse_moe.switch_mlp.up_proj"]) == 8 * 8 * (
+        4096 + 14336
+    )
 
 
 def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> None:
@@ -198,17 +219,42 @@ def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> N
         (LLAMA, Work("full", 8192, 16, 2_471_645_608, 2_471_645_608, "adamw"), 20.6),
         (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw"), 14.3),
         (SMOL, Work("full", 16384, 30, 269_030_016, 269_030_016, "adamw"), 9.9),
-        # Of another vocabulary: with float32 copies, all layers adapted, and 8 layers of what was 4 bits.
-        (SMALLER, Work("full", 8192, 16, 2_152_337_408, 2_152_337_408, "adamw", masters=True), 27.8),
+        # Of another vocabulary: with float32 copies, all layers adapted, and 8 layers of what was 4
+        # bits.
+        (
+            SMALLER,
+            Work("full", 8192, 16, 2_152_337_408, 2_152_337_408, "adamw", masters=True),
+            27.8,
+        ),
         (SMALLER, Work("lora", 8192, 16, 2_152_337_408 + 22_544_384, 22_544_384, "adamw"), 13.88),
         (SMALLER, Work("lora", 8192, 8, 2_152_337_408 + 11_272_192, 11_272_192, "adamw"), 8.82),
-        (MIXTURE, Work("full", 8192, 30, 1_385_400_960, 1_385_400_960, "adamw", masters=True), 21.6),
-        # Activations computed again: of full training the update's peak, in which the largest array is there twice.
-        (LLAMA, Work("full", 8192, 16, 2_471_645_608, 2_471_645_608, "adamw", recomputed=True, masters=True), 23.45),
+        (
+            MIXTURE,
+            Work("full", 8192, 30, 1_385_400_960, 1_385_400_960, "adamw", masters=True),
+            21.6,
+        ),
+        # Activations computed again: of full training the update's peak, in which the largest array
+        # is there twice.
+        (
+            LLAMA,
+            Work(
+                "full",
+                8192,
+                16,
+                2_471_645_608,
+                2_471_645_608,
+                "adamw",
+                recomputed=True,
+                masters=True,
+            ),
+            23.45,
+        ),
         (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw", recomputed=True), 5.95),
     ],
 )
-def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: DecoderShape, work: Work, gigabytes: float) -> None:
+def test_what_was_measured_on_a_gpu_with_nothing_ahead(
+    blocks: DecoderShape, work: Work, gigabytes: float
+) -> None:
     """Of benchmarks/gpu.py's works on an H200: the peak of MLX's memory in the first step."""
     assert on_gpu(blocks, work).arrays / 1e9 == pytest.approx(gigabytes, rel=0.05)
 
@@ -219,15 +265,22 @@ def test_each_way_saves_what_it_divides() -> None:
     plain, divided = found["data parallel"], found["optimizer divided"]
     assert plain.parts["optimizer"] == 6 * 2_500_000_000
     assert divided.parts["optimizer"] == plain.parts["optimizer"] // 4
-    assert plain.rank_bytes - divided.rank_bytes == plain.parts["optimizer"] - divided.parts["optimizer"]
+    assert (
+        plain.rank_bytes - divided.rank_bytes
+        == plain.parts["optimizer"] - divided.parts["optimizer"]
+    )
     # With few tokens the update is the peak, and what is renewed there is divided, too.
     few = replace(work, tokens=4096)
     less = {s.name: s for s in strategies(few, LLAMA, 4, 128_000_000)}
     saved = less["data parallel"].rank_bytes - less["optimizer divided"].rank_bytes
     renewed = on_gpu(LLAMA, few).renewed
     assert plain.parts["optimizer"] * 3 / 4 < saved <= plain.parts["optimizer"] * 3 / 4 + renewed
-    assert found["checkpointing"].parts["activations"] < 0.2 * found["as it is"].parts["activations"]
-    assert plain.parts["activations"] == pytest.approx(found["as it is"].parts["activations"] / 4, rel=0.01)
+    assert (
+        found["checkpointing"].parts["activations"] < 0.2 * found["as it is"].parts["activations"]
+    )
+    assert plain.parts["activations"] == pytest.approx(
+        found["as it is"].parts["activations"] / 4, rel=0.01
+    )
     undivided = strategies(work, LLAMA, 4, 0, divides=False)
     simple = {name for name, each in found.items() if not each.combined}
     assert {s.name for s in undivided if not s.combined} == simple - {"optimizer divided"}
@@ -237,17 +290,25 @@ def test_each_way_saves_what_it_divides() -> None:
     small = strategies(work, LLAMA, 1, 0, quantised=True)
     assert [s.ranks for s in small if not s.combined] == [1, 1, 1]
     one_row = strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, quantised=True)
-    assert [s.name for s in one_row] == ["as it is", "checkpointing"], "no micro-batch is smaller than a row"
+    assert [s.name for s in one_row] == ["as it is", "checkpointing"], (
+        "no micro-batch is smaller than a row"
+    )
 
 
-# --- outlook ------------------------------------------------------------------------------------------
+# --- outlook --------------------------------------------------------------------------------------
 
 
 def job(**changed: object) -> Job:
     work = Work("full", 800, 16, 2_500_000_000, 2_500_000_000, "adamw")
     values: dict[str, object] = {
         **{"steps": 36_000, "start_s": 5.0, "step": STEP, "link": link_of("10GbE")},
-        **{"numbers": (1, 2, 4), "blocks": LLAMA, "work": work, "of": on_cpu, "prices": Prices(2.0, 100.0, 0.5)},
+        **{
+            "numbers": (1, 2, 4),
+            "blocks": LLAMA,
+            "work": work,
+            "of": on_cpu,
+            "prices": Prices(2.0, 100.0, 0.5),
+        },
     }
     usable = changed.pop("usable_bytes", 40_000_000_000)
     speeds = changed.pop("speeds", (1.0,))
@@ -267,7 +328,10 @@ def test_all_of_it_together() -> None:
     assert (poor.advice.outcome, {way.fits for way in poor.memory}) == ("framework", {False})
     assert look_ahead(job(link=None, numbers=())).lines[-1].machines == 1
     small = look_ahead(job(step=replace(STEP, gradient_bytes=1_000_000)))
-    buckets = [{each.name: each.parts["buckets"] for each in one.memory}["data parallel"] for one in (found, small)]
+    buckets = [
+        {each.name: each.parts["buckets"] for each in one.memory}["data parallel"]
+        for one in (found, small)
+    ]
     assert buckets == [32_000_000, 1_000_000], "a call is no larger than all that is exchanged"
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
 
@@ -275,40 +339,67 @@ def test_all_of_it_together() -> None:
 def test_what_steps_needed_beyond_what_was_computed_is_in_every_line() -> None:
     computed = look_ahead(job()).memory
     seen = computed[0].rank_bytes + 2_000_000_000
-    found, less = (look_ahead(job(needed_bytes=needed)).memory for needed in (seen, seen - 3_000_000_000))
-    assert found[0].rank_bytes == seen
-    assert [each.rank_bytes - was.rank_bytes for each, was in zip(found, computed, strict=True)] == (
-        [2_000_000_000] * len(computed)
+    found, less = (
+        look_ahead(job(needed_bytes=needed)).memory for needed in (seen, seen - 3_000_000_000)
     )
+    assert found[0].rank_bytes == seen
+    assert [
+        each.rank_bytes - was.rank_bytes for each, was in zip(found, computed, strict=True)
+    ] == ([2_000_000_000] * len(computed))
     assert less == computed, "the steps that were made may not have met the largest batch"
     assert look_ahead(job(usable_bytes=seen - 1)).memory[0].fits
     assert not look_ahead(job(usable_bytes=seen - 1, needed_bytes=seen)).memory[0].fits
 
 
 def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
-    apart, together = look_ahead(job(numbers=(1, 2))), look_ahead(job(numbers=(1, 2), together=True))
+    apart, together = (
+        look_ahead(job(numbers=(1, 2))),
+        look_ahead(job(numbers=(1, 2), together=True)),
+    )
     hours = together.lines[1].training_s / 3600
     assert apart.lines[1].money == pytest.approx(2 * hours * (2.0 + 0.05))
     assert together.lines[1].money == pytest.approx(hours * (2.0 + 0.05))
     assert together.lines[1].kwh == pytest.approx(hours * 0.1)
     place = [each.name for each in together.memory].index("data parallel")
     enough_for_one = together.memory[place].rank_bytes * 3 // 2
-    kinds = [{}, {"together": True}, {"together": True, "shares": True}]  # computers, GPUs of one, processes of one
-    fits = [look_ahead(job(numbers=(1, 2), usable_bytes=enough_for_one, **kind)).memory[place].fits for kind in kinds]
+    kinds = [
+        {},
+        {"together": True},
+        {"together": True, "shares": True},
+    ]  # computers, GPUs of one, processes of one
+    fits = [
+        look_ahead(job(numbers=(1, 2), usable_bytes=enough_for_one, **kind)).memory[place].fits
+        for kind in kinds
+    ]
     assert fits == [True, True, False]
-    assert [one.memory[place].flags for one in (apart, together)] == ["--hostfile hosts.json", "-n 2"]
+    assert [one.memory[place].flags for one in (apart, together)] == [
+        "--hostfile hosts.json",
+        "-n 2",
+    ]
 
 
 def test_a_process_has_room_for_the_back_end_that_was_measured() -> None:
     def exchange(link: ExchangeTimes) -> float:
-        """Bytes of a rank of two beyond its arrays and its buckets, against one rank with the same arrays."""
+        """Bytes of a rank of two beyond its arrays and its buckets, against one rank with the same
+        arrays.
+        """
         work = Work("full", 8, 16, 25_000_000, 25_000_000, "adamw", batch_tokens=16)
-        found = look_ahead(job(numbers=(1, 2), present_bytes=100_000_000, link=link, work=work)).memory
-        one, two = next(way for way in found if way.ranks == 1), next(way for way in found if way.ranks == 2)
-        assert {name: size for name, size in one.parts.items() if name != "buckets"}.items() <= two.parts.items()
+        found = look_ahead(
+            job(numbers=(1, 2), present_bytes=100_000_000, link=link, work=work)
+        ).memory
+        one, two = (
+            next(way for way in found if way.ranks == 1),
+            next(way for way in found if way.ranks == 2),
+        )
+        assert {
+            name: size for name, size in one.parts.items() if name != "buckets"
+        }.items() <= two.parts.items()
         return two.rank_bytes - one.rank_bytes - two.parts["buckets"]
 
-    measured = {name: exchange(Measured(2, lambda size: 1e-3 + size / 1e9, name=name)) for name in ("ring", "mpi")}
+    measured = {
+        name: exchange(Measured(2, lambda size: 1e-3 + size / 1e9, name=name))
+        for name in ("ring", "mpi")
+    }
     assert measured == {"ring": 34_000_000, "mpi": 12_000_000}
     assert exchange(link_of("10GbE")) == measured["ring"], "computers that are only described"
 
@@ -320,8 +411,12 @@ def test_processes_that_share_a_computer_are_held_to_one_that_has_all_of_it() ->
     assert of_two == split.lines[1].training_s
     assert whole.alone_s == pytest.approx(5.0 + 36_000 * 0.6)
     # STEP takes 1 s with a share of the cores: half as long by two, but not half of 0.6 s.
-    assert f"{split.lines[0].training_s / of_two:.2f} times as fast" in " ".join(split.advice.reasons)
-    assert f"{whole.alone_s / of_two:.2f} times as fast on 2 processes" in " ".join(whole.advice.reasons)
+    assert f"{split.lines[0].training_s / of_two:.2f} times as fast" in " ".join(
+        split.advice.reasons
+    )
+    assert f"{whole.alone_s / of_two:.2f} times as fast on 2 processes" in " ".join(
+        whole.advice.reasons
+    )
     quick = look_ahead(job(**shared, whole_s=0.05))
     assert quick.advice.outcome == "one machine"
 
@@ -334,13 +429,22 @@ def test_the_start_of_several_is_what_was_measured_with_them() -> None:
     assert [line.start_s for line in look_ahead(job(numbers=(1, 2))).lines] == [5.0, 5.0]
 
 
-# --- the command --------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_rows_are_as_long_as_those_of_the_data_that_are_named(
     tmp_path: Path, tiny_model: Path, tiny_data: Path
 ) -> None:
-    words = ("plan", "--device", "M1 Pro 32GB", "--json", "--model", str(tiny_model), "--batch-size", "4")
+    words = (
+        "plan",
+        "--device",
+        "M1 Pro 32GB",
+        "--json",
+        "--model",
+        str(tiny_model),
+        "--batch-size",
+        "4",
+    )
     lengths = _token_counts(tiny_model, tiny_data / "train.jsonl")
     told = call_allhands(*words, "--data", str(tiny_data), "--epochs", "3", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
@@ -348,13 +452,22 @@ def test_rows_are_as_long_as_those_of_the_data_that_are_named(
     mean = sum(lengths) / len(lengths)
     assert found["step"]["tokens"] == pytest.approx(4 * mean)
     assert found["steps"] == 3 * -(-len(lengths) // 4)
-    assert f"for rows of {mean:.0f} tokens on the average, of which the data have {len(lengths)}" in found["notes"]
+    assert (
+        f"for rows of {mean:.0f} tokens on the average, of which the data have {len(lengths)}"
+        in found["notes"]
+    )
     unnamed = json.loads(call_allhands(*words, "--iters", "9", cwd=tmp_path).stdout)
     assert unnamed["step"]["tokens"] == 4 * 2048
-    assert unnamed["notes"][0] == "for rows of 2048 tokens, the longest there can be: no --data is named"
+    assert (
+        unnamed["notes"][0]
+        == "for rows of 2048 tokens, the longest there can be: no --data is named"
+    )
     (tmp_path / "file").touch()
     unwritten = call_allhands(*words, "--iters", "9", "--picture", "file/chart.png", cwd=tmp_path)
-    assert (unwritten.returncode, unwritten.stdout) == (2, "")  # before anything is trained or measured
+    assert (unwritten.returncode, unwritten.stdout) == (
+        2,
+        "",
+    )  # before anything is trained or measured
     assert "file" in unwritten.stderr
     missing = call_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
     assert (missing.returncode, missing.stdout) == (3, "")
@@ -364,12 +477,16 @@ def test_rows_are_as_long_as_those_of_the_data_that_are_named(
 def _token_counts(model: Path, file: Path) -> list[int]:
     tokenizer: Any = load_tokenizer(str(model)).tokenizer
     rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
-    return [len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False))) for row in rows]
+    return [
+        len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False))) for row in rows
+    ]
 
 
 def test_computers_by_description(tmp_path: Path) -> None:
     words = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "200000")
-    done = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words, cwd=tmp_path)
+    done = call_allhands(
+        "plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
@@ -377,7 +494,9 @@ def test_computers_by_description(tmp_path: Path) -> None:
     assert found["usable_bytes"] == 24_000_000_000
     assert any("right within a factor" in note for note in found["notes"])
     assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
-    shown = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
+    shown = call_allhands(
+        "plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path
+    )
     assert not any(line != line.rstrip() for line in shown.stdout.splitlines())
     assert "Is distributing worth it?" in shown.stdout
     *_, kept = shown.stdout.splitlines()
@@ -406,13 +525,20 @@ def test_wrong_options(tmp_path: Path, words: list[str], told: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-# --- afterwards ---------------------------------------------------------------------------------------
+# --- afterwards -----------------------------------------------------------------------------------
 
 
 def history(ranks: int = 2, **parts: float) -> RunHistory:
     """A run whose steps of 1 s go into the parts named, and for the rest into computing."""
     started = {
-        **{"name": "run", "model": "m", "method": "lora", "num_ranks": ranks, "backend": "ring", "batch_size": 8},
+        **{
+            "name": "run",
+            "model": "m",
+            "method": "lora",
+            "num_ranks": ranks,
+            "backend": "ring",
+            "batch_size": 8,
+        },
         **{"total_steps": 50, "trainable_params": 1, "total_params": 2, "num_train_examples": 9},
         **{"cores_per_rank": None, "versions": {}, "time": 0.0},
     }
@@ -421,19 +547,40 @@ def history(ranks: int = 2, **parts: float) -> RunHistory:
     values = {"comm_s": 0.0, "data_wait_s": 0.0, **parts}
     for number in range(1, 6):
         report = {
-            **{"step": 10 * number, "loss": 2.0, "learning_rate": 1e-4, "grad_norm": 1.0, "tokens_per_s": 100.0},
-            **{"trained_tokens_per_s": 90.0, "trained_tokens": 900, "step_time_s": 1.0, "epoch": 0.1, **values},
-            **{"elapsed_s": 10.0 * number, "peak_memory_bytes": (1,), "compute_s": 1.0 - rest - sum(values.values())},
+            **{
+                "step": 10 * number,
+                "loss": 2.0,
+                "learning_rate": 1e-4,
+                "grad_norm": 1.0,
+                "tokens_per_s": 100.0,
+            },
+            **{
+                "trained_tokens_per_s": 90.0,
+                "trained_tokens": 900,
+                "step_time_s": 1.0,
+                "epoch": 0.1,
+                **values,
+            },
+            **{
+                "elapsed_s": 10.0 * number,
+                "peak_memory_bytes": (1,),
+                "compute_s": 1.0 - rest - sum(values.values()),
+            },
         }
         made.train.append(TrainReport(**report))  # type: ignore[arg-type]
     return made
 
 
 def started_again(*attempts: int) -> RunHistory:
-    """One that goes on so often: of the second attempt on after a fault, by a person's command else."""
+    """One that goes on so often: of the second attempt on after a fault, by a person's command
+    else.
+    """
     made = history()
     assert made.started is not None
-    starts = [made.started, *(replace(made.started, step=1, attempt=attempt) for attempt in attempts)]
+    starts = [
+        made.started,
+        *(replace(made.started, step=1, attempt=attempt) for attempt in attempts),
+    ]
     return replace(made, restarts=[(1, 1.0)] * len(attempts), starts=starts)
 
 
@@ -448,7 +595,10 @@ def started_again(*attempts: int) -> RunHistory:
         (history(1, rest=0.4), []),
         (started_again(2, 3, 4), ["it was started again 3 times after faults"]),
         (started_again(2, 1, 2, 1), []),
-        (replace(history(16), ended=RunEnded(50, "finished", 200_000.0)), ["16 ranks computed for 2.3 days"]),
+        (
+            replace(history(16), ended=RunEnded(50, "finished", 200_000.0)),
+            ["16 ranks computed for 2.3 days"],
+        ),
         (replace(history(comm_s=0.3), train=[]), []),
     ],
 )
@@ -458,7 +608,9 @@ def test_signs_of_a_run(made: RunHistory, seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("norm", "told"), [(1.0, []), (3.0, ["gradients"])])
-def test_gradients_that_explode_are_told_before_how_to_be_faster(norm: float, told: list[str], tmp_path: Path) -> None:
+def test_gradients_that_explode_are_told_before_how_to_be_faster(
+    norm: float, told: list[str], tmp_path: Path
+) -> None:
     made = history(comm_s=0.5)
     assert made.started is not None
     reports = [replace(made.train[0], step=place + 1, grad_norm=norm**place) for place in range(12)]

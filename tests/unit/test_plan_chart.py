@@ -19,15 +19,29 @@ from allhands.plan.strategies import QUANTISE
 
 HOSTS = "--hostfile hosts.json"
 OFFER = Offer(
-    machines=2, names="2 x a", training_s=36_000 / 1.9, speed_up=1.9, exposed=0.05, accumulated=1.95, flags=HOSTS
+    machines=2,
+    names="2 x a",
+    training_s=36_000 / 1.9,
+    speed_up=1.9,
+    exposed=0.05,
+    accumulated=1.95,
+    flags=HOSTS,
 )
 FINE = Situation(
-    again=True, alone_s=36_000, fits_one=True, fits_smaller="--grad-checkpoint", offer=OFFER, machines=2, enough=8
+    again=True,
+    alone_s=36_000,
+    fits_one=True,
+    fits_smaller="--grad-checkpoint",
+    offer=OFFER,
+    machines=2,
+    enough=8,
 )
 
 
 def situation(**changed: Any) -> Situation:
-    """The fine one with other values, also of what is offered; without others to help where that is ``None``."""
+    """The fine one with other values, also of what is offered; without others to help where that is
+    ``None``.
+    """
     if changed.get("offer", OFFER) is None:
         return replace(FINE, **changed)
     fields = {"names", "speed_up", "exposed", "accumulated", "flags", "more", "weights"}
@@ -53,7 +67,11 @@ ALONE = {"machines": 1, "offer": None}
         (ALONE, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE]),
         # 15 % saved is 1.176 times as fast.
         ({"speed_up": 1.18}, "data parallel", None),
-        ({"speed_up": 1.17}, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE, chart.PAYS, chart.FAST]),
+        (
+            {"speed_up": 1.17},
+            "one machine",
+            [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE, chart.PAYS, chart.FAST],
+        ),
         ({"speed_up": 1.03}, "one machine", None),
         ({"exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
         ({"exposed": 0.3, "speed_up": 1.1, "accumulated": 1.2}, "faster link", None),
@@ -65,7 +83,11 @@ ALONE = {"machines": 1, "offer": None}
             [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.MORE, chart.PAYS],
         ),
         ({"fits_one": False, "exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
-        ({"fits_one": False, **ALONE}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
+        (
+            {"fits_one": False, **ALONE},
+            "smaller",
+            [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER],
+        ),
         ({"fits_one": False, "together": True}, "smaller", None),
         ({"fits_one": False, "exposed": 0.7, "speed_up": 0.6}, "smaller", None),
         ({"fits_one": False, "speed_up": 1.1}, "smaller", None),
@@ -90,13 +112,21 @@ def test_the_chart(changed: dict[str, Any], outcome: str, asked: list[str] | Non
     arrows = arrows_of(found)
     for start in {arrow.start for arrow in arrows}:
         words = [arrow.word for arrow in arrows if arrow.start == start]
-        assert len(set(words)) == len(words), f"each exit of {start!r} has a word of its own: {words}"
+        assert len(set(words)) == len(words), (
+            f"each exit of {start!r} has a word of its own: {words}"
+        )
     stations = [*(question.text for question in found.path), found.outcome]
-    assert {(arrow.start, arrow.end) for arrow in arrows if arrow.taken} == set(itertools.pairwise(stations))
+    assert {(arrow.start, arrow.end) for arrow in arrows if arrow.taken} == set(
+        itertools.pairwise(stations)
+    )
     answers = {question.text: question.answer for question in found.path}
     assert all(arrow.word == answers[arrow.start] for arrow in arrows if arrow.taken)
-    usual = [(arrow.start, arrow.end, arrow.word) for arrow in arrows if arrow.word in ("yes", "no")]
-    assert usual == [(arrow.start, arrow.end, arrow.word) for arrow in arrows_of(advise(FINE))], "always drawn alike"
+    usual = [
+        (arrow.start, arrow.end, arrow.word) for arrow in arrows if arrow.word in ("yes", "no")
+    ]
+    assert usual == [(arrow.start, arrow.end, arrow.word) for arrow in arrows_of(advise(FINE))], (
+        "always drawn alike"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,16 +134,24 @@ def test_the_chart(changed: dict[str, Any], outcome: str, asked: list[str] | Non
     [
         ({"again": False, "alone_s": 200_000}, chart.AGAIN, "no, but long"),
         ({"again": False, "fits_one": False}, chart.AGAIN, "no, but too large"),
-        ({"again": False, "alone_s": 20_000, "together": True}, chart.AGAIN, "no, but nothing to set up"),
+        (
+            {"again": False, "alone_s": 20_000, "together": True},
+            chart.AGAIN,
+            "no, but nothing to set up",
+        ),
         ({"fits_one": False, "alone_s": 60}, chart.LONG, "no, but too large"),
         ({"fits_one": False}, chart.SMALLER, "yes, and long"),
         ({"fits_one": False, "fits_smaller": "", **ALONE}, chart.DIVIDED, "no"),
     ],
 )
-def test_an_exception_says_that_it_is_one(changed: dict[str, Any], question: str, answer: str) -> None:
+def test_an_exception_says_that_it_is_one(
+    changed: dict[str, Any], question: str, answer: str
+) -> None:
     found = advise(situation(**changed))
     assert {one.text: one.answer for one in found.path}[question] == answer
-    assert [arrow.word for arrow in arrows_of(found) if arrow.taken and arrow.start == question] == [answer]
+    assert [
+        arrow.word for arrow in arrows_of(found) if arrow.taken and arrow.start == question
+    ] == [answer]
 
 
 def test_flags_with_which_it_fits_are_for_each_of_several_machines() -> None:
@@ -139,7 +177,9 @@ def test_a_directory_is_no_name_of_a_picture(name: str) -> None:
 
 
 def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
-    slow = situation(exposed=0.99, speed_up=0.0027, accumulated=0.011, faster=faster_than(link_of("100MbE")))
+    slow = situation(
+        exposed=0.99, speed_up=0.0027, accumulated=0.011, faster=faster_than(link_of("100MbE"))
+    )
     full, lora = advise(slow).reasons, advise(replace(slow, adapters=True)).reasons
     assert "about 400 times slower on 2 machines" in full[0]
     assert full[1] == "10GbE or Thunderbolt in place of 100MbE; or LoRA, whose gradients are small"

@@ -1,4 +1,6 @@
-"""Plans in which arrays, matrices or rows are divided: where each way is advised, and where it is not."""
+"""Plans in which arrays, matrices or rows are divided: where each way is advised, and where it is
+not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from allhands.plan.speed import StepModel
 from allhands.plan.strategies import Way
 from allhands.run.training_memory import DecoderShape, Work, blocks_of, on_gpu
 
-MISTRAL = DecoderShape(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
+MISTRAL = DecoderShape(
+    layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768
+)
 EVERY = Dividing(frozenset({"fsdp", "tensor", "context"}), (32, 8, 14336), (4096, 14336))
 GPUS = ("RTX 4090",) * 4
 PAIR = ("M2 Max 64GB",) * 2
@@ -53,12 +57,31 @@ def planned(
         "full" if full else "lora", min(rows * row, max(row, 16384)), 32, WEIGHTS, trained, "adamw",
         batch_tokens=rows * row, row_tokens=row, accumulated=rows * row > 16384,
     )  # fmt: skip
-    step = StepModel(0.01 * step_s, rows * row, 0.99 * step_s / (rows * row), rows, trained, 32_000_000)
+    step = StepModel(
+        0.01 * step_s, rows * row, 0.99 * step_s / (rows * row), rows, trained, 32_000_000
+    )
     values: dict[str, Any] = {
-        **{"steps": 10_000, "start_s": 0.0, "step": replace(step, overlapped=devices[0].kind == "cuda")},
-        **{"link": link_of(link), "numbers": (), "blocks": MISTRAL, "work": work, "of": on_gpu, "batch_rows": rows},
+        **{
+            "steps": 10_000,
+            "start_s": 0.0,
+            "step": replace(step, overlapped=devices[0].kind == "cuda"),
+        },
+        **{
+            "link": link_of(link),
+            "numbers": (),
+            "blocks": MISTRAL,
+            "work": work,
+            "of": on_gpu,
+            "batch_rows": rows,
+        },
         "computers": tuple(
-            Computer(each.name, each.flops / devices[0].flops, each.usable_bytes, each.memory_bytes, each.why)
+            Computer(
+                each.name,
+                each.flops / devices[0].flops,
+                each.usable_bytes,
+                each.memory_bytes,
+                each.why,
+            )
             for each in devices
         ),
         **{"kind": devices[0].kind, "again_s": 4 / 3, "dividing": dividing},
@@ -67,7 +90,11 @@ def planned(
 
 
 def way_of(found: Outlook, strategy: str, ranks: int) -> Way:
-    ways = [each for each in found.memory if (each.strategy, each.ranks) == (strategy, ranks) and each.step_s]
+    ways = [
+        each
+        for each in found.memory
+        if (each.strategy, each.ranks) == (strategy, ranks) and each.step_s
+    ]
     assert len(ways) == 1
     return ways[0]
 
@@ -86,8 +113,18 @@ def test_fetched_blocks_are_computed_once_on_a_gpu_and_twice_elsewhere() -> None
     ("how", "more", "outcome", "flags"),
     [
         # Full training that none holds: by a fast link in parts of arrays, by a slow one in blocks.
-        ((GPUS, "nvlink"), {"full": True, "rows": 4, "step_s": 0.5}, "fully sharded", "--strategy fsdp"),
-        ((GPUS, "1GbE"), {"full": True, "rows": 4, "step_s": 0.5}, "pipeline", "--strategy pipeline"),
+        (
+            (GPUS, "nvlink"),
+            {"full": True, "rows": 4, "step_s": 0.5},
+            "fully sharded",
+            "--strategy fsdp",
+        ),
+        (
+            (GPUS, "1GbE"),
+            {"full": True, "rows": 4, "step_s": 0.5},
+            "pipeline",
+            "--strategy pipeline",
+        ),
         # One short row, which nobody else can divide, and which a slow link divides for nothing.
         ((PAIR, "nvlink"), {"rows": 1, "row": 256}, "tensor parallel", "--tp 2"),
         ((PAIR, "wifi"), {"rows": 1, "row": 256}, "one machine", ""),
@@ -98,10 +135,17 @@ def test_fetched_blocks_are_computed_once_on_a_gpu_and_twice_elsewhere() -> None
         ((PAIR, "nvlink"), {"rows": 8, "row": 2048, "step_s": 40.0}, "data parallel", ""),
         ((PAIR, "nvlink"), {"rows": 8}, "data parallel", ""),
         # A divided optimizer is enough.
-        ((("M2 Ultra 64GB",) * 4, "thunderbolt4"), {"full": True}, "divide the optimizer", "--strategy zero1"),
+        (
+            (("M2 Ultra 64GB",) * 4, "thunderbolt4"),
+            {"full": True},
+            "divide the optimizer",
+            "--strategy zero1",
+        ),
     ],
 )
-def test_the_way_that_is_advised(how: tuple[Any, ...], more: dict[str, Any], outcome: str, flags: str) -> None:
+def test_the_way_that_is_advised(
+    how: tuple[Any, ...], more: dict[str, Any], outcome: str, flags: str
+) -> None:
     found = planned(*how, **more)
     assert found.advice.outcome == outcome, (
         found.advice.title,
@@ -114,14 +158,22 @@ def test_the_way_that_is_advised(how: tuple[Any, ...], more: dict[str, Any], out
 
 
 def test_without_these_ways_it_would_not_be_so() -> None:
-    assert planned(GPUS, "nvlink", full=True, rows=4, step_s=0.5, dividing=None).advice.outcome == "pipeline"
+    assert (
+        planned(GPUS, "nvlink", full=True, rows=4, step_s=0.5, dividing=None).advice.outcome
+        == "pipeline"
+    )
     assert planned(PAIR, "nvlink", rows=1, row=256, dividing=None).advice.outcome == "one machine"
 
 
 def test_more_computers_are_not_advised_for_what_fewer_hold_as_fast() -> None:
     """Four rows are four ranks' work. Eight hold smaller parts, send more, and are done no sooner."""
     found = planned(
-        ("RTX 4090",) * 8, "nvlink", full=True, rows=4, step_s=0.5, dividing=replace(EVERY, ways=frozenset({"fsdp"}))
+        ("RTX 4090",) * 8,
+        "nvlink",
+        full=True,
+        rows=4,
+        step_s=0.5,
+        dividing=replace(EVERY, ways=frozenset({"fsdp"})),
     )
     ways = {each.ranks: each for each in found.memory if each.strategy == "fsdp"}
     assert (found.advice.outcome, found.advised) == ("fully sharded", 4)
@@ -130,7 +182,9 @@ def test_more_computers_are_not_advised_for_what_fewer_hold_as_fast() -> None:
     assert ways[8].training_s > 0.85 * ways[4].training_s
 
 
-@pytest.mark.parametrize("more", [{"full": True, "rows": 4, "step_s": 0.5}, {"rows": 1, "row": 256}, {"rows": 1}])
+@pytest.mark.parametrize(
+    "more", [{"full": True, "rows": 4, "step_s": 0.5}, {"rows": 1, "row": 256}, {"rows": 1}]
+)
 def test_the_chart_has_the_path(more: dict[str, Any], tmp_path: Path) -> None:
     found = planned(GPUS if "full" in more else PAIR, "nvlink", **more)
     stations = [*(question.text for question in found.advice.path), found.advice.outcome]
@@ -152,11 +206,15 @@ def test_memory_is_divided_and_traffic_is_that_of_the_way() -> None:
     hidden = 2 * 2048 * 4096 * 2
     assert way_of(found, "tensor", 2).sent_bytes == pytest.approx((4 * 32 - 1) * hidden, rel=0.01)
     context = way_of(found, "context", 2)
-    assert context.sent_bytes == pytest.approx(32 * 3 / 2 * 2 * 2 * 2048 * 1024 * 2 + 20_000_000, rel=0.001)
+    assert context.sent_bytes == pytest.approx(
+        32 * 3 / 2 * 2 * 2 * 2048 * 1024 * 2 + 20_000_000, rel=0.001
+    )
     # All weights, and half of the activations, with keys and values of whole rows.
     data = way_of(found, "data", 2)
     assert context.parts["weights"] == data.parts["weights"]
-    assert data.parts["activations"] < context.parts["activations"] < 1.5 * data.parts["activations"]
+    assert (
+        data.parts["activations"] < context.parts["activations"] < 1.5 * data.parts["activations"]
+    )
 
 
 def test_parts_of_arrays_follow_the_memory_of_computers() -> None:
@@ -175,13 +233,16 @@ def test_times_follow_the_link() -> None:
     slow, fast = (planned(PAIR, link, rows=2, row=2048) for link in ("10GbE", "nvlink"))
     for name in ("fsdp", "tensor", "context"):
         assert way_of(slow, name, 2).step_s > way_of(fast, name, 2).step_s
-    # 127 sums of 2 x 2,048 x 4,096 numbers of two bytes, each as an all-reduce of two ranks, and half of the passes.
+    # 127 sums of 2 x 2,048 x 4,096 numbers of two bytes, each as an all-reduce of two ranks, and
+    # half of the passes.
     sums = 127 * slow.job.link.seconds(2 * 2048 * 4096 * 2, 2)  # type: ignore[union-attr]
     step = slow.job.step
     head = 32768 * 4096
     inside = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     passes = step.tokens * step.token_s * (0.5 + 0.5 * head / (head + inside))
-    assert way_of(slow, "tensor", 2).step_s == pytest.approx(step.serial_s + passes + sums + 127 * 0.6e-3, rel=0.01)
+    assert way_of(slow, "tensor", 2).step_s == pytest.approx(
+        step.serial_s + passes + sums + 127 * 0.6e-3, rel=0.01
+    )
     # Weights in parts travel beside the passes, where these take longer.
     sharded = way_of(fast, "fsdp", 2)
     assert sharded.step_s == pytest.approx(step.serial_s + step.tokens * step.token_s / 2, rel=0.02)
@@ -220,7 +281,12 @@ def test_ways_need_heads_and_rows_enough(ranks: int, row: int, ways: tuple[str, 
 
 
 CONFIG = {
-    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
+    **{
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+    },
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768},
 }
 ALL = {"fsdp", "tensor", "context"}
@@ -254,7 +320,9 @@ def test_architectures_and_options_leave_some_ways(
 
 
 def test_groups_of_quantised_weights_stay_whole() -> None:
-    found = dividing_of({**CONFIG, "intermediate_size": 14336 + 64}, blocks_of(CONFIG), TrainConfig(), 64)
+    found = dividing_of(
+        {**CONFIG, "intermediate_size": 14336 + 64}, blocks_of(CONFIG), TrainConfig(), 64
+    )
     assert found.group == 64
     narrow = replace(found, inner=(4096, 64 * 6))
     assert "tensor" in narrow.among(2, 64)
@@ -264,12 +332,26 @@ def test_groups_of_quantised_weights_stay_whole() -> None:
 def test_the_command_reads_the_architecture_and_no_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model", layers=2, hidden=64)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
-    words = ("--model", "model", "--link", "thunderbolt4", "--iters", "100", "--num-layers", "-1", "--json")
+    words = (
+        "--model",
+        "model",
+        "--link",
+        "thunderbolt4",
+        "--iters",
+        "100",
+        "--num-layers",
+        "-1",
+        "--json",
+    )
 
     def told(devices: str, *more: str) -> set[tuple[int, str]]:
         done = call_allhands("plan", *words, "--device", devices, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        return {(way["ranks"], way["strategy"]) for way in json.loads(done.stdout)["memory"] if way["step_s"]}
+        return {
+            (way["ranks"], way["strategy"])
+            for way in json.loads(done.stdout)["memory"]
+            if way["step_s"]
+        }
 
     two = {(2, name) for name in ("data", "zero1", "fsdp", "tensor", "context")}
     three = {(3, name) for name in ("data", "zero1", "fsdp", "context")}  # four heads
@@ -281,14 +363,25 @@ def test_the_command_reads_the_architecture_and_no_weights(tmp_path: Path) -> No
     }
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
-    assert told("2 x M1 16GB", "--max-seq-length", "1024") == {(2, "data"), (2, "zero1"), (2, "fsdp")}
+    assert told("2 x M1 16GB", "--max-seq-length", "1024") == {
+        (2, "data"),
+        (2, "zero1"),
+        (2, "fsdp"),
+    }
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"tp": 2}, {"cp": 2}, {"strategy": "fsdp", "dp_shard": 2}, {"strategy": "pipeline", "pp": 2, "pp_split": "1,1"}],
+    [
+        {"tp": 2},
+        {"cp": 2},
+        {"strategy": "fsdp", "dp_shard": 2},
+        {"strategy": "pipeline", "pp": 2, "pp_split": "1,1"},
+    ],
 )
-def test_one_process_is_measured_with_all_of_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_one_process_is_measured_with_all_of_the_model(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     asked = TrainConfig(**{"train": True, "num_ranks": 2, **options})
     measured = build_config(dict(settings(asked, 4, tmp_path)))
     assert require_groups(measured, 1) is None

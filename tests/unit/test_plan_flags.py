@@ -1,4 +1,6 @@
-"""Flags that save memory are tried together, and with the optimizer divided, before a framework is named."""
+"""Flags that save memory are tried together, and with the optimizer divided, before a framework is
+named.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from allhands.plan.speed import StepModel
 from allhands.run.training_memory import DecoderShape, Work, on_gpu
 
 # 1.44 billion weights with float32 copies: 64 rows of 2048 in micro-batches of 8, as on an RTX 4090.
-LLAMA = DecoderShape(layers=24, dims=2048, mlp_dims=5632, queries=2048, keys=1024, vocabulary=151_680)
+LLAMA = DecoderShape(
+    layers=24, dims=2048, mlp_dims=5632, queries=2048, keys=1024, vocabulary=151_680
+)
 WORK = Work(
     *("full", 16_384, 24, 2_890_000_000, 2_890_000_000, "adamw"),
     masters=True,
@@ -66,14 +70,26 @@ def test_smaller_micro_batches_beside_the_divided_optimizer_are_enough() -> None
 
 
 def test_checkpointing_comes_after_smaller_micro_batches_and_with_them() -> None:
-    half: dict[str, Any] = {"weights_bytes": 1_450_000_000, "trained_bytes": 1_450_000_000, "masters": False}
+    half: dict[str, Any] = {
+        "weights_bytes": 1_450_000_000,
+        "trained_bytes": 1_450_000_000,
+        "masters": False,
+    }
     found = planned(13.0, optimizer="sgd", **half)
     assert found.advice.title == "data parallel on 8 machines, each with --micro-batch-tokens 4096"
     alone = planned(13.0, machines=1, optimizer="sgd", **half)
     assert alone.advice.title == "one machine, with --micro-batch-tokens 4096"
-    tight = planned(6.9, machines=1, weights_bytes=1_450_000_000, trained_bytes=1_450_000_000, optimizer="sgd")
+    tight = planned(
+        6.9, machines=1, weights_bytes=1_450_000_000, trained_bytes=1_450_000_000, optimizer="sgd"
+    )
     assert tight.advice.title == "more computers, or more memory in them"
-    long = {"tokens": 131_072, "row_tokens": 65_536, "masters": False, "optimizer": "sgd", "accumulated": False}
+    long = {
+        "tokens": 131_072,
+        "row_tokens": 65_536,
+        "masters": False,
+        "optimizer": "sgd",
+        "accumulated": False,
+    }
     rows = planned(45.0, machines=1, **long)
     assert rows.advice.title == f"one machine, with {BOTH} 65536"
 
@@ -82,7 +98,10 @@ def test_where_nothing_is_enough_the_least_of_all_shows_by_how_much() -> None:
     found = planned(9.4, machines=2)
     assert found.advice.outcome == "framework"
     assert set(shown(found).values()) == {"no"}
-    assert list(shown(found)) == [f"{BOTH} 2048", f"--hostfile hosts.json --strategy zero1 {BOTH} 2048"]
+    assert list(shown(found)) == [
+        f"{BOTH} 2048",
+        f"--hostfile hosts.json --strategy zero1 {BOTH} 2048",
+    ]
 
 
 def test_flags_that_change_no_result_come_before_four_bits() -> None:
@@ -91,7 +110,10 @@ def test_flags_that_change_no_result_come_before_four_bits() -> None:
     assert found.advice.path[-1].why == "--micro-batch-tokens 2048"
     # The weights alone are 2.9 GB.
     small = planned(3.5, machines=1, **lora)
-    assert small.advice.title == f"one machine, with allhands model get MODEL --quantize 4, then {BOTH} 2048"
+    assert (
+        small.advice.title
+        == f"one machine, with allhands model get MODEL --quantize 4, then {BOTH} 2048"
+    )
     assert "weights in 4 bits are rounded" in small.advice.reasons[0]
 
 
@@ -103,7 +125,10 @@ def test_where_one_flag_is_enough_none_are_combined(gigabytes: float) -> None:
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({"grad_checkpoint": True, "micro_batch_tokens": 2048}, "checkpointing, micro-batches of 2048"),
+        (
+            {"grad_checkpoint": True, "micro_batch_tokens": 2048},
+            "checkpointing, micro-batches of 2048",
+        ),
         ({"grad_checkpoint": True}, "checkpointing"),
         ({"micro_batch_tokens": 2048}, "as it is"),
         ({}, "as it is"),
@@ -120,9 +145,21 @@ def test_a_run_with_the_flags_together_is_held_to_their_own_line(
         for place, (name, flags) in enumerate(ways.items())
     ]
     plan: dict[str, Any] = {
-        **{"time": 1.0, "options": {"grad_checkpoint": False, "micro_batch_tokens": None}, "processor": "cpu"},
-        **{"device": None, "steps": 60, "start_s": 2.0, "step": {"tokens": 200.0}, "measured": None},
-        "machines": [{"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}],
+        **{
+            "time": 1.0,
+            "options": {"grad_checkpoint": False, "micro_batch_tokens": None},
+            "processor": "cpu",
+        },
+        **{
+            "device": None,
+            "steps": 60,
+            "start_s": 2.0,
+            "step": {"tokens": 200.0},
+            "measured": None,
+        },
+        "machines": [
+            {"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}
+        ],
         "memory": memory,
     }
     keep_plan(run, plan)
@@ -130,4 +167,6 @@ def test_a_run_with_the_flags_together_is_held_to_their_own_line(
     found = compare(read_plan(run / PLAN_FILE), read_metrics(run), config)
     figure = next(one for one in found.figures if one.key == "memory")
     assert f"({way})" in figure.of
-    assert figure.marked == (options == {"micro_batch_tokens": 2048}), "the plan has no line for that"
+    assert figure.marked == (options == {"micro_batch_tokens": 2048}), (
+        "the plan has no line for that"
+    )

@@ -1,4 +1,6 @@
-"""Plans on a GPU, where a step has the passes of the next one: what their short training counts, and what runs show."""
+"""Plans on a GPU, where a step has the passes of the next one: what their short training counts,
+and what runs show.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ PASS_S, UPDATE_S, NEW_S = 0.040, 0.010, 0.100  # NEW_S more for a shape that was
 
 
 def steps(tokens: float, shapes: list[int]) -> list[tuple[float, int]]:
-    """Seconds of each step and shapes so far: its update, the pass of the next step, and its own if that is still due.
+    """Seconds of each step and shapes so far: its update, the pass of the next step, and its own if
+    that is still due.
 
     A pass is not handed out in the step before where its shape was never met.
     """
@@ -47,7 +50,9 @@ def calibrated(
     tokens: list[float] | None = None,
     **options: Any,
 ) -> tuple[Calibration, list[dict[str, Any]]]:
-    """By trainings that write what is ``told`` of each batch size, and the options that they were given."""
+    """By trainings that write what is ``told`` of each batch size, and the options that they were
+    given.
+    """
     asked: list[dict[str, Any]] = []
 
     def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -56,13 +61,31 @@ def calibrated(
         run = Path(values["adapter_path"])
         run.mkdir()
         sink = JsonlSink(run / "metrics.jsonl")
-        facts = {"name": "run", "model": "m", "method": "lora", "num_ranks": 1, "backend": "none", "batch_size": 8}
-        numbers = {"total_steps": 24, "trainable_params": 10, "total_params": 100, "num_train_examples": 500}
-        sink.emit(RunStarted(**facts, **numbers, cores_per_rank=None, versions={}, time=9e9, largest=(8192, 1)))  # type: ignore[arg-type]
+        facts = {
+            "name": "run",
+            "model": "m",
+            "method": "lora",
+            "num_ranks": 1,
+            "backend": "none",
+            "batch_size": 8,
+        }
+        numbers = {
+            "total_steps": 24,
+            "trainable_params": 10,
+            "total_params": 100,
+            "num_train_examples": 500,
+        }
+        sink.emit(
+            RunStarted(
+                **facts, **numbers, cores_per_rank=None, versions={}, time=9e9, largest=(8192, 1)
+            )
+        )  # type: ignore[arg-type]
         steps = told[values["batch_size"]]
         sizes = tokens or [TOKENS * values["batch_size"] / 8] * len(steps)
         for number, ((seconds, shapes), size) in enumerate(zip(steps, sizes, strict=True), 1):
-            zeros = dict.fromkeys(("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0)
+            zeros = dict.fromkeys(
+                ("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0
+            )
             sink.emit(
                 TrainReport(
                     step=number,
@@ -84,15 +107,22 @@ def calibrated(
     return calibrate(TrainConfig(batch_size=8, **options), 9.0, on_gpu=True), asked
 
 
-def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shapes = [1] * steps_of(TrainConfig(), on_gpu=True)
     found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
     assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
     assert found.points[1] == pytest.approx((TOKENS / 2, PASS_S / 2 + UPDATE_S))
-    assert (found.peak_bytes, found.largest) == (20_000, (8192, 1))  # what it needs, not what it took
+    assert (found.peak_bytes, found.largest) == (
+        20_000,
+        (8192, 1),
+    )  # what it needs, not what it took
 
 
-def test_steps_that_met_a_shape_for_the_first_time_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_met_a_shape_for_the_first_time_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shapes = [1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8]
     found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
     assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
@@ -101,19 +131,28 @@ def test_steps_that_met_a_shape_for_the_first_time_do_not_count(monkeypatch: pyt
 
 
 def test_lengths_that_vary_are_seen_in_more_steps() -> None:
-    assert steps_of(TrainConfig(), on_gpu=True) == 4 * steps_of(TrainConfig(packing=True), on_gpu=True) == 96
+    assert (
+        steps_of(TrainConfig(), on_gpu=True)
+        == 4 * steps_of(TrainConfig(packing=True), on_gpu=True)
+        == 96
+    )
 
 
 def test_real_steps_foretell_those_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tokens, seconds and shapes so far of LoRA on 8 stories a step, a Llama of 1.08 billion on an H200.
+    # Tokens, seconds and shapes so far of LoRA on 8 stories a step, a Llama of 1.08 billion on an
+    # H200.
     steps = json.loads((Path(__file__).parent / "steps_of_lengths_h200.json").read_text())
     first, later = steps[:96], steps[96:]
     told = [(seconds, shapes) for _, seconds, shapes in first]
-    found, _ = calibrated(monkeypatch, {8: told, 4: told}, tokens=[tokens for tokens, _, _ in first])
+    found, _ = calibrated(
+        monkeypatch, {8: told, 4: told}, tokens=[tokens for tokens, _, _ in first]
+    )
     size, step_s = found.points[0]
     assert size == pytest.approx(sum(tokens for tokens, _, _ in first) / 96)
     assert step_s == pytest.approx(sum(seconds for _, seconds, _ in later) / len(later), rel=0.15)
-    assert found.first_s + len(steps) * step_s == pytest.approx(sum(seconds for _, seconds, _ in steps), rel=0.15)
+    assert found.first_s + len(steps) * step_s == pytest.approx(
+        sum(seconds for _, seconds, _ in steps), rel=0.15
+    )
 
 
 def test_where_all_shapes_are_new_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +175,9 @@ def test_short_runs_are_compiled_if_the_training_will_be(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: str
 ) -> None:
     shapes = [1] * steps_of(TrainConfig(), on_gpu=True)
-    _, asked = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)}, **options)
+    _, asked = calibrated(
+        monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)}, **options
+    )
     assert [(one["compile"], one["iters"]) for one in asked] == [(compiled, 96)] * 2
     on_cpu = settings(TrainConfig(**options), 8, Path("run"))
     assert (on_cpu["compile"], on_cpu["iters"]) == (
@@ -147,9 +188,18 @@ def test_short_runs_are_compiled_if_the_training_will_be(
 
 def kept(**more: Any) -> dict[str, Any]:
     return {
-        **{"time": 1.0, "options": {}, "processor": "gpu", "device": None, "steps": 60, "start_s": 2.0},
+        **{
+            "time": 1.0,
+            "options": {},
+            "processor": "gpu",
+            "device": None,
+            "steps": 60,
+            "start_s": 2.0,
+        },
         **{"step": {"tokens": 200.0}, "measured": {"exchanged": 1_000, "cores_per_rank": 1}},
-        "machines": [{"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}],
+        "machines": [
+            {"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}
+        ],
         "memory": [],
         **more,
     }
@@ -177,11 +227,19 @@ def test_a_plan_is_held_to_what_a_rank_needed_not_to_what_it_took(tmp_path: Path
     memory = {"name": "as it is", "ranks": 1, "rank_bytes": 400_000_000, "flags": ""}
     keep_plan(run, kept(memory=[memory]))
     history = read_metrics(run)
-    history = replace(history, train=[replace(one, needed_bytes=(410_000_000,)) for one in history.train])
+    history = replace(
+        history, train=[replace(one, needed_bytes=(410_000_000,)) for one in history.train]
+    )
     lines = (run / "logs" / "monitor-rank-0.jsonl").read_text().splitlines()
-    samples = [replace(decode_sample(line), estimated_bytes=None, mlx_estimated_bytes=395_000_000) for line in lines]
+    samples = [
+        replace(decode_sample(line), estimated_bytes=None, mlx_estimated_bytes=395_000_000)
+        for line in lines
+    ]
     assert decode_sample(encode_sample(samples[0])) == samples[0]
     found = compare(read_plan(run / PLAN_FILE), history, {}, samples)
     told = {figure.key: figure for figure in found.figures}
-    assert told["memory"].told == "Memory that a rank needs (as it is): 410 MB, 1.02 times the 400 MB planned"
+    assert (
+        told["memory"].told
+        == "Memory that a rank needs (as it is): 410 MB, 1.02 times the 400 MB planned"
+    )
     assert (told["expected"].planned, told["expected"].measured) == (395_000_000, 410_000_000)

@@ -26,7 +26,9 @@ def test_over_a_slow_link_what_sends_less_is_faster() -> None:
     seconds = [ways[flags].step_s for flags in order]
     assert seconds == sorted(seconds, reverse=True)
     for name in ("bf16", "int8", "int4"):
-        assert ways[f"--compress {name}"].sent_bytes == pytest.approx(CODECS[name].ratio * plain.sent_bytes, rel=0.02)
+        assert ways[f"--compress {name}"].sent_bytes == pytest.approx(
+            CODECS[name].ratio * plain.sent_bytes, rel=0.02
+        )
     assert ways["--sync-every 50"].sent_bytes == pytest.approx(plain.sent_bytes / 50, rel=0.01)
     assert ways["--grad-accumulation-steps 4"].sent_bytes == plain.sent_bytes // 4
     streamed = next(way for flags, way in ways.items() if "--sync-fragments" in flags)
@@ -40,7 +42,9 @@ def test_over_a_slow_link_what_sends_less_is_faster() -> None:
     assert late.step_s - late.exposed_s == pytest.approx(packed.step_s - packed.exposed_s)
     # Steps cannot hide what takes longer than they do.
     narrow = link_of("100kbit/s,1ms")
-    slow = next(w for w in lighter_ways(STEP, narrow, [1.0, 1.0], 0, "cpu") if "--sync-fragments" in w.flags)
+    slow = next(
+        w for w in lighter_ways(STEP, narrow, [1.0, 1.0], 0, "cpu") if "--sync-fragments" in w.flags
+    )
     assert slow.exposed_s > computed
 
 
@@ -54,7 +58,9 @@ def test_over_a_slow_link_what_sends_less_is_faster() -> None:
     ],
     ids=["fast", "alone", "in rounds", "nothing"],
 )
-def test_nothing_is_offered_where_it_would_not_help(step: StepModel, link: Link, speeds: list[float]) -> None:
+def test_nothing_is_offered_where_it_would_not_help(
+    step: StepModel, link: Link, speeds: list[float]
+) -> None:
     assert lighter_ways(step, link, speeds, 0, "cpu") == []
 
 

@@ -1,4 +1,6 @@
-"""What a plan makes of short trainings on a CPU: with all cores or a part, on a quiet computer or a busy one."""
+"""What a plan makes of short trainings on a CPU: with all cores or a part, on a quiet computer or a
+busy one.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ ROW = 100.0  # tokens
 
 
 class Measured:
-    """Short trainings that take the seconds that are told of (rows, cores for a rank), one after the other.
+    """Short trainings that take the seconds that are told of (rows, cores for a rank), one after
+    the other.
 
     Attributes:
         asked: rows and cores of each; ``said`` what a person was told.
         others: cores that other programs take during each; the last for all that follow.
     """
 
-    def __init__(self, told: dict[tuple[int, int | None], list[float]], others: list[float]) -> None:
+    def __init__(
+        self, told: dict[tuple[int, int | None], list[float]], others: list[float]
+    ) -> None:
         self.told, self.others = {key: list(each) for key, each in told.items()}, list(others)
         self.asked: list[tuple[int, int | None]] = []
         self.said: list[str] = []
@@ -47,20 +52,50 @@ class Measured:
         run = Path(values["adapter_path"])
         run.mkdir()
         sink = JsonlSink(run / "metrics.jsonl")
-        facts = {"name": "run", "model": "m", "method": "lora", "num_ranks": 1, "backend": "none", "batch_size": 8}
-        numbers = {"total_steps": 6, "trainable_params": 10, "total_params": 100, "num_train_examples": 500}
+        facts = {
+            "name": "run",
+            "model": "m",
+            "method": "lora",
+            "num_ranks": 1,
+            "backend": "none",
+            "batch_size": 8,
+        }
+        numbers = {
+            "total_steps": 6,
+            "trainable_params": 10,
+            "total_params": 100,
+            "num_train_examples": 500,
+        }
         sink.emit(RunStarted(**facts, **numbers, cores_per_rank=key[1], versions={}, time=9e9))  # type: ignore[arg-type]
-        zeros = dict.fromkeys(("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0)
+        zeros = dict.fromkeys(
+            ("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0
+        )
         tokens_per_s = ROW * key[0] / seconds
         for step in range(1, 4):
-            shown = {"tokens_per_s": tokens_per_s, "trained_tokens_per_s": tokens_per_s, "trained_tokens": 0}
-            sink.emit(TrainReport(step=step, step_time_s=seconds, peak_memory_bytes=(1,), epoch=0.0, **shown, **zeros))  # type: ignore[arg-type]
+            shown = {
+                "tokens_per_s": tokens_per_s,
+                "trained_tokens_per_s": tokens_per_s,
+                "trained_tokens": 0,
+            }
+            sink.emit(
+                TrainReport(
+                    step=step,
+                    step_time_s=seconds,
+                    peak_memory_bytes=(1,),
+                    epoch=0.0,
+                    **shown,
+                    **zeros,
+                )
+            )  # type: ignore[arg-type]
         sink.close()
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, told: dict[tuple[int, int | None], list[float]], *others: float, cores: int = 1
+    monkeypatch: pytest.MonkeyPatch,
+    told: dict[tuple[int, int | None], list[float]],
+    *others: float,
+    cores: int = 1,
 ) -> tuple[Calibration, Measured]:
     made = Measured(told, [*(others or (0.0,))])
     monkeypatch.setattr(plan_calibration.subprocess, "run", made.train)
@@ -90,7 +125,11 @@ def test_more_cores_slower_than_fewer_are_measured_again(monkeypatch: pytest.Mon
 
 
 def test_a_busy_computer_is_measured_again_and_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[tuple[int, int | None], list[float]] = {(8, 1): [1.4, 0.7], (4, 1): [0.36], (8, None): [0.39]}
+    told: dict[tuple[int, int | None], list[float]] = {
+        (8, 1): [1.4, 0.7],
+        (4, 1): [0.36],
+        (8, None): [0.39],
+    }
     monkeypatch.setattr("allhands.cli.plan_noise.allowed_cores", lambda: 2)
     monkeypatch.setattr("allhands.cli.plan_noise.available_cores", lambda: 2)
     quiet, made = measured(monkeypatch, told, 1.0, 1.0, 1.0, 0.0)

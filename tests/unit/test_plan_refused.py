@@ -1,4 +1,6 @@
-"""What plans refuse: trainings that training refuses, in the same words; computers, links and prices that cannot be."""
+"""What plans refuse: trainings that training refuses, in the same words; computers, links and
+prices that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +21,45 @@ from allhands.plan.links import link_of
 DEVICE = ("plan", "--device", "M1 Pro", "--iters", "9")
 
 
-def test_a_training_that_is_refused_is_not_planned(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
+def test_a_training_that_is_refused_is_not_planned(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
     quantised = tmp_path / "quantised"
     quantised.mkdir()
     values = json.loads((tiny_model / "config.json").read_text())
     values["quantization"] = {"group_size": 64, "bits": 4}
     (quantised / "config.json").write_text(json.dumps(values))
     for words in (DEVICE, ("plan", "--data", str(tiny_data))):  # before anything is trained here
-        full = call_allhands(*words, "--model", str(quantised), "--fine-tune-type", "full", cwd=tmp_path)
+        full = call_allhands(
+            *words, "--model", str(quantised), "--fine-tune-type", "full", cwd=tmp_path
+        )
         assert (full.returncode, full.stdout) == (2, "")
-        assert "the model is quantised (4 bits): its weights cannot be trained in full" in full.stderr
+        assert (
+            "the model is quantised (4 bits): its weights cannot be trained in full" in full.stderr
+        )
         assert "what to do: use --fine-tune-type lora, or dequantise" in full.stderr
     many = call_allhands(*DEVICE, "--model", str(tiny_model), "--num-layers", "4", cwd=tmp_path)
     assert (many.returncode, many.stdout) == (2, "")
     assert "4 layers asked for, but the model has 3" in many.stderr
     keys = json.dumps({"keys": ["attn.q", "no.such"], "rank": 8, "scale": 20.0, "dropout": 0.0})
-    none = call_allhands(*DEVICE, "--model", str(tiny_model), "--lora-parameters", keys, cwd=tmp_path)
+    none = call_allhands(
+        *DEVICE, "--model", str(tiny_model), "--lora-parameters", keys, cwd=tmp_path
+    )
     assert (none.returncode, none.stdout) == (2, "")
     assert "--lora-parameters" in none.stderr
     assert "attn.q, no.such" in none.stderr
     assert "linear layers of a block: self_attn.q_proj, " in none.stderr
 
 
-def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Path, tiny_data: Path) -> None:
+def test_a_directory_that_is_no_model_is_told_as_training_tells_it(
+    tmp_path: Path, tiny_data: Path
+) -> None:
     done = call_allhands(*DEVICE, "--model", str(tiny_data), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (4, "")
     assert "no config.json: this is not a model directory" in done.stderr
-    assert "what to do: give the directory that holds config.json, model*.safetensors" in done.stderr
+    assert (
+        "what to do: give the directory that holds config.json, model*.safetensors" in done.stderr
+    )
 
 
 def test_options_that_are_not_planned_are_named(tmp_path: Path, tiny_model: Path) -> None:
@@ -57,7 +71,9 @@ def test_options_that_are_not_planned_are_named(tmp_path: Path, tiny_model: Path
 
 
 def test_weights_that_are_elsewhere_count(tmp_path: Path, tiny_data: Path) -> None:
-    """This computer has the files of its own stages alone: ``cluster sync --stages`` has listed the others."""
+    """This computer has the files of its own stages alone: ``cluster sync --stages`` has listed the
+    others.
+    """
     model = in_files(write_model(tmp_path / "model"), [("layers.0.", "embed"), ("layers.", "norm")])
     words = (*DEVICE, "--model", str(model), "--data", str(tiny_data), "--json")
     whole = call_allhands(*words, cwd=tmp_path)
@@ -78,7 +94,10 @@ def test_weights_that_are_elsewhere_count(tmp_path: Path, tiny_data: Path) -> No
     [
         ("M1 Pro 0GB", "'M1 Pro 0GB' has no more memory than the system itself takes, 2 GB"),
         ("M1 Pro 2GB", "'M1 Pro 2GB' has no more memory than the system itself takes, 2 GB"),
-        ("RTX 4090 0.5GB", "'RTX 4090 0.5GB' has no more memory than the system itself takes, 0.5 GB"),
+        (
+            "RTX 4090 0.5GB",
+            "'RTX 4090 0.5GB' has no more memory than the system itself takes, 0.5 GB",
+        ),
         (f"M1 Pro {'9' * 400}GB", "has more memory than there is"),
     ],
 )
@@ -100,10 +119,19 @@ def test_of_a_small_memory_the_system_takes_more_than_its_part() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--device", "99999999 x M1 Pro 32GB"], "--device: more than 1,024 computers cannot be planned"),
-        (["--device", f"{'9' * 5000} x M1"], "--device: more than 1,024 computers cannot be planned"),
+        (
+            ["--device", "99999999 x M1 Pro 32GB"],
+            "--device: more than 1,024 computers cannot be planned",
+        ),
+        (
+            ["--device", f"{'9' * 5000} x M1"],
+            "--device: more than 1,024 computers cannot be planned",
+        ),
         (["--device", "\u00b2 x M1"], "is not a computer that is known"),
-        (["--device", "1000 x M1, 25 x M1"], "--device: more than 1,024 computers cannot be planned"),
+        (
+            ["--device", "1000 x M1, 25 x M1"],
+            "--device: more than 1,024 computers cannot be planned",
+        ),
         (["--device", "M1", "--price-per-hour", "inf"], "--price-per-hour: inf is no amount"),
         (["--device", "M1", "--price-per-hour", "nan"], "--price-per-hour: nan is no amount"),
         (["--device", "M1", "--price-per-hour", "-1"], "--price-per-hour: -1 is no amount"),
@@ -112,8 +140,12 @@ def test_of_a_small_memory_the_system_takes_more_than_its_part() -> None:
         (["--price-per-kwh", "0.3"], "--price-per-kwh: the price of energy needs a power"),
     ],
 )
-def test_computers_and_prices_that_cannot_be(tmp_path: Path, tiny_model: Path, words: list[str], told: str) -> None:
-    done = call_allhands("plan", *words, "--model", str(tiny_model), "--iters", "9", "--json", cwd=tmp_path)
+def test_computers_and_prices_that_cannot_be(
+    tmp_path: Path, tiny_model: Path, words: list[str], told: str
+) -> None:
+    done = call_allhands(
+        "plan", *words, "--model", str(tiny_model), "--iters", "9", "--json", cwd=tmp_path
+    )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert "what to do: " in done.stderr
@@ -134,7 +166,11 @@ def test_the_power_that_is_taken_is_told(tmp_path: Path, tiny_model: Path) -> No
         ("10GbE,-5ms", "'-5ms' is no delay", "give one from 0 on, as 10GbE,5ms"),
         ("100Mbit/s,soon", "'soon' is no delay", "give one from 0 on, as 100Mbit/s,5ms"),
         ("0Gbit/s", "nothing gets through a link of 0Gbit/s", "give a rate above 0, as 400Mbit/s"),
-        ("-1Mbit/s,5ms", "nothing gets through a link of -1Mbit/s", "give a rate above 0, as 400Mbit/s"),
+        (
+            "-1Mbit/s,5ms",
+            "nothing gets through a link of -1Mbit/s",
+            "give a rate above 0, as 400Mbit/s",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_link_is_named(text: str, told: str, hint: str) -> None:

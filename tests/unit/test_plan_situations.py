@@ -1,4 +1,6 @@
-"""What is planned for real situations: computers, links and models, and the advice that an engineer would sign."""
+"""What is planned for real situations: computers, links and models, and the advice that an engineer
+would sign.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel, enough, predict
 from allhands.run.training_memory import DecoderShape, Work, on_gpu
 
-MISTRAL = DecoderShape(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
+MISTRAL = DecoderShape(
+    layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768
+)
 LORA_BYTES = 20_000_000
 PAIR = ("M1 Pro 32GB", "M1 Pro 16GB")
 
@@ -52,14 +56,33 @@ def planned(
     values: dict[str, Any] = {
         "steps": 10_000,
         "start_s": 0.0,
-        "step": StepModel(0.01 * step_s, 512.0 * rows, 0.99 * step_s / (512 * rows), rows, trained, 32_000_000),
+        "step": StepModel(
+            0.01 * step_s, 512.0 * rows, 0.99 * step_s / (512 * rows), rows, trained, 32_000_000
+        ),
         "link": None if link is None or len(computers) < 2 else link_of(link),
         "computers": tuple(
-            Computer(each.name, each.flops / devices[0].flops, each.usable_bytes, each.memory_bytes, each.why)
+            Computer(
+                each.name,
+                each.flops / devices[0].flops,
+                each.usable_bytes,
+                each.memory_bytes,
+                each.why,
+            )
             for each in devices
         ),
-        **{"numbers": (), "blocks": MISTRAL, "work": work, "of": on_gpu, "batch_rows": rows, "kind": devices[0].kind},
-        **{"quantised": gigabytes < 5, "about": "LoRA of mistral: 10,000 steps of 8 rows", "again_s": 1.5},
+        **{
+            "numbers": (),
+            "blocks": MISTRAL,
+            "work": work,
+            "of": on_gpu,
+            "batch_rows": rows,
+            "kind": devices[0].kind,
+        },
+        **{
+            "quantised": gigabytes < 5,
+            "about": "LoRA of mistral: 10,000 steps of 8 rows",
+            "again_s": 1.5,
+        },
     }
     return look_ahead(Job(**{**values, **changed}))
 
@@ -67,7 +90,8 @@ def planned(
 @pytest.mark.parametrize(
     ("computers", "more", "outcome", "advised"),
     [
-        # The series' own pair, by a cable, by wifi with little to compute, and with a model that only one holds.
+        # The series' own pair, by a cable, by wifi with little to compute, and with a model that
+        # only one holds.
         (PAIR, {}, "data parallel", 2),
         (PAIR, {"link": "1GbE", "step_s": 2.0, "exchanged": 150_000_000}, "accumulate", 2),
         (PAIR, {"link": "wifi", "step_s": 1.0, "exchanged": 400_000_000}, "faster link", 1),
@@ -95,7 +119,9 @@ def planned(
         (PAIR, {"doubt": "this computer is busy"}, "measure again", 1),
     ],
 )
-def test_the_advice(computers: tuple[str, ...], more: dict[str, Any], outcome: str, advised: int) -> None:
+def test_the_advice(
+    computers: tuple[str, ...], more: dict[str, Any], outcome: str, advised: int
+) -> None:
     found = planned(computers, **more)
     assert (found.advice.outcome, found.advised) == (outcome, advised)
     if outcome == "data parallel":
@@ -142,9 +168,18 @@ def test_the_order_in_which_computers_are_named_does_not_matter(link: str, step_
     fast = device_of("M4 Max 64GB").flops
     for names in (("M1 Pro 32GB", "M4 Max 64GB"), ("M4 Max 64GB", "M1 Pro 32GB")):
         token_s = step_s / 4096 * fast / device_of(names[0]).flops
-        outlook = planned(names, link, step=StepModel(0.01, 4096.0, token_s, 8, LORA_BYTES, 32_000_000))
+        outlook = planned(
+            names, link, step=StepModel(0.01, 4096.0, token_s, 8, LORA_BYTES, 32_000_000)
+        )
         advice = outlook.advice
-        found.append((advice.outcome, outlook.advised, [each.training_s for each in outlook.lines], advice.path))
+        found.append(
+            (
+                advice.outcome,
+                outlook.advised,
+                [each.training_s for each in outlook.lines],
+                advice.path,
+            )
+        )
     assert found[0][:2] == found[1][:2]
     assert found[0][2] == pytest.approx(found[1][2])
     assert [each.answer for each in found[0][3]] == [each.answer for each in found[1][3]]
@@ -169,7 +204,9 @@ def test_the_advice_never_goes_beyond_what_is_worth_it() -> None:
                 assert found.advised <= found.enough or found.advice.outcome == "accumulate"
                 assert found.line(1).training_s == pytest.approx(found.alone_s)
                 for line in found.lines:
-                    assert found.alone_s / line.training_s <= line.prediction.capacity + 1e-9, "never more than N-fold"
+                    assert found.alone_s / line.training_s <= line.prediction.capacity + 1e-9, (
+                        "never more than N-fold"
+                    )
                 if found.advised > 1 and found.advice.outcome == "data parallel":
                     assert found.line(found.advised).training_s <= 0.85 * found.alone_s
 
@@ -202,14 +239,17 @@ def test_more_processes_than_cores_take_turns_and_save_nothing() -> None:
 
 
 def test_every_kind_of_computer_is_listed() -> None:
-    pair = [Computer("a", 1.0, 24_000_000_000, 32_000_000_000, "the system has the rest"), Computer("b", 0.5)]
+    pair = [
+        Computer("a", 1.0, 24_000_000_000, 32_000_000_000, "the system has the rest"),
+        Computer("b", 0.5),
+    ]
     assert listed([*pair, pair[0]]) == [
         "2 x a: 24 GB of 32 GB for training (the system has the rest)",
         "b: memory not known, 0.5 times the speed of a",
     ]
 
 
-# --- what cannot be true ------------------------------------------------------------------------------
+# --- what cannot be true --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,7 +271,13 @@ def test_times_that_contradict_each_other(
 
 @pytest.mark.parametrize(
     ("cores", "mine", "others", "told"),
-    [(2, 2, 0.2, False), (2, 2, 1.0, True), (16, 16, 1.0, False), (16, 16, 4.0, True), (64, 2, 20.0, False)],
+    [
+        (2, 2, 0.2, False),
+        (2, 2, 1.0, True),
+        (16, 16, 1.0, False),
+        (16, 16, 4.0, True),
+        (64, 2, 20.0, False),
+    ],
 )
 def test_a_busy_computer_is_called_so(
     monkeypatch: pytest.MonkeyPatch, cores: int, mine: int, others: float, told: bool
@@ -241,7 +287,9 @@ def test_a_busy_computer_is_called_so(
     assert bool(busy(others)) == told
 
 
-def test_cores_of_others_are_those_that_this_process_has_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_of_others_are_those_that_this_process_has_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = iter([(0.0, 10.0, 3.0), (10.0, 25.0, 8.0)])
     now: list[float] = []
 
@@ -258,7 +306,7 @@ def test_cores_of_others_are_those_that_this_process_has_not_used(monkeypatch: p
     assert watch.others == pytest.approx(1.0)
 
 
-# --- the picture --------------------------------------------------------------------------------------
+# --- the picture ----------------------------------------------------------------------------------
 
 
 def test_the_picture_names_training_computers_and_link(tmp_path: Path) -> None:
@@ -272,7 +320,11 @@ def test_the_picture_names_training_computers_and_link(tmp_path: Path) -> None:
     ]
     with Image.open(draw_chart(found, tmp_path / "chart.png")) as image:
         assert image.width < 1000, "its letters can be read where it is shown 390 pixels wide"
-        blue = sum(count for count, colour in image.convert("RGB").getcolors(1 << 20) if colour == (0, 114, 178))
+        blue = sum(
+            count
+            for count, colour in image.convert("RGB").getcolors(1 << 20)
+            if colour == (0, 114, 178)
+        )
     assert blue > 1000, "the path stands out"
     doubtful = planned(PAIR, doubt="this computer is busy")
     assert not any(taken for _, _, taken in bars_of(doubtful))
@@ -285,7 +337,7 @@ def test_many_computers_have_few_bars() -> None:
     assert found.advised in [line.machines for line in found.lines]
 
 
-# --- the command --------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 SHAPE = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "200000")
 
@@ -321,7 +373,9 @@ def test_one_named_device_is_one_computer(tmp_path: Path) -> None:
         assert [line["machines"] for line in found["machines"]] == [1]
         assert found["advice"]["outcome"] == "one machine"
         assert any("--link 10GbE is not used" in note for note in found["notes"]) == bool(more)
-    imagined = command(tmp_path, "--device", "M1 Pro 32GB", "--machines", "1,2,4", "--link", "10GbE")
+    imagined = command(
+        tmp_path, "--device", "M1 Pro 32GB", "--machines", "1,2,4", "--link", "10GbE"
+    )
     assert [line["machines"] for line in imagined["machines"]] == [1, 2, 4]
 
 

@@ -1,4 +1,6 @@
-"""Plans of ways that go together, of experts and of kept weights: refused as training does, and where they pay."""
+"""Plans of ways that go together, of experts and of kept weights: refused as training does, and
+where they pay.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,20 @@ MPI = ("--backend", "mpi")
 MIXTRAL = DecoderShape(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
 
 
-def asked(options: dict[str, Any], link: str = "nvlink", computers: tuple[str, ...] = GPUS, **more: Any) -> Outlook:
-    return planned(computers, link, asked=build_config({"train": True, **options}), backend="nccl", **more)
+def asked(
+    options: dict[str, Any], link: str = "nvlink", computers: tuple[str, ...] = GPUS, **more: Any
+) -> Outlook:
+    return planned(
+        computers, link, asked=build_config({"train": True, **options}), backend="nccl", **more
+    )
 
 
 def first(found: Outlook, strategy: str, ranks: int = 4) -> Way:
-    return next(each for each in found.memory if (each.strategy, each.ranks) == (strategy, ranks) and each.step_s)
+    return next(
+        each
+        for each in found.memory
+        if (each.strategy, each.ranks) == (strategy, ranks) and each.step_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,12 +73,21 @@ def test_each_way_that_is_asked_for_is_planned(options: dict[str, Any], strategy
     more: dict[str, Any] = {"blocks": MIXTRAL} if "ep" in options else {}
     way = first(asked(options, full=True, rows=4, **more), strategy)
     assert way.fits is not None
-    assert all(f"--{name.replace('_', '-')} {value}" in way.flags for name, value in options.items())
-    assert (len(way.by_rank), min(way.by_rank) > 0, way.sent_bytes > 0, way.training_s > 0) == (4, True, True, True)
+    assert all(
+        f"--{name.replace('_', '-')} {value}" in way.flags for name, value in options.items()
+    )
+    assert (len(way.by_rank), min(way.by_rank) > 0, way.sent_bytes > 0, way.training_s > 0) == (
+        4,
+        True,
+        True,
+        True,
+    )
 
 
 def test_what_ranks_hold_together_is_divided_by_both() -> None:
-    """A quarter of every array each; of whole blocks half as much for a moment as fully sharded ranks of one kind."""
+    """A quarter of every array each; of whole blocks half as much for a moment as fully sharded
+    ranks of one kind.
+    """
     plain = way_of(planned(GPUS, "nvlink", full=True, rows=4), "fsdp", 4)
     both = first(asked({"strategy": "fsdp", "tp": 2}, full=True, rows=4), "fsdp+tensor")
     copies = first(asked({"strategy": "fsdp", "dp_shard": 2}, full=True, rows=4), "fsdp")
@@ -79,17 +98,22 @@ def test_what_ranks_hold_together_is_divided_by_both() -> None:
     assert copies.parts["weights"] == pytest.approx(WEIGHTS / 2, rel=0.03)
     assert kept.parts["weights"] == pytest.approx(WEIGHTS, rel=0.03)
     assert kept.rank_bytes > plain.rank_bytes + WEIGHTS / 2
-    # Weights are fetched once in place of twice: a third less. Copies of the model exchange what both have.
+    # Weights are fetched once in place of twice: a third less. Copies of the model exchange what
+    # both have.
     assert kept.sent_bytes == pytest.approx(plain.sent_bytes * 2 / 3, rel=0.05)
     assert copies.sent_bytes == pytest.approx(2.5 / 2.25 * plain.sent_bytes * 0.8, rel=0.05)
 
 
 def test_stages_hold_what_the_other_way_leaves_of_them() -> None:
-    """Of full training: weights, gradients and states of half of the blocks, of which two ranks have a half each."""
+    """Of full training: weights, gradients and states of half of the blocks, of which two ranks
+    have a half each.
+    """
     options = ({"pp": 2}, {"tp": 2}, {"dp_shard": 2, "reshard": "on"})
     one, tensor, shard = (
         first(asked({"strategy": "pipeline", **more}, full=True, rows=4), name)
-        for more, name in zip(options, ("pipeline", "pipeline+tensor", "pipeline+fsdp"), strict=True)
+        for more, name in zip(
+            options, ("pipeline", "pipeline+tensor", "pipeline+fsdp"), strict=True
+        )
     )
     assert max(one.by_rank) > 1.5 * max(tensor.by_rank)
     assert max(one.by_rank) > 1.5 * max(shard.by_rank)
@@ -100,15 +124,21 @@ def test_stages_hold_what_the_other_way_leaves_of_them() -> None:
 
 
 def test_two_ways_together_are_worth_it_where_rows_are_few() -> None:
-    """Two rows for four ranks: fully sharded alone, two of them have none. With eight rows nobody waits for sums."""
+    """Two rows for four ranks: fully sharded alone, two of them have none. With eight rows nobody
+    waits for sums.
+    """
     for rows, better in ((2, True), (8, False)):
-        found = asked({"strategy": "fsdp", "tp": 2}, full=True, rows=rows, row=2048, step_s=2.5 * rows)
+        found = asked(
+            {"strategy": "fsdp", "tp": 2}, full=True, rows=rows, row=2048, step_s=2.5 * rows
+        )
         together, alone = first(found, "fsdp+tensor"), first(found, "fsdp")
         assert (together.step_s < alone.step_s) == better, rows
 
 
 @pytest.mark.parametrize(("rows", "flags"), [(2, "--strategy fsdp --tp 2"), (8, "--strategy fsdp")])
-def test_two_ways_together_are_advised_where_they_are_the_quickest_that_fits(rows: int, flags: str) -> None:
+def test_two_ways_together_are_advised_where_they_are_the_quickest_that_fits(
+    rows: int, flags: str
+) -> None:
     sharded = replace(EVERY, ways=frozenset({"fsdp"}))
     options = {"strategy": "fsdp", "tp": 2}
     found = asked(options, full=True, rows=rows, row=2048, step_s=2.5 * rows, dividing=sharded)
@@ -119,21 +149,36 @@ def test_two_ways_together_are_advised_where_they_are_the_quickest_that_fits(row
 def test_experts_are_planned_without_being_asked_for() -> None:
     """Of mixtures whose experts so many ranks divide; elsewhere there is no such way."""
     by_experts = replace(EVERY, ways=EVERY.ways | {"expert"}, experts=8)
-    work = Work("full", 4 * 512, 32, 2 * 46_000_000_000, 2 * 46_000_000_000, "adamw", batch_tokens=4 * 512)
-    found = planned(GPUS, "nvlink", full=True, rows=4, blocks=MIXTRAL, work=work, dividing=by_experts)
+    work = Work(
+        "full", 4 * 512, 32, 2 * 46_000_000_000, 2 * 46_000_000_000, "adamw", batch_tokens=4 * 512
+    )
+    found = planned(
+        GPUS, "nvlink", full=True, rows=4, blocks=MIXTRAL, work=work, dividing=by_experts
+    )
     ways = {each.ranks: each for each in found.memory if each.strategy == "expert"}
     assert ways.keys() == {2, 4}
     data = way_of(found, "data", 4)
     # 96 % of it are experts.
-    assert ways[4].parts["weights"] == pytest.approx(data.parts["weights"] * (0.04 + 0.96 / 4), rel=0.05)
+    assert ways[4].parts["weights"] == pytest.approx(
+        data.parts["weights"] * (0.04 + 0.96 / 4), rel=0.05
+    )
     assert by_experts.among(3, 64) == ("fsdp",)
     assert "expert" not in {each.strategy for each in planned(GPUS, "nvlink", full=True).memory}
     values = {
-        **{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128},
+        **{
+            "model_type": "mixtral",
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "intermediate_size": 128,
+        },
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
         **{"num_local_experts": 8, "num_experts_per_tok": 2},
     }
-    for options, here in (({}, True), ({"fine_tune_type": "dora"}, False), ({"compress": "int8"}, False)):
+    for options, here in (
+        ({}, True),
+        ({"fine_tune_type": "dora"}, False),
+        ({"compress": "int8"}, False),
+    ):
         config = build_config({"train": True, **options})
         assert ("expert" in dividing_of(values, blocks_of(values), config, 1).ways) == here
 
@@ -174,7 +219,7 @@ def test_back_ends_without_groups_are_refused_for_what_needs_them(
     require_back_end(mesh, backend)
 
 
-# --- refused as training does -------------------------------------------------------------------------
+# --- refused as training does ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -221,16 +266,36 @@ def test_training_gives_the_same_reason(
 ) -> None:
     device = ("--device", f"{ranks} x M1 16GB", "--iters", "9", "--num-layers", "-1")
     planned = call_allhands("plan", *device, "--model", str(place / model), *words, cwd=place)
-    given = ("--model", place / model, "--data", place / "data", "--adapter-path", place / "run", "--num-layers", "-1")
-    trained = run_allhands("train", "--train", "--iters", "2", "-n", str(ranks), *map(str, given), *words)
+    given = (
+        "--model",
+        place / model,
+        "--data",
+        place / "data",
+        "--adapter-path",
+        place / "run",
+        "--num-layers",
+        "-1",
+    )
+    trained = run_allhands(
+        "train", "--train", "--iters", "2", "-n", str(ranks), *map(str, given), *words
+    )
     assert trained.returncode == planned.returncode, trained.stderr
-    shown = [re.sub(r"\s+", " ", told(done.stderr)).partition("error: ")[2] for done in (planned, trained)]
+    shown = [
+        re.sub(r"\s+", " ", told(done.stderr)).partition("error: ")[2]
+        for done in (planned, trained)
+    ]
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"strategy": "pipeline"}, {"strategy": "fsdp", "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "options", [{"tp": 2}, {"strategy": "pipeline"}, {"strategy": "fsdp", "dp_shard": 2}]
+)
 def test_one_computer_is_refused_what_needs_several(place: Path, options: dict[str, Any]) -> None:
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     model = ("--model", str(place / "model"), "--iters", "9")
     done = call_allhands("plan", "--device", "M1 16GB", *model, *words, cwd=place)
     assert done.returncode == 2
@@ -238,6 +303,8 @@ def test_one_computer_is_refused_what_needs_several(place: Path, options: dict[s
         require_stages(build_config({"train": True, **options}), 1)
     assert refused.value.message in done.stderr
     # Of as many as it takes, though only imagined, it is planned.
-    done = call_allhands("plan", "--device", "M1 16GB", "--machines", "2", *model, *words, "--json", cwd=place)
+    done = call_allhands(
+        "plan", "--device", "M1 16GB", "--machines", "2", *model, *words, "--json", cwd=place
+    )
     assert done.returncode == 0, done.stderr
     assert any(" ".join(words) in way["flags"] for way in json.loads(done.stdout)["memory"])

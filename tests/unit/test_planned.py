@@ -1,4 +1,6 @@
-"""A plan that was kept beside the run that followed: figures worked out by hand, and plans that cannot be read."""
+"""A plan that was kept beside the run that followed: figures worked out by hand, and plans that
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,19 @@ def line(machines: int, step_s: float, exposed_s: float = 0.0) -> dict[str, Any]
 
 def planned(**changed: Any) -> dict[str, Any]:
     values = {
-        **{"time": BEGAN - 100, "options": OPTIONS, "processor": "cpu", "device": None, "steps": 60, "start_s": 2.0},
-        **{"step": {"tokens": 200.0}, "machines": [line(1, 0.5), line(2, 0.25, 0.025)], "memory": WAYS},
+        **{
+            "time": BEGAN - 100,
+            "options": OPTIONS,
+            "processor": "cpu",
+            "device": None,
+            "steps": 60,
+            "start_s": 2.0,
+        },
+        **{
+            "step": {"tokens": 200.0},
+            "machines": [line(1, 0.5), line(2, 0.25, 0.025)],
+            "memory": WAYS,
+        },
         "measured": {"exchanged": 1_000, "cores_per_rank": 1},
     }
     return {**values, **changed}
@@ -77,7 +90,7 @@ def set_option(run: Path, **options: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **options}))
 
 
-# --- figures ------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
@@ -96,8 +109,14 @@ def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
         "memory": (600_000_000, 600_000_000),
         "expected": (600_000_000, 600_000_000),
     }
-    assert [one.ratio for one in found.figures] == [pytest.approx(r) for r in (1.1, 1.0, 1.0, 31 / 30, 1.0, 1.0)]
-    assert (found.differences, found.notes, any(one.off for one in found.figures)) == ((), (), False)
+    assert [one.ratio for one in found.figures] == [
+        pytest.approx(r) for r in (1.1, 1.0, 1.0, 31 / 30, 1.0, 1.0)
+    ]
+    assert (found.differences, found.notes, any(one.off for one in found.figures)) == (
+        (),
+        (),
+        False,
+    )
     assert told(found) == [
         (
             "good",
@@ -112,7 +131,9 @@ def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
 def test_what_is_off_is_said_and_what_may_explain_it_is_beside_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     step = {"tokens": 160.0}
-    found = compared(run, machines=[line(1, 0.4)], memory=[{**WAYS[0], "rank_bytes": 500_000_000}], step=step)
+    found = compared(
+        run, machines=[line(1, 0.4)], memory=[{**WAYS[0], "rank_bytes": 500_000_000}], step=step
+    )
     assert told(found) == [
         ("warning", "Not as planned. A step: 500 ms, 1.25 times the 400 ms planned."),
         ("warning", "Not as planned. All steps: 31 s, 1.29 times the 24 s planned."),
@@ -123,17 +144,28 @@ def test_what_is_off_is_said_and_what_may_explain_it_is_beside_it(tmp_path: Path
     ]
     tokens = figures(found)["tokens"]
     assert (tokens.planned, tokens.measured, tokens.off) == (160.0, pytest.approx(200.0), False)
-    assert "| tokens of a step | 160 | 200 | 1.25 | – |" in to_markdown(make_page([read_facts(run)]))
+    assert "| tokens of a step | 160 | 200 | 1.25 | – |" in to_markdown(
+        make_page([read_facts(run)])
+    )
 
 
 @pytest.mark.parametrize(
     ("step_s", "rank_bytes", "off"),
     # 0.5 / 0.44 = 1.136, / 0.43 = 1.163, / 0.58 = 0.862, / 0.6 = 0.833; 600 / 550 = 1.09, / 540 = 1.11, / 670 = 0.896
-    [(0.44, 550, set()), (0.43, 540, {"step", "memory"}), (0.58, 660, set()), (0.6, 670, {"step", "memory"})],
+    [
+        (0.44, 550, set()),
+        (0.43, 540, {"step", "memory"}),
+        (0.58, 660, set()),
+        (0.6, 670, {"step", "memory"}),
+    ],
 )
-def test_the_bounds_of_as_planned(tmp_path: Path, step_s: float, rank_bytes: int, off: set[str]) -> None:
+def test_the_bounds_of_as_planned(
+    tmp_path: Path, step_s: float, rank_bytes: int, off: set[str]
+) -> None:
     memory = [{**WAYS[0], "rank_bytes": rank_bytes * 1_000_000}]
-    found = figures(compared(write_run(tmp_path / "run"), machines=[line(1, step_s)], memory=memory))
+    found = figures(
+        compared(write_run(tmp_path / "run"), machines=[line(1, step_s)], memory=memory)
+    )
     assert {key for key in ("step", "memory") if found[key].off} == off
 
 
@@ -145,19 +177,30 @@ def test_a_step_is_the_median_without_the_first_report(tmp_path: Path) -> None:
 
 
 def test_the_exchange_and_the_ranks_of_the_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ranks=2)  # 0.25 s, of which 0.025 s is exchange; the higher peak is 610 MB
+    run = write_run(
+        tmp_path / "run", ranks=2
+    )  # 0.25 s, of which 0.025 s is exchange; the higher peak is 610 MB
     set_option(run, num_ranks=2)
     found = compared(run, machines=[line(1, 0.5), line(2, 0.2, 0.005)])
     assert found.machines == 2
     step, memory = figures(found)["step"], figures(found)["memory"]
     assert (step.planned, step.measured, step.ratio) == (0.2, 0.25, pytest.approx(1.25))
     exchange = figures(found)["exchange"]
-    assert (exchange.planned, exchange.measured, exchange.off) == (0.005, pytest.approx(0.025), False)
-    assert (memory.of, memory.ratio) == ("memory of a rank at its peak (data parallel)", pytest.approx(1.22))
+    assert (exchange.planned, exchange.measured, exchange.off) == (
+        0.005,
+        pytest.approx(0.025),
+        False,
+    )
+    assert (memory.of, memory.ratio) == (
+        "memory of a rank at its peak (data parallel)",
+        pytest.approx(1.22),
+    )
 
 
 def test_what_the_run_itself_expected(tmp_path: Path) -> None:
-    """600 MB, of 900 MB that it took: said where the plan was right, and once where it was as wrong."""
+    """600 MB, of 900 MB that it took: said where the plan was right, and once where it was as
+    wrong.
+    """
     run = write_run(tmp_path / "run")
     write_samples(run, ranks=1)
     peaks = {step: [900_000_000] for step in range(5, 65, 5)}
@@ -176,7 +219,12 @@ def test_what_the_run_itself_expected(tmp_path: Path) -> None:
 
 def test_a_peak_that_rose_later(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=30)
-    change(run, peak_memory_bytes={step: [900_000_000 if step > 15 else 500_000_000] for step in range(5, 35, 5)})
+    change(
+        run,
+        peak_memory_bytes={
+            step: [900_000_000 if step > 15 else 500_000_000] for step in range(5, 35, 5)
+        },
+    )
     memory = figures(compared(run, memory=[{**WAYS[0], "rank_bytes": 500_000_000}]))["memory"]
     assert (memory.ratio, memory.off) == (pytest.approx(1.8), True)
 
@@ -199,7 +247,9 @@ def test_a_plan_that_doubts_itself_is_no_measure_of_times(tmp_path: Path) -> Non
 
 
 def test_what_changes_while_it_trains(tmp_path: Path) -> None:
-    """Two ranks at first, then one from step 30 on: of that the steps, and nothing of the whole time."""
+    """Two ranks at first, then one from step 30 on: of that the steps, and nothing of the whole
+    time.
+    """
     run = write_run(tmp_path / "run", ranks=2)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     first = json.loads(next(text for text in lines if '"started"' in text))
@@ -222,14 +272,23 @@ def test_a_run_without_an_end_has_no_whole_time(tmp_path: Path) -> None:
         assert found["step"].ratio == 1.0
 
 
-# --- options ------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_other_options_are_named_and_the_figures_marked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, packing=True, iters=60, num_layers=16, lora_parameters=None)
-    options = {**OPTIONS, "batch_size": 16, "packing": False, "iters": 100, "num_layers": None, "data": "./data/pirate"}
-    found = compared(run, options={**options, "lora_parameters": {"rank": 8}}, measured={"exchanged": 2_000})
+    options = {
+        **OPTIONS,
+        "batch_size": 16,
+        "packing": False,
+        "iters": 100,
+        "num_layers": None,
+        "data": "./data/pirate",
+    }
+    found = compared(
+        run, options={**options, "lora_parameters": {"rank": 8}}, measured={"exchanged": 2_000}
+    )
     assert [one.told for one in found.differences] == [
         "planned with --batch-size 16, trained with --batch-size 8",
         "planned with --no-packing, trained with --packing",
@@ -239,7 +298,9 @@ def test_other_options_are_named_and_the_figures_marked(tmp_path: Path) -> None:
     assert all(one.marked for one in found.figures)
     words = told(found)
     assert words[0][0] == "note"
-    assert words[0][1].startswith("Not trained with the options that were planned: planned with --batch-size 16, ")
+    assert words[0][1].startswith(
+        "Not trained with the options that were planned: planned with --batch-size 16, "
+    )
     page = to_markdown(make_page([read_facts(run)]))
     assert "| a step | 500 ms | 500 ms | 1.00 \\* | yes |" in page
     assert "| --batch-size 16 | --batch-size 8 |" in page
@@ -249,18 +310,29 @@ def test_another_number_of_steps_has_its_share_of_the_time(tmp_path: Path) -> No
     run = write_run(tmp_path / "run")
     set_option(run, iters=60)
     found = compared(
-        run, options={**OPTIONS, "iters": 600}, steps=600, machines=[{**line(1, 0.5), "training_s": 302.0}]
+        run,
+        options={**OPTIONS, "iters": 600},
+        steps=600,
+        machines=[{**line(1, 0.5), "training_s": 302.0}],
     )
     assert not any(one.marked for one in found.figures)
     whole = figures(found)["steps"]
-    assert (whole.of, whole.planned, whole.measured) == ("all 60 steps (600 were planned: their share)", 30.0, 31.0)
-    assert [one.told for one in found.differences] == ["planned with --iters 600, trained with --iters 60"]
+    assert (whole.of, whole.planned, whole.measured) == (
+        "all 60 steps (600 were planned: their share)",
+        30.0,
+        31.0,
+    )
+    assert [one.told for one in found.differences] == [
+        "planned with --iters 600, trained with --iters 60"
+    ]
 
 
 def test_which_tokens_are_trained_is_compared(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, mask_prompt=False)
-    record = plan_record({**OPTIONS, "mask_prompt": True, "train_on": "last"}, processor="cpu", device=None)
+    record = plan_record(
+        {**OPTIONS, "mask_prompt": True, "train_on": "last"}, processor="cpu", device=None
+    )
     assert record["options"]["train_on"] == "last"
     found = compared(run, options=record["options"])
     assert any("--mask-prompt" in one.told for one in found.differences)
@@ -270,8 +342,12 @@ def test_which_tokens_are_trained_is_compared(tmp_path: Path) -> None:
 def test_a_number_of_steps_that_no_option_tells(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, epochs=2.0, grad_accumulation_steps=4)
-    found = compared(run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4}, steps=15)
-    assert [one.told for one in found.differences] == ["planned with 15 steps, trained with 60 steps"]
+    found = compared(
+        run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4}, steps=15
+    )
+    assert [one.told for one in found.differences] == [
+        "planned with 15 steps, trained with 60 steps"
+    ]
     assert not any(one.marked for one in found.figures)
     assert figures(found)["steps"].planned == pytest.approx(30.0 * 60 / 15)
 
@@ -293,7 +369,7 @@ def test_described_computers_and_other_cores(tmp_path: Path) -> None:
     assert difference.told == "planned with 2 cores a rank, trained with 1 core a rank"
 
 
-# --- files --------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_later_plan_is_no_prediction_and_takes_nothing_away(tmp_path: Path) -> None:
@@ -304,14 +380,19 @@ def test_a_later_plan_is_no_prediction_and_takes_nothing_away(tmp_path: Path) ->
     )
     facts = read_facts(run, now=BEGAN + 1e6)
     assert facts.plan is None
-    assert "plan.json was made 1m00s after this run had begun: it is no prediction of it, nor compared." in facts.notes
+    assert (
+        "plan.json was made 1m00s after this run had begun: it is no prediction of it, nor compared."
+        in facts.notes
+    )
     page = make_page([facts])
     assert "plan" not in {section.key for section in page.sections}
     assert "loss" in {section.key for section in page.sections}
     # Of no run: the next plan takes its place. Of this run: it stays, under a number.
     keep_plan(run, planned(time=BEGAN - 50))
     assert not (run / "plan.1.json").exists()
-    assert keep_plan(run, planned(time=BEGAN + 90)).endswith("the plan of an earlier run there is kept as plan.1.json")
+    assert keep_plan(run, planned(time=BEGAN + 90)).endswith(
+        "the plan of an earlier run there is kept as plan.1.json"
+    )
     assert read_plan(run / "plan.1.json").time == BEGAN - 50
     found = read_facts(run).plan
     assert found is not None
@@ -332,9 +413,15 @@ def test_a_later_plan_is_no_prediction_and_takes_nothing_away(tmp_path: Path) ->
         ("\0\xff" * 9, "the plan is torn: it is no whole JSON."),
         ("[" * 100_000, "the plan is torn: it is no whole JSON."),
         (json.dumps([1, 2]), "this is no plan: it holds no object."),
-        (json.dumps({**planned(), "version": 2}), "the plan has version 2, and this allhands reads version 1."),
+        (
+            json.dumps({**planned(), "version": 2}),
+            "the plan has version 2, and this allhands reads version 1.",
+        ),
         (json.dumps(planned()), "the plan has no version, and this allhands reads version 1."),
-        (json.dumps({"version": 1, "time": 1.0}), "the plan has a fault at options: Field required."),
+        (
+            json.dumps({"version": 1, "time": 1.0}),
+            "the plan has a fault at options: Field required.",
+        ),
         (
             json.dumps({"version": 1, **planned(machines=[{"machines": 1, "training_s": 2.0}])}),
             "the plan has a fault at machines.0.prediction: Field required.",
@@ -365,14 +452,19 @@ def test_a_plan_that_cannot_be_read_is_a_note(tmp_path: Path, content: str, amis
 
 def test_nothing_is_compared_where_nothing_says_when_it_began(tmp_path: Path) -> None:
     keep_plan(tmp_path, planned())
-    assert plan_before(tmp_path, None) == (None, ["plan.json is not compared: nothing says when the run began."])
+    assert plan_before(tmp_path, None) == (
+        None,
+        ["plan.json is not compared: nothing says when the run began."],
+    )
     assert plan_before(tmp_path / "none", 1.0) == (None, [])
 
 
 def test_names_of_a_run_are_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     hostile = "<script>document.title='owned'</script>"
-    found = compared(run, options={**OPTIONS, "data": hostile}, memory=[{**WAYS[0], "name": hostile}])
+    found = compared(
+        run, options={**OPTIONS, "data": hostile}, memory=[{**WAYS[0], "name": hostile}]
+    )
     assert found.differences[0].planned == f"--data {hostile}"
     page = make_page([read_facts(run)])
     assert hostile not in to_html(page)
@@ -383,15 +475,29 @@ def test_the_comparison_is_a_function_of_files_alone(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     keep_plan(run, planned())
     found = compare(read_plan(run / "plan.json"), read_metrics(run), {})
-    assert found.notes == ("The options of the run are not known, so they cannot be compared with the plan's.",)
+    assert found.notes == (
+        "The options of the run are not known, so they cannot be compared with the plan's.",
+    )
     assert figures(found)["step"].ratio == 1.0
     assert not figures(found)["step"].marked
 
 
-# --- the command --------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 DESCRIBED = (
-    *("plan", "--device", "M1 Pro 32GB", "--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "20"),
+    *(
+        "plan",
+        "--device",
+        "M1 Pro 32GB",
+        "--shape",
+        "llama-15m",
+        "--tokenizer",
+        "t",
+        "--data",
+        "d",
+        "--iters",
+        "20",
+    ),
 )
 
 
@@ -407,8 +513,18 @@ def test_the_command_keeps_its_plan(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert [one.name for one in file.parent.iterdir()] == ["plan.json"]
     plan = read_plan(file)
-    assert (plan.device, plan.processor, plan.steps, plan.measured) == ("M1 Pro 32GB", "gpu", 20, None)
-    assert {"shape": "llama-15m", "batch_size": 4, "iters": 20, "data": "d"}.items() <= plan.options.items()
+    assert (plan.device, plan.processor, plan.steps, plan.measured) == (
+        "M1 Pro 32GB",
+        "gpu",
+        20,
+        None,
+    )
+    assert {
+        "shape": "llama-15m",
+        "batch_size": 4,
+        "iters": 20,
+        "data": "d",
+    }.items() <= plan.options.items()
     assert not {"model", "adapter_path", "learning_rate", "num_ranks"} & plan.options.keys()
 
 
@@ -462,4 +578,7 @@ def test_afterwards_the_same_comparison(tmp_path: Path) -> None:
     assert (step["planned"], step["measured"], step["ratio"], step["off"]) == (0.4, 0.5, 1.25, True)
     (run / "plan.json").write_text("[]")
     torn = call_allhands("plan", "--after", run)
-    assert (torn.returncode, "plan.json is not compared: this is no plan" in torn.stdout) == (0, True)
+    assert (torn.returncode, "plan.json is not compared: this is no plan" in torn.stdout) == (
+        0,
+        True,
+    )

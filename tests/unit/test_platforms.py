@@ -1,4 +1,6 @@
-"""Platforms that start one process a computer, and what each of them offers: rows of variables and files."""
+"""Platforms that start one process a computer, and what each of them offers: rows of variables and
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RESOURCES = "/opt/ml/input/config/resourceconfig.json"
 CHANNELS = "/opt/ml/input/config/inputdataconfig.json"
 
 
-def found_in(environ: dict[str, str], files: dict[str, str] | None = None, *, has_cuda: bool = False) -> Launch:
+def found_in(
+    environ: dict[str, str], files: dict[str, str] | None = None, *, has_cuda: bool = False
+) -> Launch:
     """The launch on a computer with these variables and files."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -36,10 +40,16 @@ def _at_root(found: Launch, root: Path) -> Launch:
     def at_root(path: Path | None) -> Path | None:
         return path and Path("/", path.relative_to(root))
 
-    paths = {name: at_root(getattr(found.paths, name)) for name in Paths.__dataclass_fields__ if name != "data"}
+    paths = {
+        name: at_root(getattr(found.paths, name))
+        for name in Paths.__dataclass_fields__
+        if name != "data"
+    }
     data = {name: Path("/", path.relative_to(root)) for name, path in found.paths.data.items()}
     file = at_root(found.failure_file)
-    return replace(found, platform=replace(found.platform, paths=Paths(data, **paths), failure_file=file))
+    return replace(
+        found, platform=replace(found.platform, paths=Paths(data, **paths), failure_file=file)
+    )
 
 
 def _cluster(kind: str, index: int, workers: int = 2, **pools: list[str]) -> dict[str, str]:
@@ -55,7 +65,10 @@ def _cluster(kind: str, index: int, workers: int = 2, **pools: list[str]) -> dic
         "job": '{"scheduling": {}}',
     }
     tensorflow = {
-        "cluster": {"chief": content["cluster"]["workerpool0"], "worker": content["cluster"]["workerpool1"]},
+        "cluster": {
+            "chief": content["cluster"]["workerpool0"],
+            "worker": content["cluster"]["workerpool1"],
+        },
         "task": {"type": "chief" if kind == "workerpool0" else "worker", "index": index},
         "environment": "cloud",
     }
@@ -85,26 +98,46 @@ def _resources(current: str, *hosts: str) -> dict[str, str]:
 def _toolkit(current: str, *hosts: str, gpus: int = 0) -> dict[str, str]:
     """What sagemaker-training-toolkit adds to the platform's own variables."""
     return {
-        **{"TRAINING_JOB_NAME": "pirate-1", "SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": current},
-        **{"SM_NUM_GPUS": str(gpus), "SM_NETWORK_INTERFACE_NAME": "eth0", "SM_MODEL_DIR": "/opt/ml/model"},
+        **{
+            "TRAINING_JOB_NAME": "pirate-1",
+            "SM_HOSTS": json.dumps(hosts),
+            "SM_CURRENT_HOST": current,
+        },
+        **{
+            "SM_NUM_GPUS": str(gpus),
+            "SM_NETWORK_INTERFACE_NAME": "eth0",
+            "SM_MODEL_DIR": "/opt/ml/model",
+        },
         **{"SM_CHANNELS": '["train"]', "SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"},
-        **{"SM_OUTPUT_DATA_DIR": "/opt/ml/output/data", "SM_INPUT_CONFIG_DIR": "/opt/ml/input/config"},
+        **{
+            "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data",
+            "SM_INPUT_CONFIG_DIR": "/opt/ml/input/config",
+        },
     }
 
 
 def _job(index: int, **more: str) -> dict[str, str]:
     """A pod of a Kubernetes Indexed Job."""
     return {
-        **{"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"pirate-{index}", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+        **{
+            "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": f"pirate-{index}",
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        },
         **more,
     }
 
 
 _SIZED = {"ALLHANDS_NUM_NODES": "3", "ALLHANDS_PEERS_SERVICE": "peers"}
-_TF = {"cluster": {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}, "task": {"type": "worker", "index": 1}}
+_TF = {
+    "cluster": {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]},
+    "task": {"type": "worker", "index": 1},
+}
 
 # variables, files, (launcher, rank, size), the first and last of the peers, the port of the meeting
-_ROWS: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, int, int], tuple[str, str] | None, int]] = {
+_ROWS: dict[
+    str, tuple[dict[str, str], dict[str, str], tuple[str, int, int], tuple[str, str] | None, int]
+] = {
     "Vertex, the chief": (
         *(_cluster("workerpool0", 0), {}, ("vertex", 0, 3)),
         *(("cmle-training-workerpool0-ab-0", "cmle-training-workerpool1-ab-1"), 2222),
@@ -114,37 +147,67 @@ _ROWS: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, int, int], tup
         *(("cmle-training-workerpool0-ab-0", "cmle-training-workerpool1-ab-1"), 2222),
     ),
     "Vertex beside a reduction server": (
-        *(_cluster("workerpool1", 0, 1, workerpool2=["r:2222"], workerpool3=["e:2222"]), {}, ("vertex", 1, 2)),
+        *(
+            _cluster("workerpool1", 0, 1, workerpool2=["r:2222"], workerpool3=["e:2222"]),
+            {},
+            ("vertex", 1, 2),
+        ),
         *(("cmle-training-workerpool0-ab-0", "cmle-training-workerpool1-ab-0"), 2222),
     ),
     "Vertex, one replica": (_cluster("workerpool0", 0, 0), {}, ("single", 0, 1), None, 0),
     "TF_CONFIG alone": ({"TF_CONFIG": json.dumps(_TF)}, {}, ("tf_config", 1, 2), ("w0", "w1"), 1),
     "TF_CONFIG with a chief": (
-        {"TF_CONFIG": json.dumps({"cluster": {"chief": ["c"], "worker": ["w:1"]}, "task": {"type": "worker"}})},
+        {
+            "TF_CONFIG": json.dumps(
+                {"cluster": {"chief": ["c"], "worker": ["w:1"]}, "task": {"type": "worker"}}
+            )
+        },
         *({}, ("tf_config", 1, 2), ("c", "w"), 29400),
     ),
     "TF_CONFIG of one process": ({"TF_CONFIG": '{"cluster": {}}'}, {}, ("single", 0, 1), None, 0),
     "SageMaker, bare": (
-        *({"TRAINING_JOB_NAME": "pirate-1"}, _resources("algo-2", "algo-2", "algo-1"), ("sagemaker", 1, 2)),
+        *(
+            {"TRAINING_JOB_NAME": "pirate-1"},
+            _resources("algo-2", "algo-2", "algo-1"),
+            ("sagemaker", 1, 2),
+        ),
         *(("algo-1", "algo-2"), 7777),
     ),
     "SageMaker, toolkit": (
-        *(_toolkit("algo-1", "algo-1", "algo-2"), _resources("algo-1", "algo-1", "algo-2"), ("sagemaker", 0, 2)),
+        *(
+            _toolkit("algo-1", "algo-1", "algo-2"),
+            _resources("algo-1", "algo-1", "algo-2"),
+            ("sagemaker", 0, 2),
+        ),
         *(("algo-1", "algo-2"), 7777),
     ),
     "SageMaker, toolkit without the file": (
-        *(_toolkit("algo-1", "algo-1", "algo-2"), {}, ("sagemaker", 0, 2), ("algo-1", "algo-2"), 7777),
+        *(
+            _toolkit("algo-1", "algo-1", "algo-2"),
+            {},
+            ("sagemaker", 0, 2),
+            ("algo-1", "algo-2"),
+            7777,
+        ),
     ),
     "SageMaker, one host": ({}, _resources("algo-1", "algo-1"), ("single", 0, 1), None, 0),
-    "Indexed Job": (*(_job(1, **_SIZED), {}, ("kubernetes", 1, 3), ("pirate-0.peers", "pirate-2.peers"), 29400),),
+    "Indexed Job": (
+        *(_job(1, **_SIZED), {}, ("kubernetes", 1, 3), ("pirate-0.peers", "pirate-2.peers"), 29400),
+    ),
     "Indexed Job, WORLD_SIZE": (
         *(_job(1, WORLD_SIZE="2", ALLHANDS_PEERS_SERVICE="p.ns.svc"), {}, ("kubernetes", 1, 2)),
         *(("pirate-0.p.ns.svc", "pirate-1.p.ns.svc"), 29400),
     ),
     "Indexed Job, service from /etc/hosts": (
         _job(1, NUM_NODES="2", MASTER_PORT="5000"),
-        {"/etc/hosts": "127.0.0.1 localhost\n10.1.2.3\tpirate-1.peers.ns.svc.cluster.local\tpirate-1\n"},
-        *(("kubernetes", 1, 2), ("pirate-0.peers.ns.svc.cluster.local", "pirate-1.peers.ns.svc.cluster.local"), 5000),
+        {
+            "/etc/hosts": "127.0.0.1 localhost\n10.1.2.3\tpirate-1.peers.ns.svc.cluster.local\tpirate-1\n"
+        },
+        *(
+            ("kubernetes", 1, 2),
+            ("pirate-0.peers.ns.svc.cluster.local", "pirate-1.peers.ns.svc.cluster.local"),
+            5000,
+        ),
     ),
     "Indexed Job, only pod 0 known": (
         _job(1, NUM_NODES="2", MASTER_ADDR="head"),
@@ -155,14 +218,26 @@ _ROWS: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, int, int], tup
     ),
     "Indexed Job, each by itself": (_job(2, ALLHANDS_NUM_NODES="1"), {}, ("single", 0, 1), None, 0),
     "StatefulSet": (
-        *({"HOSTNAME": "web-2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"} | _SIZED, {}, ("kubernetes", 2, 3)),
+        *(
+            {"HOSTNAME": "web-2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"} | _SIZED,
+            {},
+            ("kubernetes", 2, 3),
+        ),
         *(("web-0.peers", "web-2.peers"), 29400),
     ),
-    "a pod": ({"HOSTNAME": "web-2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, {}, ("single", 0, 1), None, 0),
+    "a pod": (
+        {"HOSTNAME": "web-2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+        {},
+        ("single", 0, 1),
+        None,
+        0,
+    ),
 }
 
 
-@pytest.mark.parametrize(("environ", "files", "place", "peers", "port"), _ROWS.values(), ids=_ROWS.keys())
+@pytest.mark.parametrize(
+    ("environ", "files", "place", "peers", "port"), _ROWS.values(), ids=_ROWS.keys()
+)
 def test_place_and_peers(
     environ: dict[str, str],
     files: dict[str, str],
@@ -185,17 +260,34 @@ def test_place_and_peers(
 
 # variables, files, a piece of the message
 _WRONG: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
-    "a reduction server": (_cluster("workerpool2", 0, workerpool2=["r:1"]), {}, "this is workerpool2 0"),
+    "a reduction server": (
+        _cluster("workerpool2", 0, workerpool2=["r:1"]),
+        {},
+        "this is workerpool2 0",
+    ),
     "an evaluator": (_cluster("workerpool3", 0, workerpool3=["e:1"]), {}, "evaluators"),
     "a parameter server": (
-        *({"TF_CONFIG": json.dumps({**_TF, "task": {"type": "ps", "index": 0}})}, {}, "this is ps 0"),
+        *(
+            {"TF_CONFIG": json.dumps({**_TF, "task": {"type": "ps", "index": 0}})},
+            {},
+            "this is ps 0",
+        ),
     ),
     "a replica too many": (_cluster("workerpool1", 5), {}, "there is no workerpool1 5"),
     "not JSON": ({"CLUSTER_SPEC": "{"}, {}, "CLUSTER_SPEC is not JSON"),
     "not an object": ({"CLUSTER_SPEC": "[]"}, {}, "CLUSTER_SPEC is not a JSON object"),
-    "no task": ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}, {}, "no cluster and task"),
+    "no task": (
+        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'},
+        {},
+        "no cluster and task",
+    ),
     "not addresses": (
-        *({"CLUSTER_SPEC": '{"cluster": {"workerpool0": "a"}, "task": {"type": "workerpool0", "index": 0}}'}, {}),
+        *(
+            {
+                "CLUSTER_SPEC": '{"cluster": {"workerpool0": "a"}, "task": {"type": "workerpool0", "index": 0}}'
+            },
+            {},
+        ),
         "workerpool0 is not a list",
     ),
     "SageMaker, stranger": ({}, _resources("algo-3", "algo-1"), "this host is 'algo-3'"),
@@ -203,32 +295,54 @@ _WRONG: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         *(_toolkit("algo-1", "algo-1", "algo-2"), _resources("algo-2", "algo-1", "algo-2")),
         "contradict each other: SM_HOSTS",
     ),
-    "SageMaker, no hosts": ({}, {RESOURCES: '{"current_host": "algo-1"}'}, f"{RESOURCES}: there is no list"),
-    "SageMaker, empty hosts": ({}, {RESOURCES: '{"current_host": "algo-1", "hosts": []}'}, "this host is 'algo-1'"),
+    "SageMaker, no hosts": (
+        {},
+        {RESOURCES: '{"current_host": "algo-1"}'},
+        f"{RESOURCES}: there is no list",
+    ),
+    "SageMaker, empty hosts": (
+        {},
+        {RESOURCES: '{"current_host": "algo-1", "hosts": []}'},
+        "this host is 'algo-1'",
+    ),
     "SageMaker, no host": ({}, {RESOURCES: '{"hosts": ["algo-1"]}'}, "this host is ''"),
     "SageMaker, half set": ({"SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS: there is no list"),
     "SageMaker, other half": ({"SM_HOSTS": '["algo-1"]'}, {}, "this host is ''"),
     "SageMaker, no list": ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS"),
     "SageMaker, odd channel": (_toolkit("a", "a") | {"SM_CHANNELS": '["../x"]'}, {}, "../x"),
-    "SageMaker, odd channel in the file": ({}, _resources("a", "a") | {CHANNELS: '{"../x": {}}'}, "../x"),
+    "SageMaker, odd channel in the file": (
+        {},
+        _resources("a", "a") | {CHANNELS: '{"../x": {}}'},
+        "../x",
+    ),
     "Indexed Job without a size": (_job(0), {}, "nothing says how many pods"),
-    "Indexed Job, index too large": (_job(3, **_SIZED), {}, "JOB_COMPLETION_INDEX=3, ALLHANDS_NUM_NODES=3"),
+    "Indexed Job, index too large": (
+        _job(3, **_SIZED),
+        {},
+        "JOB_COMPLETION_INDEX=3, ALLHANDS_NUM_NODES=3",
+    ),
     "Indexed Job without names": (_job(1, NUM_NODES="2"), {}, "names of the other pods"),
-    "StatefulSet, odd size": ({"ALLHANDS_NUM_NODES": "abc", "HOSTNAME": "web"}, {}, "ALLHANDS_NUM_NODES"),
+    "StatefulSet, odd size": (
+        {"ALLHANDS_NUM_NODES": "abc", "HOSTNAME": "web"},
+        {},
+        "ALLHANDS_NUM_NODES",
+    ),
     "StatefulSet without a number": (_SIZED | {"HOSTNAME": "web"}, {}, "ends in no number"),
     "odd grace": (_job(1, **_SIZED, ALLHANDS_GRACE_S="soon"), {}, "ALLHANDS_GRACE_S=soon"),
 }
 
 
 @pytest.mark.parametrize(("environ", "files", "piece"), _WRONG.values(), ids=_WRONG.keys())
-def test_contradictions_are_refused(environ: dict[str, str], files: dict[str, str], piece: str) -> None:
+def test_contradictions_are_refused(
+    environ: dict[str, str], files: dict[str, str], piece: str
+) -> None:
     with pytest.raises(DistributedError) as caught:
         found_in(environ, files)
     assert piece in f"{caught.value.where}: {caught.value.message}"
     assert caught.value.hint
 
 
-# --- what platforms offer ----------------------------------------------------------------------------
+# --- what platforms offer -------------------------------------------------------------------------
 
 
 def test_vertex_offers_mounted_buckets() -> None:
@@ -240,11 +354,14 @@ def test_vertex_offers_mounted_buckets() -> None:
         tensorboard=Path("/gcs/bucket/job/logs"),
     )
     assert (found.grace_s, found.failure_file, found.requeue) == (None, None, ())
-    assert found.notes == ("AIP_VALIDATION_DATA_URI is bq://project.set.table, which is not mounted as files",)
+    assert found.notes == (
+        "AIP_VALIDATION_DATA_URI is bq://project.set.table, which is not mounted as files",
+    )
 
 
 @pytest.mark.parametrize(
-    ("uri", "path"), [("gs://b/p/", "/gcs/b/p"), ("gs://b", "/gcs/b"), ("/gcs/b/p", "/gcs/b/p"), ("s3://b", None)]
+    ("uri", "path"),
+    [("gs://b/p/", "/gcs/b/p"), ("gs://b", "/gcs/b"), ("/gcs/b/p", "/gcs/b/p"), ("s3://b", None)],
 )
 def test_from_bucket(uri: str, path: str | None) -> None:
     assert from_bucket(uri) == (Path(path) if path else None)
@@ -266,11 +383,16 @@ def test_sagemaker_offers_its_directories(environ: dict[str, str]) -> None:
 
 
 def test_sagemakers_toolkit_may_place_directories_elsewhere() -> None:
-    elsewhere = {"SM_MODEL_DIR": "/m", "SM_CHANNELS": '["tales"]', "SM_CHANNEL_TALES": "/data/tales"}
+    elsewhere = {
+        "SM_MODEL_DIR": "/m",
+        "SM_CHANNELS": '["tales"]',
+        "SM_CHANNEL_TALES": "/data/tales",
+    }
     found = found_in({**elsewhere, "SM_OUTPUT_DATA_DIR": "/o", "SM_INPUT_CONFIG_DIR": "/c"})
     assert (found.launcher, found.platform.name) == ("single", "sagemaker")
     assert found.paths == Paths(
-        *({"tales": Path("/data/tales")}, Path("/m"), Path("/opt/ml/checkpoints"), Path("/o")), config=Path("/c")
+        *({"tales": Path("/data/tales")}, Path("/m"), Path("/opt/ml/checkpoints"), Path("/o")),
+        config=Path("/c"),
     )
 
 
@@ -289,16 +411,28 @@ def test_kubernetes_gives_half_a_minute_and_reads_a_file() -> None:
 def test_slurm_gives_its_kill_wait_and_takes_jobs_back() -> None:
     job = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2", "SBATCH_SIGNAL": "B:USR1@120"}
     found = found_in(job)
-    assert (found.grace_s, found.requeue, found.platform.restarts) == (30.0, ("scontrol", "requeue", "77"), 2)
+    assert (found.grace_s, found.requeue, found.platform.restarts) == (
+        30.0,
+        ("scontrol", "requeue", "77"),
+        2,
+    )
     assert any("signal USR1 comes 120 s before the time limit" in fact for fact in found.why)
-    files = {"/etc/slurm/slurm.conf": "ClusterName=x\nKillWait=90\n", "/etc/other.conf": "# KillWait=5\n killwait = 7"}
+    files = {
+        "/etc/slurm/slurm.conf": "ClusterName=x\nKillWait=90\n",
+        "/etc/other.conf": "# KillWait=5\n killwait = 7",
+    }
     assert found_in(job, files).grace_s == 90.0
     assert found_in(job | {"SLURM_CONF": "/etc/other.conf"}, files).grace_s == 7.0
 
 
 def test_a_computer_by_itself_offers_nothing() -> None:
     found = found_in({})
-    assert (found.paths, found.grace_s, found.failure_file, found.requeue) == (Paths(), None, None, ())
+    assert (found.paths, found.grace_s, found.failure_file, found.requeue) == (
+        Paths(),
+        None,
+        None,
+        (),
+    )
     assert found.why == ()
 
 
@@ -306,7 +440,7 @@ def test_torchruns_restarts_are_counted() -> None:
     assert found_in({"TORCHELASTIC_RESTART_COUNT": "2"}).platform.restarts == 2
 
 
-# --- several ranks a computer ------------------------------------------------------------------------
+# --- several ranks a computer ---------------------------------------------------------------------
 
 
 def test_one_process_stands_for_all_gpus_of_its_host() -> None:
@@ -331,7 +465,7 @@ def test_one_host_with_gpus_is_a_single_process_that_may_start_several() -> None
     assert "-n 4" in found.notes[0]
 
 
-# --- MPIJob ------------------------------------------------------------------------------------------
+# --- MPIJob ---------------------------------------------------------------------------------------
 
 _MPI_FILES = {
     "/etc/mpi/hostfile": "pi-worker-0.pi.ns.svc slots=2\npi-worker-1.pi.ns.svc slots=2\n",
@@ -343,7 +477,10 @@ _MPI_FILES = {
     "environ",
     [
         {"K_MPI_JOB_ROLE": "launcher", "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"},
-        {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile", "OMPI_MCA_orte_keep_fqdn_hostnames": "true"},
+        {
+            "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        },
         {"I_MPI_HYDRA_HOST_FILE": "/etc/mpi/hostfile", "I_MPI_PERHOST": "2"},
         {"HYDRA_HOST_FILE": "/etc/mpi/hostfile", "JOB_COMPLETION_INDEX": "0"},
     ],
@@ -363,15 +500,21 @@ def test_hostfiles_of_mpich_are_read_too() -> None:
 
 def test_a_rank_in_an_mpi_job_is_open_mpis() -> None:
     ranks = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}
-    ranks |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "K_MPI_JOB_ROLE": "worker"}
+    ranks |= {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "K_MPI_JOB_ROLE": "worker",
+    }
     found = found_in(ranks, _MPI_FILES)
     assert (found.launcher, found.backend, found.notes) == ("openmpi", "mpi", ())
 
 
-# --- waiting for the others --------------------------------------------------------------------------
+# --- waiting for the others -----------------------------------------------------------------------
 
 
-def test_clouds_get_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_clouds_get_a_quarter_of_an_hour(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("ALLHANDS_PEERS_TIMEOUT_S", raising=False)
     cloud, here = found_in(_job(1, **_SIZED)), found_in({})
     assert patience_for(cloud, 300.0).total_s == 900.0
@@ -380,7 +523,9 @@ def test_clouds_get_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setenv("ALLHANDS_PEERS_TIMEOUT_S", "45")
     assert patience_for(cloud, 300.0).total_s == 45.0
     patience_for(cloud, 300.0).tell("waiting for rank 2 of 3 (15 s)")
-    assert [record.getMessage() for record in caplog.records] == ["rank 1 of 3: waiting for rank 2 of 3 (15 s)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 of 3: waiting for rank 2 of 3 (15 s)"
+    ]
     for text in ("soon", "0", "nan", "inf"):
         monkeypatch.setenv("ALLHANDS_PEERS_TIMEOUT_S", text)
         with pytest.raises(DistributedError, match=f"ALLHANDS_PEERS_TIMEOUT_S is '{text}'"):
@@ -389,7 +534,13 @@ def test_clouds_get_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch, caplog
 
 def test_a_rank_takes_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    ranks = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "29500",
+    }
     take_device(found_in(ranks))
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "to be restored")

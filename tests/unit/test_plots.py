@@ -18,15 +18,36 @@ from rich.console import Console
 from allhands.errors import ConfigError, DataError, StorageError
 from allhands.io.formatting import format_mark
 from allhands.observe.charts import smooth
-from allhands.observe.metrics import RunEnded, RunHistory, RunStarted, StepSkipped, TrainReport, ValidReport
+from allhands.observe.metrics import (
+    RunEnded,
+    RunHistory,
+    RunStarted,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+)
 from allhands.observe.plots import plot_losses
 from allhands.observe.times import times_markdown, times_table
 
 
-def history(name: str = "run", ranks: int = 1, step_s: float = 2.0, num_points: int = 30) -> RunHistory:
+def history(
+    name: str = "run", ranks: int = 1, step_s: float = 2.0, num_points: int = 30
+) -> RunHistory:
     """Loss 4 / (1 + step / 10) a step; validation every ten, 0.5 above it, lowest at the third."""
     started = RunStarted(
-        name, "tiny", "lora", ranks, "ring" if ranks > 1 else "none", 8, num_points, 10, 100, 240, 2, {}, 0.0
+        name,
+        "tiny",
+        "lora",
+        ranks,
+        "ring" if ranks > 1 else "none",
+        8,
+        num_points,
+        10,
+        100,
+        240,
+        2,
+        {},
+        0.0,
     )
     run = RunHistory(name, started)
     for step in range(1, num_points + 1):
@@ -89,7 +110,9 @@ def test_the_panels_show_loss_over_steps_and_over_time(tmp_path: Path, drawn: li
     assert png_size(tmp_path / "loss.png") == (1200, 600)
     (figure,) = drawn
     losses = [report.loss for report in run.train]
-    np.testing.assert_allclose(lines(figure, 0, "-")[0], np.column_stack([np.arange(1, 31), losses]))
+    np.testing.assert_allclose(
+        lines(figure, 0, "-")[0], np.column_stack([np.arange(1, 31), losses])
+    )
     minutes = np.arange(1, 31) * 20 / 60
     np.testing.assert_allclose(lines(figure, 1, "-")[0], np.column_stack([minutes, losses]))
     np.testing.assert_allclose(lines(figure, 0, "--")[0], [[10, 2.5], [20, 1.8], [30, 2.0]])
@@ -106,7 +129,9 @@ def test_the_best_validation_is_starred_and_named(tmp_path: Path, drawn: list[Fi
         for star in stars:
             np.testing.assert_allclose(np.asarray(star.get_xydata()), [[20, 1.8]])
         assert len(stars) == len(figure.legends[0].get_texts())
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run (1 rank): best validation 1.800"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "run (1 rank): best validation 1.800"
+    ]
     labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]
     assert labels == ["a (1 rank): best validation 1.800", "b (2 ranks): best validation 1.800"]
 
@@ -119,8 +144,12 @@ def marks(figure: Figure, panel: int) -> tuple[list[float], list[float]]:
     dotted = [line for line in figure.axes[panel].lines if line.get_linestyle() == ":"]
     crosses = [line for line in figure.axes[panel].lines if line.get_marker() == "x"]
     for line in dotted:
-        assert line.get_zorder() < min(other.get_zorder() for other in figure.axes[panel].lines if other not in dotted)
-    return [float(line.get_xdata()[0]) for line in dotted], [float(x) for line in crosses for x in line.get_xdata()]
+        assert line.get_zorder() < min(
+            other.get_zorder() for other in figure.axes[panel].lines if other not in dotted
+        )
+    return [float(line.get_xdata()[0]) for line in dotted], [
+        float(x) for line in crosses for x in line.get_xdata()
+    ]
 
 
 def test_a_name_that_the_font_cannot_write_is_no_warning(tmp_path: Path) -> None:
@@ -128,11 +157,18 @@ def test_a_name_that_the_font_cannot_write_is_no_warning(tmp_path: Path) -> None
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
-def test_restarts_and_skipped_steps_are_marked_on_both_panels(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_restarts_and_skipped_steps_are_marked_on_both_panels(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
     run = history()
     run.restarts = RESTARTS
-    run.skipped = [StepSkipped(7, "the gradient is nan", (3,)), StepSkipped(12, "the gradient is nan", (4,))]
-    run.train = [report for report in run.train if report.step % 2 == 0]  # step 7 lies between two reports
+    run.skipped = [
+        StepSkipped(7, "the gradient is nan", (3,)),
+        StepSkipped(12, "the gradient is nan", (4,)),
+    ]
+    run.train = [
+        report for report in run.train if report.step % 2 == 0
+    ]  # step 7 lies between two reports
     plot_losses([run], tmp_path / "a.png")
     assert marks(drawn[0], 0) == ([6.0, 15.0, 28.0], [7.0, 12.0])
     assert marks(drawn[0], 1) == ([12.0, 30.0, 56.0], [14.0, 24.0])
@@ -142,12 +178,16 @@ def test_restarts_and_skipped_steps_are_marked_on_both_panels(tmp_path: Path, dr
     assert (labels.count("restart"), labels.count("skipped step")) == (1, 1)
 
 
-def test_a_run_without_restarts_has_no_mark_and_no_word_of_them(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_run_without_restarts_has_no_mark_and_no_word_of_them(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
     plot_losses([history()], tmp_path / "a.png")
     assert marks(drawn[0], 0) == marks(drawn[0], 1) == ([], [])
     legend = drawn[0].axes[1].get_legend()
     assert legend is not None
-    words = [text.get_text() for axes in drawn[0].axes for text in (*axes.texts, *legend.get_texts())]
+    words = [
+        text.get_text() for axes in drawn[0].axes for text in (*axes.texts, *legend.get_texts())
+    ]
     assert not {"restart", "skipped step"} & set(words)
 
 
@@ -161,7 +201,9 @@ def test_restarts_have_the_colour_of_their_run(tmp_path: Path, drawn: list[Figur
     assert len(solid) == 2
 
 
-def test_nothing_is_cut_off_and_no_label_lies_on_another(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_nothing_is_cut_off_and_no_label_lies_on_another(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
     runs = [history("x" * 80, ranks=ranks) for ranks in range(1, 6)]
     plot_losses(runs, tmp_path / "a.png", title="word " * 40)
     (figure,) = drawn
@@ -180,14 +222,20 @@ def test_nothing_is_cut_off_and_no_label_lies_on_another(tmp_path: Path, drawn: 
 def test_identical_runs_stay_visible(tmp_path: Path, drawn: list[Figure]) -> None:
     plot_losses([history("a"), history("b")], tmp_path / "a.png")
     solid = [line for line in drawn[0].axes[0].lines if line.get_linestyle() == "-"]
-    first, second = (line for line in solid if line.get_alpha() is None and line.get_marker() != "*")
+    first, second = (
+        line for line in solid if line.get_alpha() is None and line.get_marker() != "*"
+    )
     assert first.get_color() != second.get_color()
-    assert first.get_linewidth() >= second.get_linewidth() + 1.5  # seen on both sides of the one above
+    assert (
+        first.get_linewidth() >= second.get_linewidth() + 1.5
+    )  # seen on both sides of the one above
 
 
 @pytest.mark.parametrize("num_points", [1, 2, 30])
 @pytest.mark.parametrize("with_valid", [True, False])
-def test_short_runs_and_runs_without_validation(tmp_path: Path, num_points: int, with_valid: bool) -> None:
+def test_short_runs_and_runs_without_validation(
+    tmp_path: Path, num_points: int, with_valid: bool
+) -> None:
     run = history(num_points=num_points)
     run.valid = run.valid if with_valid else []
     run.started = None
@@ -206,7 +254,9 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path: Path, drawn: list[Fig
     assert np.isfinite(lines(drawn[0], 0, "-")[0][:, 1]).sum() == 5
 
 
-def test_runs_without_a_loss_are_skipped_and_alone_a_data_error(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_runs_without_a_loss_are_skipped_and_alone_a_data_error(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
     empty = RunHistory("empty")
     plot_losses([empty, history()], tmp_path / "a.png")
     assert len(drawn[0].legends[0].get_texts()) == 1
@@ -227,11 +277,15 @@ def test_settings_of_the_caller_neither_count_nor_change(tmp_path: Path) -> None
 
 def test_pyplot_and_mlx_are_not_imported() -> None:
     code = "import sys, allhands.observe.plots; print([m for m in ('matplotlib.pyplot', 'mlx') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
-def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "a.png"
     out.write_bytes(b"old")
 
@@ -255,7 +309,9 @@ def test_a_runs_own_picture_is_for_its_owner_alone(tmp_path: Path) -> None:
         plot_losses([history()], tmp_path / "b.png")
     finally:
         os.umask(before)
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("new", "new/a.png", "b.png")}
+    modes = {
+        name: (tmp_path / name).stat().st_mode & 0o777 for name in ("new", "new/a.png", "b.png")
+    }
     assert modes == {"new": 0o700, "new/a.png": 0o600, "b.png": 0o664}
 
 
@@ -313,7 +369,9 @@ def test_the_table_says_what_is_unknown_or_unfinished() -> None:
     part.started, part.ended = replace(part.started, total_steps=100, cores_per_rank=None), None
     part.valid = []
     row = times_markdown([part]).splitlines()[2]
-    assert row == "| part (1 rank) | 1 | - | 30 of 100 | 1m00s | 2 | 50 | 1.00x | 1.000 | - | 600 MB |"
+    assert (
+        row == "| part (1 rank) | 1 | - | 30 of 100 | 1m00s | 2 | 50 | 1.00x | 1.000 | - | 600 MB |"
+    )
     empty = times_markdown([RunHistory("empty"), part]).splitlines()
     assert empty[2] == "| empty | - | - | 0 | - | - | - | - | - | - | - |"
     assert times_markdown([]).count("\n") == 2
@@ -343,7 +401,9 @@ def test_the_table_of_any_number_of_runs_is_whole_in_80_columns(number: int, res
         run.restarts = [(5, 10.0)] * restarts
         # Figures as wide as they get.
         run.ended = RunEnded(10_000, "finished", 86_000.0 + place)
-        run.train = [replace(report, tokens_per_s=123_456.0, step_time_s=0.00123) for report in run.train]
+        run.train = [
+            replace(report, tokens_per_s=123_456.0, step_time_s=0.00123) for report in run.train
+        ]
         assert run.started is not None
         run.started = replace(run.started, total_steps=20_000, cores_per_rank=1 + place)
     lines = table_lines(runs)
@@ -367,11 +427,35 @@ def test_no_word_of_a_short_name_is_broken() -> None:
 
 
 def test_each_run_has_a_row(tmp_path: Path) -> None:
-    runs = [history("one"), history("two", ranks=2, step_s=1.0), history("three"), history("four", ranks=3)]
+    runs = [
+        history("one"),
+        history("two", ranks=2, step_s=1.0),
+        history("three"),
+        history("four", ranks=3),
+    ]
     heads, rows = table_lines(runs, 120)[1:4], table_lines(runs, 120)[4:-3]
-    assert [row.split()[0] for row in rows if row.strip() and "─" not in row] == ["one", "two", "three", "four"]
+    assert [row.split()[0] for row in rows if row.strip() and "─" not in row] == [
+        "one",
+        "two",
+        "three",
+        "four",
+    ]
     two = next(row.split() for row in rows if "two" in row)
-    assert two == ["two", "(2", "ranks)", "30", "35", "s", "1", "100", "2.00x", "1.000", "1.800", "610", "MB"]
+    assert two == [
+        "two",
+        "(2",
+        "ranks)",
+        "30",
+        "35",
+        "s",
+        "1",
+        "100",
+        "2.00x",
+        "1.000",
+        "1.800",
+        "610",
+        "MB",
+    ]
     assert "cores" not in " ".join(heads)  # they are the same
     assert "starts" not in " ".join(heads)
 
@@ -395,4 +479,9 @@ def test_restarts_are_counted_in_the_tables_only_if_there_are_any() -> None:
 
 
 def test_marks_of_memory_have_all_their_digits() -> None:
-    assert [format_mark(n) for n in (0, 2.5e6, 250e6, 1.25e9)] == ["0 MB", "2.5 MB", "250 MB", "1.25 GB"]
+    assert [format_mark(n) for n in (0, 2.5e6, 250e6, 1.25e9)] == [
+        "0 MB",
+        "2.5 MB",
+        "250 MB",
+        "1.25 GB",
+    ]

@@ -1,6 +1,8 @@
-"""A loss or gradient that is not finite: nothing changes, on any rank, and the examples that did it are named.
+"""A loss or gradient that is not finite: nothing changes, on any rank, and the examples that did it
+are named.
 
-The poison is a row of NaN in the frozen embedding of one token: an example is poisoned if it holds that token.
+The poison is a row of NaN in the frozen embedding of one token: an example is poisoned if it holds
+that token.
 """
 
 from __future__ import annotations
@@ -62,7 +64,13 @@ def batch(windows: TokenSet, *examples: int) -> MicroBatch:
 class Trainer:
     """A step and what it trains."""
 
-    def __init__(self, path: Path, communicator: Communicator | None = None, dropout: float = 0.0, **options: Any):
+    def __init__(
+        self,
+        path: Path,
+        communicator: Communicator | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ):
         with SEEDING:
             self.model: Any = adapted_model(path, scale=2.0, dropout=dropout)
             self.model.model.embed_tokens.weight[POISON] = float("nan")
@@ -87,17 +95,22 @@ def assert_bitwise(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert value.tobytes() == other[name].tobytes(), name
 
 
-# --- one process --------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_skipped_update_leaves_no_trace(path: Path, form: str, dropout: float) -> None:
     windows = tokens({5})
-    good, bad = [batch(windows, 0, 1), batch(windows, 2)], [batch(windows, 3, 4), batch(windows, 6, 5, 7)]
+    good, bad = (
+        [batch(windows, 0, 1), batch(windows, 2)],
+        [batch(windows, 3, 4), batch(windows, 6, 5, 7)],
+    )
     if form == "compiled":
         good, bad = ([pad_targets(b) for b in batches] for batches in (good, bad))
-    one, other = (Trainer(path, non_finite="skip", dropout=dropout, **FORMS[form]) for _ in range(2))
+    one, other = (
+        Trainer(path, non_finite="skip", dropout=dropout, **FORMS[form]) for _ in range(2)
+    )
     first = one.step(good)
     assert (first.skipped, first.culprits) == ("", ())
     before = one.state()
@@ -125,7 +138,9 @@ def test_the_very_first_update_may_be_skipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("packed", "name"), [(False, "training example"), (True, "packed row")])
-def test_stopping_names_the_example_and_changes_nothing(path: Path, packed: bool, name: str) -> None:
+def test_stopping_names_the_example_and_changes_nothing(
+    path: Path, packed: bool, name: str
+) -> None:
     windows = tokens({5, 7})
     trainer = Trainer(path, packed=packed)
     trainer.step([batch(windows, 0)])
@@ -141,7 +156,9 @@ def test_everybody_is_nobody(path: Path) -> None:
     windows = tokens({1, 2, 3})
     trainer = Trainer(path, non_finite="skip")
     result = trainer.step([batch(windows, 1, 2), batch(windows, 3)])
-    assert result.skipped == "the loss is nan; each example of the next batch by itself gives the same"
+    assert (
+        result.skipped == "the loss is nan; each example of the next batch by itself gives the same"
+    )
     assert result.culprits == ()
     # But one that is alone in its batch is named.
     assert trainer.step([batch(windows, 2)]).culprits == (2,)
@@ -151,7 +168,9 @@ def test_bad_weights_are_told_without_looking_at_examples(path: Path) -> None:
     trainer, windows = Trainer(path), tokens(set())
     layer = trainer.model.layers[0].self_attn.q_proj
     layer.lora_b = layer.lora_b.at[0, 0].add(float("inf"))
-    with pytest.raises(NumericsError, match="the loss is nan; the weights are not finite") as caught:
+    with pytest.raises(
+        NumericsError, match="the loss is nan; the weights are not finite"
+    ) as caught:
         trainer.step([batch(windows, 0, 1, 2)])
     assert "example" not in str(caught.value.hint)  # none is named
     assert trainer.beats == ["compute", "reduce"]
@@ -192,7 +211,7 @@ def test_callbacks_see_the_gradient_that_was_refused(path: Path) -> None:
     assert any(not mx.isfinite(value).all().item() for _, value in tree_flatten(seen[0]))
 
 
-# --- signs of life ------------------------------------------------------------------------------------
+# --- signs of life --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -201,7 +220,8 @@ def test_every_phase_is_told(path: Path, form: str) -> None:
     trainer = Trainer(path, non_finite="skip", **FORMS[form])
     good = [batch(windows, 0, 1), batch(windows, 2)]
     new = "first" if form == "compiled" else "compute"
-    # In a graph all that follows is handed out with the last micro-batch, and waited for in its phase.
+    # In a graph all that follows is handed out with the last micro-batch, and waited for in its
+    # phase.
     sums, update = (["reduce"], ["update"]) if form == "eager" else ([], [])
     trainer.step(good)
     assert trainer.beats == [new, new, *sums, *update]
@@ -214,7 +234,7 @@ def test_every_phase_is_told(path: Path, form: str) -> None:
     assert trainer.beats == ["compute", new, *sums, *["compute"] * 4, "reduce"]
 
 
-# --- several ranks ------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 class Meeting:
@@ -279,7 +299,11 @@ def test_all_ranks_skip_together_and_know_why(path: Path) -> None:
 
     everyone = on_ranks(3, task)
     for results, states in everyone:
-        assert [(r.skipped, r.culprits) for r in results] == [("", ()), ("the loss is nan", (4, 7)), ("", ())]
+        assert [(r.skipped, r.culprits) for r in results] == [
+            ("", ()),
+            ("the loss is nan", (4, 7)),
+            ("", ()),
+        ]
         assert [r.num_targets for r in results] == [r.num_targets for r in everyone[0][0]]
         assert_bitwise(states[1], states[0])
         assert states[2]["optimizer.step"] == 2
@@ -311,11 +335,14 @@ def test_one_rank_with_bad_weights_is_named(path: Path) -> None:
         return trainer.step([batch(windows, communicator.rank)])
 
     for result in on_ranks(2, task):
-        assert result.skipped == "the loss is nan; the weights of rank 1 are not finite, those of other ranks are"
+        assert (
+            result.skipped
+            == "the loss is nan; the weights of rank 1 are not finite, those of other ranks are"
+        )
         assert result.culprits == ()
 
 
-# --- many culprits, and losses that only overflow together ----------------------------------------------
+# --- many culprits, and losses that only overflow together ----------------------------------------
 
 
 def search(values: dict[int, float], count: int) -> Blame:
@@ -340,7 +367,11 @@ def test_more_culprits_than_can_be_named_are_counted() -> None:
 
 def test_large_losses_that_are_finite_alone_are_nobodys_fault() -> None:
     blame = search({0: 3e38, 1: 3e38}, 4)
-    assert (blame.examples, blame.otherwise, blame.named("row")) == ((), "no single example is to blame", "")
+    assert (blame.examples, blame.otherwise, blame.named("row")) == (
+        (),
+        "no single example is to blame",
+        "",
+    )
 
 
 def test_a_gradient_is_at_fault_even_if_its_loss_is_not() -> None:
@@ -348,5 +379,7 @@ def test_a_gradient_is_at_fault_even_if_its_loss_is_not() -> None:
         value = float("nan") if example.examples[0] == 2 else 0.0
         return mx.array(1.0), {"a": mx.zeros((3,)), "b": mx.array([0.0, value])}
 
-    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], SingleProcess(), lambda _: None)
+    found = find_culprits(
+        gradient, {}, [batch(tokens(set()), 0, 2, 4)], SingleProcess(), lambda _: None
+    )
     assert found.examples == (2,)

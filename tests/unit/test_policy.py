@@ -34,7 +34,7 @@ def at(fault: Fault, *steps: int | None, rank: int = 1) -> list[Past]:
     return [past(replace(fault, step=step, rank=rank)) for step in steps]
 
 
-# --- the end, and what is never tried again -------------------------------------------------------------
+# --- the end, and what is never tried again -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_persons_own_exit_codes_mean_nothing_to_us(code: int) -> None:
     assert isinstance(judge([past(replace(_ERROR, exit_code=code))], _TEN), Restart)
 
 
-# --- pauses and the budget ------------------------------------------------------------------------------
+# --- pauses and the budget ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,9 @@ def test_the_budget_counts_faults_only() -> None:
 
 
 def test_regrouping_is_no_fault() -> None:
-    assert judge([_REGROUPED], RestartLimits()) == Restart(0.0, "to go on with other ranks", fault=False)
+    assert judge([_REGROUPED], RestartLimits()) == Restart(
+        0.0, "to go on with other ranks", fault=False
+    )
 
 
 def test_taken_ports_are_tried_three_times_more() -> None:
@@ -128,12 +130,16 @@ def test_taken_ports_are_tried_three_times_more() -> None:
         assert isinstance(verdict, Restart)
         assert (verdict.pause_s, verdict.fault) == (0.0, False)
     assert isinstance(judge([ports] * 3 + at(_KILLED, 7) + [ports], _TEN), Restart)
-    assert judge([ports] * 4, RestartLimits()) == GiveUp("other programs have taken its ports 4 times in a row", 1)
+    assert judge([ports] * 4, RestartLimits()) == GiveUp(
+        "other programs have taken its ports 4 times in a row", 1
+    )
     unknown = Past(Outcome(ports_taken=True))
-    assert judge([unknown] * 4, RestartLimits()) == GiveUp("other programs have taken its ports 4 times in a row", 7)
+    assert judge([unknown] * 4, RestartLimits()) == GiveUp(
+        "other programs have taken its ports 4 times in a row", 7
+    )
 
 
-# --- in the way -----------------------------------------------------------------------------------------
+# --- in the way -----------------------------------------------------------------------------------
 
 
 _CUT_OFF = replace(_ERROR, kind="blocked", exit_code=7, rank=2, error=None, step=None)
@@ -151,7 +157,7 @@ def test_who_has_never_been_connected_to_is_not_started_again() -> None:
     assert isinstance(judge([before, *history], _TEN), Restart)
 
 
-# --- the same again -------------------------------------------------------------------------------------
+# --- the same again -------------------------------------------------------------------------------
 
 
 def _gives_up(history: list[Past], limits: RestartLimits = _TEN) -> str | None:
@@ -171,11 +177,20 @@ def _gives_up(history: list[Past], limits: RestartLimits = _TEN) -> str | None:
         (at(_ERROR, 5, 7, 7), "at step 7"),
         (at(replace(_KILLED, exit_code=139), 7, 7), "twice in a row: rank 1 was killed"),
         (at(replace(_ERROR, kind="ended early", exit_code=7, error=None), 7, 7), "twice in a row"),
-        (at(_KILLED, 7, 7, 7), "killed at step 7, 3 times in a row: something ends it, or memory is too short"),
+        (
+            at(_KILLED, 7, 7, 7),
+            "killed at step 7, 3 times in a row: something ends it, or memory is too short",
+        ),
         (at(replace(_KILLED, kind="memory"), 7, 7, 7), "memory is probably too short"),
-        ([*at(_KILLED, 7), *at(replace(_KILLED, kind="memory"), 7, 7)], "memory is probably too short"),
+        (
+            [*at(_KILLED, 7), *at(replace(_KILLED, kind="memory"), 7, 7)],
+            "memory is probably too short",
+        ),
         (at(replace(_KILLED, exit_code=143), 7, 7, 7), "in the same way, 3 times in a row"),
-        (at(_HANG, 7, 7, 7), "it has hung at step 7, 3 times in a row, the last time with longer deadlines"),
+        (
+            at(_HANG, 7, 7, 7),
+            "it has hung at step 7, 3 times in a row, the last time with longer deadlines",
+        ),
         (at(replace(_HANG, kind="not started", step=None), *[None] * 3), "before the first step"),
         (at(replace(_ERROR, exit_code=7), 7, 7, 7), "3 times in a row"),
         (at(replace(_KILLED, exit_code=139), None, None, None), "before the first step"),
@@ -220,15 +235,20 @@ def test_a_program_without_steps_counts_by_its_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "slack"), [([7], 1.0), ([7, 7], 4.0), ([7, 6, 5], 8.0), ([7, 6, 5, 4], 8.0), ([7, 7, 8], 1.0)]
+    ("steps", "slack"),
+    [([7], 1.0), ([7, 7], 4.0), ([7, 6, 5], 8.0), ([7, 6, 5, 4], 8.0), ([7, 7, 8], 1.0)],
 )
-def test_after_a_hang_that_comes_again_the_deadlines_are_longer(steps: list[int], slack: float) -> None:
-    verdict = judge([past(replace(_HANG, step=step, rank=n % 3)) for n, step in enumerate(steps)], _TEN)
+def test_after_a_hang_that_comes_again_the_deadlines_are_longer(
+    steps: list[int], slack: float
+) -> None:
+    verdict = judge(
+        [past(replace(_HANG, step=step, rank=n % 3)) for n, step in enumerate(steps)], _TEN
+    )
     assert isinstance(verdict, Restart)
     assert verdict.slack == slack
 
 
-# --- who is left out ------------------------------------------------------------------------------------
+# --- who is left out ------------------------------------------------------------------------------
 
 
 def test_a_slot_with_three_faults_in_a_row_is_left_out() -> None:
@@ -236,7 +256,9 @@ def test_a_slot_with_three_faults_in_a_row_is_left_out() -> None:
     verdict = judge(history, RestartLimits(10, min_ranks=2))
     assert isinstance(verdict, Restart)
     assert (verdict.exclude, verdict.pause_s) == ({"slot 1"}, 0.0)
-    assert judge(history[:2], RestartLimits(10, min_ranks=2)) == Restart(1.0, "restart 2 of at most 10")
+    assert judge(history[:2], RestartLimits(10, min_ranks=2)) == Restart(
+        1.0, "restart 2 of at most 10"
+    )
     # Where all are needed the usual rules and the budget decide.
     needed = judge(history, RestartLimits(10, min_ranks=3))
     assert isinstance(needed, Restart)
@@ -283,7 +305,9 @@ def test_a_computer_is_left_out_or_named() -> None:
 
 
 def test_all_ranks_of_a_computer_go_with_it() -> None:
-    history = [past(replace(_KILLED, step=step), seats=("a", "b", "b"), apart=True) for step in (7, 6, 5)]
+    history = [
+        past(replace(_KILLED, step=step), seats=("a", "b", "b"), apart=True) for step in (7, 6, 5)
+    ]
     assert isinstance(judge(history, RestartLimits(10, min_ranks=2)), GiveUp)
     verdict = judge(history, RestartLimits(10, min_ranks=1))
     assert isinstance(verdict, Restart)
@@ -320,10 +344,14 @@ def test_a_fault_of_no_rank_is_nobodys() -> None:
     assert verdict.exclude == frozenset()
 
 
-# --- who does not fit -----------------------------------------------------------------------------------
+# --- who does not fit -----------------------------------------------------------------------------
 
-_MISFIT = Fault("misfit", -1, "", "b does not fit to a and c", 7, explanation="b does not fit", misfits=(1,))
-_LACKS = Fault("error", 1, "b", "rank 1 exited with code 4", 4, explanation="no model", misfits=(1,))
+_MISFIT = Fault(
+    "misfit", -1, "", "b does not fit to a and c", 7, explanation="b does not fit", misfits=(1,)
+)
+_LACKS = Fault(
+    "error", 1, "b", "rank 1 exited with code 4", 4, explanation="no model", misfits=(1,)
+)
 
 
 def unstarted(fault: Fault, seats: tuple[str, ...] = _HOSTS) -> Past:
@@ -342,24 +370,30 @@ def test_who_does_not_fit_is_left_out_at_once_where_the_others_are_enough(fault:
         verdict = judge([unstarted(fault)], limits)
         assert isinstance(verdict, GiveUp)
         assert verdict.code == fault.exit_code
-    assert judge([Past(Outcome(fault, stopped=2), _HOSTS, apart=True)], RestartLimits(10, min_ranks=1)) == GiveUp(
-        None, fault.exit_code
-    )
+    assert judge(
+        [Past(Outcome(fault, stopped=2), _HOSTS, apart=True)], RestartLimits(10, min_ranks=1)
+    ) == GiveUp(None, fault.exit_code)
 
 
 def test_a_misfit_uses_up_no_restart_and_hides_no_repetition() -> None:
     without = ("a", "c")
     killed = [past(replace(_KILLED, step=step), seats=without, apart=True) for step in (7, 8, 9)]
     assert isinstance(judge([unstarted(_MISFIT), *killed], RestartLimits(3, min_ranks=2)), Restart)
-    assert isinstance(judge([unstarted(_MISFIT), *killed, killed[-1]], RestartLimits(3, min_ranks=2)), GiveUp)
+    assert isinstance(
+        judge([unstarted(_MISFIT), *killed, killed[-1]], RestartLimits(3, min_ranks=2)), GiveUp
+    )
     # The same twice, with a misfit in between, is the same twice in a row.
-    verdict = judge([*at(_ERROR, None), unstarted(_MISFIT), *at(_ERROR, None)], RestartLimits(10, min_ranks=2))
+    verdict = judge(
+        [*at(_ERROR, None), unstarted(_MISFIT), *at(_ERROR, None)], RestartLimits(10, min_ranks=2)
+    )
     assert isinstance(verdict, Restart)
     assert (verdict.exclude, verdict.reason) == ({"slot 1"}, "restart 2 of at most 10")
 
 
 def test_where_nobody_can_be_blamed_nobody_is_left_out() -> None:
-    assert judge([unstarted(replace(_MISFIT, misfits=()))], RestartLimits(10, min_ranks=1)) == GiveUp(None, 7)
+    assert judge(
+        [unstarted(replace(_MISFIT, misfits=()))], RestartLimits(10, min_ranks=1)
+    ) == GiveUp(None, 7)
 
 
 def test_what_all_computers_lack_is_no_single_ones() -> None:
@@ -368,7 +402,9 @@ def test_what_all_computers_lack_is_no_single_ones() -> None:
     assert isinstance(everybody, GiveUp)
     assert "the model would be the same" in (everybody.reason or "")
     # One after the other: the second is not left out any more.
-    again = judge([unstarted(_LACKS), unstarted(replace(_LACKS, rank=0, misfits=(0,)), ("a", "c"))], limits)
+    again = judge(
+        [unstarted(_LACKS), unstarted(replace(_LACKS, rank=0, misfits=(0,)), ("a", "c"))], limits
+    )
     assert isinstance(again, GiveUp)
     assert "the model would be the same" in (again.reason or "")
     # Nor is what rank 0 alone looks at, such as the settings of the checkpoint.

@@ -1,4 +1,6 @@
-"""Why a port cannot be listened at or connected to: what is said is true of the error that the system gives."""
+"""Why a port cannot be listened at or connected to: what is said is true of the error that the
+system gives.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def somebody() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-# --- listening ----------------------------------------------------------------------------------------
+# --- listening ------------------------------------------------------------------------------------
 
 
 def test_who_uses_a_port_is_named() -> None:
@@ -54,20 +56,37 @@ def test_who_uses_a_port_is_named() -> None:
 def test_a_user_that_cannot_be_seen_is_not_made_up() -> None:
     with socket.socket() as bound:  # it does not listen
         bound.bind(("127.0.0.1", 0))
-        trouble = cannot_listen(failed(errno.EADDRINUSE), "127.0.0.1", bound.getsockname()[1], SETTINGS)
+        trouble = cannot_listen(
+            failed(errno.EADDRINUSE), "127.0.0.1", bound.getsockname()[1], SETTINGS
+        )
     assert "process" not in trouble.message
     assert "ss -ltnp" in trouble.hint
 
 
 _SAID: dict[str, tuple[Exception, int, str, str]] = {
-    "no address of ours": (failed(errno.EADDRNOTAVAIL), 80, "10.0.0.9 is no address of this computer", "--host"),
-    "an unknown name": (socket.gaierror(-2, "Name or service not known"), 80, "no name or address", "--host"),
+    "no address of ours": (
+        failed(errno.EADDRNOTAVAIL),
+        80,
+        "10.0.0.9 is no address of this computer",
+        "--host",
+    ),
+    "an unknown name": (
+        socket.gaierror(-2, "Name or service not known"),
+        80,
+        "no name or address",
+        "--host",
+    ),
     "forbidden": (failed(errno.EACCES), 8080, "the system forbids it", "sandbox"),
     "not permitted": (failed(errno.EPERM), 80, "the system forbids it", "sandbox"),
     "too many files": (failed(errno.EMFILE), 8080, "no room", "ulimit -n"),
     "no memory": (failed(errno.ENOBUFS), 8080, "no room", "ulimit -n"),
     "no such family": (failed(errno.EAFNOSUPPORT), 8080, "no IPv4", "--host"),
-    "too large a port": (OverflowError("bind(): port must be 0-65535."), 70000, "0 to 65535", "--port"),
+    "too large a port": (
+        OverflowError("bind(): port must be 0-65535."),
+        70000,
+        "0 to 65535",
+        "--port",
+    ),
     "no port left": (failed(errno.EADDRINUSE), 0, "no port is free", "ss -s"),
     "something else": (failed(errno.EIO), 8080, os.strerror(errno.EIO), "--port"),
 }
@@ -84,7 +103,9 @@ def test_each_error_has_its_own_words(case: str) -> None:
     assert "end it" not in trouble.hint
 
 
-def test_privileged_ports_begin_where_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_privileged_ports_begin_where_the_system_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     first = tmp_path / "first"
     monkeypatch.setattr(ports, "_FIRST_FREE", first)
     denied = failed(errno.EACCES)
@@ -134,7 +155,9 @@ _LISTENERS: dict[str, tuple[Callable[[int], None], type[AllhandsError]]] = {
 }
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EMFILE, errno.EADDRNOTAVAIL, errno.EADDRINUSE])
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EMFILE, errno.EADDRNOTAVAIL, errno.EADDRINUSE]
+)
 @pytest.mark.parametrize("listener", _LISTENERS)
 def test_every_listener_says_what_is_true(
     listener: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -147,7 +170,9 @@ def test_every_listener_says_what_is_true(
     told = cannot_listen(failed(number), "127.0.0.1", port).message
     assert told in str(caught.value)
     assert ("listens there" in str(caught.value)) == (number == errno.EADDRINUSE and port != 0)
-    assert isinstance(caught.value, PortTakenError) == (listener == "the ring" and number == errno.EADDRINUSE)
+    assert isinstance(caught.value, PortTakenError) == (
+        listener == "the ring" and number == errno.EADDRINUSE
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user")
@@ -168,7 +193,7 @@ def test_a_privileged_port_is_not_said_to_be_used() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 2)
 
 
-# --- connecting ---------------------------------------------------------------------------------------
+# --- connecting -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,10 +211,14 @@ def test_a_privileged_port_is_not_said_to_be_used() -> None:
 )
 def test_a_firewall_is_suspected_where_one_may_be(error: OSError, kind: str) -> None:
     assert kind_of(error) == kind
-    assert ("firewall" in fate_of(error)) == is_blocked(kind_of(error)) == (kind not in ("refused", "failed"))
+    assert (
+        ("firewall" in fate_of(error))
+        == is_blocked(kind_of(error))
+        == (kind not in ("refused", "failed"))
+    )
 
 
-# --- the suspicion ------------------------------------------------------------------------------------
+# --- the suspicion --------------------------------------------------------------------------------
 
 
 class _Ways:
@@ -206,12 +235,22 @@ class _Ways:
 def _guest(told: list[str], total_s: float = 1.0, host: str = "127.0.0.1") -> DistributedError:
     point = MeetingPoint(host, (29500, 29501), "job")
     with pytest.raises(DistributedError) as caught:
-        meet(point, 1, 2, 5000, Patience(total_s, told.append, first_pause_s=0.02, longest_pause_s=0.02))
+        meet(
+            point,
+            1,
+            2,
+            5000,
+            Patience(total_s, told.append, first_pause_s=0.02, longest_pause_s=0.02),
+        )
     return caught.value
 
 
-@pytest.mark.parametrize("error", [TimeoutError("timed out"), failed(errno.EHOSTUNREACH), failed(errno.ENETUNREACH)])
-def test_a_way_that_is_blocked_is_told_once_and_at_the_end(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+@pytest.mark.parametrize(
+    "error", [TimeoutError("timed out"), failed(errno.EHOSTUNREACH), failed(errno.ENETUNREACH)]
+)
+def test_a_way_that_is_blocked_is_told_once_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
     monkeypatch.setattr("allhands.cluster.ways._SUSPECT_S", 0.2)
     told = list[str]()
     _Ways(monkeypatch, error)
@@ -224,7 +263,9 @@ def test_a_way_that_is_blocked_is_told_once_and_at_the_end(monkeypatch: pytest.M
     assert len(told) == 1
 
 
-def test_who_is_refused_or_blocked_for_a_moment_hears_nothing_of_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_refused_or_blocked_for_a_moment_hears_nothing_of_a_firewall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("allhands.cluster.ways._SUSPECT_S", 0.2)
     told = list[str]()
     _Ways(monkeypatch, *[failed(errno.EHOSTUNREACH)] * 4, failed(errno.ECONNREFUSED))
@@ -234,7 +275,9 @@ def test_who_is_refused_or_blocked_for_a_moment_hears_nothing_of_a_firewall(monk
     assert "refused" in end.message
 
 
-def test_rank_0_says_that_nobody_calls_and_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_says_that_nobody_calls_and_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with somebody() as port:
         pass
     point = MeetingPoint("localhost", (port,), "job")
@@ -253,11 +296,17 @@ def test_a_rank_that_has_come_is_not_barred(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(meeting, "is_loopback", lambda address: False)
     with somebody() as port:
         pass
-    point, told, errors = MeetingPoint("localhost", (port,), "job"), list[str](), list[DistributedError]()
+    point, told, errors = (
+        MeetingPoint("localhost", (port,), "job"),
+        list[str](),
+        list[DistributedError](),
+    )
 
     def rank(number: int) -> None:
         try:
-            meet(point, number, 3, 5000 + number, Patience(1.0, told.append, 0.2, first_pause_s=0.02))
+            meet(
+                point, number, 3, 5000 + number, Patience(1.0, told.append, 0.2, first_pause_s=0.02)
+            )
         except DistributedError as error:
             errors.append(error)
 
@@ -270,7 +319,7 @@ def test_a_rank_that_has_come_is_not_barred(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any("firewall" in text for text in (*told[1:], *map(str, errors)))
 
 
-# --- after the meeting --------------------------------------------------------------------------------
+# --- after the meeting ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -288,7 +337,13 @@ def test_a_rank_that_does_not_go_on_is_named_to_all(last: str, words: str) -> No
 
     def rank(number: int) -> None:
         try:
-            meet(point, number, 3, 5000 + number, Patience(20.0, first_pause_s=0.02, longest_pause_s=0.1))
+            meet(
+                point,
+                number,
+                3,
+                5000 + number,
+                Patience(20.0, first_pause_s=0.02, longest_pause_s=0.1),
+            )
         except DistributedError as error:
             errors.append(error)
 
@@ -306,7 +361,14 @@ def test_a_rank_that_does_not_go_on_is_named_to_all(last: str, words: str) -> No
         raise AssertionError("rank 0 does not listen")
     with call:
         conversation = call.begin(key_for("meeting of job", os.environ), until)
-        hello = {"version": meeting._VERSION, "rank": 1, "size": 3, "address": "127.0.0.1", "port": 5001, "nonce": "n"}
+        hello = {
+            "version": meeting._VERSION,
+            "rank": 1,
+            "size": 3,
+            "address": "127.0.0.1",
+            "port": 5001,
+            "nonce": "n",
+        }
         call.say(conversation.sealed(CALLER, json.dumps(hello).encode()), until)
         for _ in ("welcome", "list"):
             assert call.line(4096, until) != b""
@@ -320,14 +382,20 @@ def test_a_rank_that_does_not_go_on_is_named_to_all(last: str, words: str) -> No
     assert {error.exit_code for error in errors} == {7}
 
 
-# --- a group that does not form -----------------------------------------------------------------------
+# --- a group that does not form -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("local_size", "stays_s", "told"), [(1, 2.0, True), (2, 2.0, False), (1, 0.0, False)], ids=["far", "near", "forms"]
+    ("local_size", "stays_s", "told"),
+    [(1, 2.0, True), (2, 2.0, False), (1, 0.0, False)],
+    ids=["far", "near", "forms"],
 )
 def test_a_group_over_several_computers_that_does_not_form_is_told_before_the_end(
-    local_size: int, stays_s: float, told: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    local_size: int,
+    stays_s: float,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As with mpirun, whose own ports nobody can try beforehand."""
     monkeypatch.setattr(join, "_UNCONNECTED_S", 0.5)

@@ -33,7 +33,9 @@ class Recorder:
 
 
 def data_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("allhands-data")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("allhands-data")
+    ]
 
 
 @settings(max_examples=80, deadline=None, database=None)

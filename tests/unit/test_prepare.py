@@ -1,4 +1,6 @@
-"""``allhands data prepare``: what is kept, in which split, what is left out and said; and nothing half written."""
+"""``allhands data prepare``: what is kept, in which split, what is left out and said; and nothing
+half written.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def splits_of(out: Path) -> dict[str, list[str]]:
     return {name: [row["text"] for row in rows_of(out / f"{name}.jsonl")] for name in SPLITS}
 
 
-# --- splits of files --------------------------------------------------------------------------------
+# --- splits of files ------------------------------------------------------------------------------
 
 
 def test_neither_the_order_of_files_nor_of_rows_matters(tmp_path: Path) -> None:
@@ -56,7 +58,12 @@ def test_neither_the_order_of_files_nor_of_rows_matters(tmp_path: Path) -> None:
 
 
 def test_sizes_are_exact_and_every_row_is_there_once(tmp_path: Path) -> None:
-    outcome = run(tmp_path, {"a.jsonl": texts(range(200))}, valid=SplitShare(0.1, False), test=SplitShare(7, True))
+    outcome = run(
+        tmp_path,
+        {"a.jsonl": texts(range(200))},
+        valid=SplitShare(0.1, False),
+        test=SplitShare(7, True),
+    )
     assert outcome.kept == {"train": 173, "valid": 20, "test": 7}
     found = splits_of(tmp_path / "out")
     assert {name: len(rows) for name, rows in found.items()} == outcome.kept
@@ -79,7 +86,9 @@ def test_rows_of_one_key_are_in_one_split(tmp_path: Path, by: str) -> None:
         row = {"text": sentence(number), "user": user, "meta": {"user": user}}
         files[f"{user}.jsonl" if by == "source" else "all.jsonl"].append(row)
         key[row["text"]] = user
-    outcome = run(tmp_path, files, split_by=by, valid=SplitShare(0.2, False), test=SplitShare(0.2, False))
+    outcome = run(
+        tmp_path, files, split_by=by, valid=SplitShare(0.2, False), test=SplitShare(0.2, False)
+    )
     found = splits_of(tmp_path / "out")
     users = {name: {key[row] for row in rows} for name, rows in found.items()}
     assert all(users.values())
@@ -89,7 +98,11 @@ def test_rows_of_one_key_are_in_one_split(tmp_path: Path, by: str) -> None:
 
 
 def test_rows_without_the_key_are_warned_about(tmp_path: Path) -> None:
-    rows = [{"text": sentence(1), "user": "x"}, {"text": sentence(2), "user": None}, {"text": sentence(3)}]
+    rows = [
+        {"text": sentence(1), "user": "x"},
+        {"text": sentence(2), "user": None},
+        {"text": sentence(3)},
+    ]
     outcome = run(tmp_path, {"a.jsonl": rows}, split_by="user")
     found = next(warning for warning in outcome.warnings if '"user"' in warning.message)
     assert (found.count, [place.rpartition(":")[2] for place in found.places]) == (2, ["2", "3"])
@@ -98,14 +111,22 @@ def test_rows_without_the_key_are_warned_about(tmp_path: Path) -> None:
 def test_twins_are_never_on_both_sides_of_a_split(tmp_path: Path) -> None:
     rows = texts(range(100))
     exact = [{"text": "  " + row["text"].upper()} for row in rows]
-    near = [{"text": row["text"] + " finally " + row["text"][:5]} for row in texts(range(1000, 1050))]
+    near = [
+        {"text": row["text"] + " finally " + row["text"][:5]} for row in texts(range(1000, 1050))
+    ]
     rows += texts(range(1000, 1050))
-    outcome = run(tmp_path, {"a.jsonl": rows + exact + near}, valid=SplitShare(0.2, False), near_threshold=0.6)
+    outcome = run(
+        tmp_path, {"a.jsonl": rows + exact + near}, valid=SplitShare(0.2, False), near_threshold=0.6
+    )
     assert outcome.duplicates.exact == 100
     assert outcome.duplicates.near == 50
     assert outcome.duplicates.across == {}
     assert outcome.num_kept == 300
-    place = {row.strip().lower(): name for name, rows in splits_of(tmp_path / "out").items() for row in rows}
+    place = {
+        row.strip().lower(): name
+        for name, rows in splits_of(tmp_path / "out").items()
+        for row in rows
+    }
     assert all(place[row["text"].split(" finally ")[0]] == place[row["text"]] for row in near)
 
 
@@ -153,14 +174,22 @@ def test_a_held_out_size_for_a_given_split_is_refused(tmp_path: Path) -> None:
         run(tmp_path, files, valid=SplitShare(0.1, False))
     assert caught.value.where == "--valid"
     assert "--resplit" in str(caught.value.hint)
-    assert run(tmp_path, files, test=SplitShare(3, True)).kept == {"train": 7, "valid": 10, "test": 3}
+    assert run(tmp_path, files, test=SplitShare(3, True)).kept == {
+        "train": 7,
+        "valid": 10,
+        "test": 3,
+    }
 
 
 def test_train_alone_is_no_split(tmp_path: Path) -> None:
-    assert run(tmp_path, {"train.jsonl": texts(range(100))}).kept == {"train": 90, "valid": 5, "test": 5}
+    assert run(tmp_path, {"train.jsonl": texts(range(100))}).kept == {
+        "train": 90,
+        "valid": 5,
+        "test": 5,
+    }
 
 
-# --- what goes in comes out -------------------------------------------------------------------------
+# --- what goes in comes out -----------------------------------------------------------------------
 
 GOOD = [
     {"text": "some words"},
@@ -169,15 +198,27 @@ GOOD = [
     {"instruction": "count", "input": "to three", "output": "one two three"},
     {"prompt": "which", "chosen": "this", "rejected": "that"},
 ]
-BAD = ['{"text": ', '{"text": ""}', '{"messages": []}', "7", "null", '{"colour": "blue"}', '{"text": "\\ud800"}']
+BAD = [
+    '{"text": ',
+    '{"text": ""}',
+    '{"messages": []}',
+    "7",
+    "null",
+    '{"colour": "blue"}',
+    '{"text": "\\ud800"}',
+]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.lists(st.sampled_from([*(json.dumps(row) for row in GOOD), *BAD]), max_size=25),
     dedupe=st.sampled_from(["off", "exact", "near"]),
 )
-def test_no_row_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: list[str], dedupe: str) -> None:
+def test_no_row_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[str], dedupe: str
+) -> None:
     folder = tmp_path_factory.mktemp("rows")
     bad = sum(row in BAD for row in rows)
     files = {"a.jsonl": [*rows, ""], "b.jsonl": rows[::2]}
@@ -201,7 +242,10 @@ def test_no_row_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: list[str
     assert kept == outcome.num_kept == total - bad - outcome.duplicates.removed
     assert len(rows_of(out / "left-out.jsonl")) == bad + outcome.duplicates.removed
     report = report_of(out)
-    assert report["rows_read"] == report["rows_kept"] + report["rows_left_out"] + report["duplicates_removed"]
+    assert (
+        report["rows_read"]
+        == report["rows_kept"] + report["rows_left_out"] + report["duplicates_removed"]
+    )
     assert sum(reason["count"] for reason in report["reasons"]) == bad
 
 
@@ -210,7 +254,12 @@ def test_what_is_left_out_is_listed_with_place_reason_and_row(tmp_path: Path) ->
     outcome = run(tmp_path, {"a.jsonl": rows})
     left = rows_of(tmp_path / "out" / "left-out.jsonl")
     assert [entry["where"].rpartition(":")[2] for entry in left] == ["2", "3", "4", "5"]
-    assert [entry.get("row") for entry in left] == [None, {"text": ""}, {"text": None}, {"text": ""}]
+    assert [entry.get("row") for entry in left] == [
+        None,
+        {"text": ""},
+        {"text": None},
+        {"text": ""},
+    ]
     assert all(entry["reason"] and entry["hint"] for entry in left)
     assert outcome.reasons[0].count == 2, "equal reasons are one group, the commonest first"
     assert len(outcome.reasons) == 3
@@ -226,12 +275,19 @@ def test_strict_stops_at_the_first_bad_row(tmp_path: Path) -> None:
 
 def test_mixtures_go_into_one_folder_and_preferences_beside(tmp_path: Path) -> None:
     chats = [
-        {"messages": [{"role": "user", "content": sentence(i)}, {"role": "assistant", "content": "aye"}]}
+        {
+            "messages": [
+                {"role": "user", "content": sentence(i)},
+                {"role": "assistant", "content": "aye"},
+            ]
+        }
         for i in range(30)
     ]
     pairs = [{"prompt": sentence(100 + i), "chosen": "aye", "rejected": "nay"} for i in range(30)]
     outcome = run(
-        tmp_path, {"a.jsonl": chats, "b.jsonl": [*pairs, *texts(range(200, 210))]}, valid=SplitShare(0.2, False)
+        tmp_path,
+        {"a.jsonl": chats, "b.jsonl": [*pairs, *texts(range(200, 210))]},
+        valid=SplitShare(0.2, False),
     )
     assert outcome.shapes == {"chat": 30, "preference": 30, "text": 10}
     assert sum(outcome.kept.values()) == 40
@@ -254,7 +310,7 @@ def test_training_reads_what_was_written(tmp_path: Path) -> None:
     assert sum(1 for _ in records) == sum(1 for _ in rows_of(tmp_path / "out" / "train.jsonl"))
 
 
-# --- columns ----------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def test_columns_are_mapped(tmp_path: Path) -> None:
@@ -267,7 +323,12 @@ def test_columns_are_mapped(tmp_path: Path) -> None:
 
 
 def test_a_mapping_leaves_rows_without_its_columns_alone(tmp_path: Path) -> None:
-    rows = [{"question": "q", "answer": "a"}, {"text": "t"}, {"instruction": "i", "output": "o"}, {"question": "q"}]
+    rows = [
+        {"question": "q", "answer": "a"},
+        {"text": "t"},
+        {"instruction": "i", "output": "o"},
+        {"question": "q"},
+    ]
     columns = {"prompt_feature": "question", "completion_feature": "answer"}
     outcome = run(tmp_path, {"a.jsonl": rows}, columns=columns)
     assert outcome.shapes == {"completion": 1, "text": 1, "alpaca": 1}
@@ -277,20 +338,29 @@ def test_a_mapping_leaves_rows_without_its_columns_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "flag", "nearest"),
     [
-        ({"columns": {"prompt_feature": "qestion", "completion_feature": "answer"}}, "--prompt-feature", "question"),
+        (
+            {"columns": {"prompt_feature": "qestion", "completion_feature": "answer"}},
+            "--prompt-feature",
+            "question",
+        ),
         (
             {"columns": {"prompt_feature": "question", "completion_feature": "meta.anser"}},
             "--completion-feature",
             "meta.answer",
         ),
         (
-            {"columns": {"prompt_feature": "question", "completion_feature": "answer"}, "split_by": "usr"},
+            {
+                "columns": {"prompt_feature": "question", "completion_feature": "answer"},
+                "split_by": "usr",
+            },
             "--split-by",
             "user",
         ),
     ],
 )
-def test_a_column_that_is_nowhere_is_one_error(tmp_path: Path, options: Any, flag: str, nearest: str) -> None:
+def test_a_column_that_is_nowhere_is_one_error(
+    tmp_path: Path, options: Any, flag: str, nearest: str
+) -> None:
     rows = [{"question": "q", "answer": "a", "user": "u", "meta": {"answer": 1}}] * 3
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, {"a.jsonl": rows}, **options)
@@ -302,7 +372,9 @@ def test_a_column_that_is_nowhere_is_one_error(tmp_path: Path, options: Any, fla
 def test_gsm8k_with_its_columns(tmp_path: Path, shared_data: Path) -> None:
     sources = find_sources([str(shared_data / "gsm8k" / "test.jsonl")], SourceOptions())
     columns = {"prompt_feature": "question", "completion_feature": "answer"}
-    outcome = prepare(sources, tmp_path / "out", PrepareOptions(columns=columns, resplit=True, near_threshold=1))
+    outcome = prepare(
+        sources, tmp_path / "out", PrepareOptions(columns=columns, resplit=True, near_threshold=1)
+    )
     assert outcome.kept == {"train": 1187, "valid": 66, "test": 66}
     first = next(read_records(tmp_path / "out" / "train.jsonl", ColumnNames()))
     assert first.kind == "completion"
@@ -314,13 +386,18 @@ def test_a_lonely_test_file_is_split_like_any_other(tmp_path: Path) -> None:
     assert outcome.kept == {"train": 90, "valid": 5, "test": 5}
     assert any("no train split, only test" in note for note in outcome.notes)
     # Beside rows to train on, a test file is a test set.
-    again = run(tmp_path / "b", {"test.jsonl": texts(range(10)), "more.jsonl": texts(range(100, 150))})
+    again = run(
+        tmp_path / "b", {"test.jsonl": texts(range(10)), "more.jsonl": texts(range(100, 150))}
+    )
     assert again.kept["test"] == 10
 
 
 def test_ids_that_repeat_are_warned_of_with_line_and_remedy(tmp_path: Path) -> None:
     rows = [{"id": n % 4, "text": sentence(n)} for n in range(6)]
-    outcome = run(tmp_path, {"a.jsonl": [*rows, {"id": True, "text": sentence(7)}, {"id": True, "text": sentence(8)}]})
+    outcome = run(
+        tmp_path,
+        {"a.jsonl": [*rows, {"id": True, "text": sentence(7)}, {"id": True, "text": sentence(8)}]},
+    )
     (warning,) = outcome.warnings
     assert (warning.message, warning.count) == ("the id of an earlier row", 2)
     assert [place.partition("a.jsonl")[2] for place in warning.places] == [":5", ":6"]
@@ -331,7 +408,10 @@ def test_ids_that_repeat_are_warned_of_with_line_and_remedy(tmp_path: Path) -> N
 def test_warnings_have_remedies(tmp_path: Path) -> None:
     system = {"role": "system", "content": "s"}
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    outcome = run(tmp_path, {"a.jsonl": [{"messages": [system, system, *talk]}, {"messages": [*talk, talk[0]]}]})
+    outcome = run(
+        tmp_path,
+        {"a.jsonl": [{"messages": [system, system, *talk]}, {"messages": [*talk, talk[0]]}]},
+    )
     assert {warning.message: bool(warning.hint) for warning in outcome.warnings} == {
         "more than one system message": True,
         "does not end with an answer": True,
@@ -342,17 +422,23 @@ def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
     words = [f"{WORDS[i % len(WORDS)]}{i}" for i in range(200)]
     chain_rows = [{"text": " ".join(words)}]
     for step in range(12):
-        words = [*words[: 14 * step], *(f"new{step}x{i}" for i in range(14)), *words[14 * step + 14 :]]
+        words = [
+            *words[: 14 * step],
+            *(f"new{step}x{i}" for i in range(14)),
+            *words[14 * step + 14 :],
+        ]
         chain_rows.append({"text": " ".join(words)})
     held_out = {"valid": SplitShare(0.3, False), "test": SplitShare(0.3, False)}
     outcome = run(tmp_path, {"a.jsonl": [*chain_rows, *texts(range(400))]}, **held_out)
     alike = {row["text"] for row in chain_rows}
-    assert [bool(alike & set(found)) for found in splits_of(tmp_path / "out").values()].count(True) == 1
+    assert [bool(alike & set(found)) for found in splits_of(tmp_path / "out").values()].count(
+        True
+    ) == 1
     # Neighbours are alike, the two ends are not: without the links some of them would stand alone.
     assert outcome.duplicates.near < 12
 
 
-# --- lengths ----------------------------------------------------------------------------------------
+# --- lengths --------------------------------------------------------------------------------------
 
 
 def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
@@ -379,7 +465,7 @@ def test_without_a_model_lengths_are_characters(tmp_path: Path) -> None:
     assert (outcome.lengths.total, outcome.lengths.max) == (18, 10)
 
 
-# --- whole or absent --------------------------------------------------------------------------------
+# --- whole or absent ------------------------------------------------------------------------------
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
@@ -390,7 +476,9 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert "--force" in str(caught.value.hint)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before
     run(tmp_path, {"a.jsonl": texts(range(5, 10))}, force=True)
-    assert sorted(chain(*splits_of(tmp_path / "out").values())) == sorted(sentence(i) for i in range(5, 10))
+    assert sorted(chain(*splits_of(tmp_path / "out").values())) == sorted(
+        sentence(i) for i in range(5, 10)
+    )
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
         run(tmp_path, {"a.jsonl": texts(range(5))}, force=True)
@@ -400,7 +488,9 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_source_is_never_replaced(tmp_path: Path) -> None:
     (name,) = write(tmp_path / "data", {"train.jsonl": texts(range(5))})
     with pytest.raises(ConfigError, match="is in it"):
-        prepare(find_sources([name], SourceOptions()), tmp_path / "data", PrepareOptions(force=True))
+        prepare(
+            find_sources([name], SourceOptions()), tmp_path / "data", PrepareOptions(force=True)
+        )
     assert len(rows_of(Path(name))) == 5
 
 

@@ -1,4 +1,6 @@
-"""``allhands data prepare``: sizes that cannot be, advice that can be pasted, and tables that are not quite tables."""
+"""``allhands data prepare``: sizes that cannot be, advice that can be pasted, and tables that are
+not quite tables.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,44 @@ from allhands.data.tables import rows_of_table, separator_of
 
 def run(folder: Path, rows: list[Any], *flags: str) -> tuple[int, str]:
     """Exit code and screen, on one line, of rows in a.jsonl prepared into ``folder/out``."""
-    code, screen = invoke(*write(folder / "raw", {"a.jsonl": rows}), "--out", str(folder / "out"), *flags)
+    code, screen = invoke(
+        *write(folder / "raw", {"a.jsonl": rows}), "--out", str(folder / "out"), *flags
+    )
     return code, " ".join(screen.split())
 
 
-# --- sizes ------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--valid", "1000"), "--valid 1000: valid is 1000 of 60 rows: nothing is left to train on"),
+        (
+            ("--valid", "1000"),
+            "--valid 1000: valid is 1000 of 60 rows: nothing is left to train on",
+        ),
         (("--test", "60"), "--test 60: test is 60 of 60 rows: nothing is left to train on"),
-        (("--valid", "50", "--test", "10"), "valid and test together are 60 of 60 rows: nothing is left to train on"),
-        (("--valid", "0.9", "--test", "6"), "valid and test together are 60 of 60 rows: nothing is left to train on"),
-        (("--valid", "0.7", "--test", "0.3"), "valid and test together are 1 of the rows: nothing is left to train on"),
+        (
+            ("--valid", "50", "--test", "10"),
+            "valid and test together are 60 of 60 rows: nothing is left to train on",
+        ),
+        (
+            ("--valid", "0.9", "--test", "6"),
+            "valid and test together are 60 of 60 rows: nothing is left to train on",
+        ),
+        (
+            ("--valid", "0.7", "--test", "0.3"),
+            "valid and test together are 1 of the rows: nothing is left to train on",
+        ),
     ],
 )
-def test_sizes_that_leave_nothing_to_train_on_are_refused(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+def test_sizes_that_leave_nothing_to_train_on_are_refused(
+    tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
     code, screen = run(tmp_path, texts(range(60)), *flags)
-    assert (code, words in screen, "what to do: ask for fewer rows" in screen) == (2, True, True), screen
+    assert (code, words in screen, "what to do: ask for fewer rows" in screen) == (2, True, True), (
+        screen
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
@@ -48,7 +68,10 @@ def test_fractions_are_refused_before_anything_is_read(tmp_path: Path) -> None:
 def test_rows_that_the_sources_hold_out_are_not_there_to_take(tmp_path: Path) -> None:
     names = write(tmp_path, {"train.jsonl": texts(range(10)), "valid.jsonl": texts(range(10, 30))})
     code, screen = invoke(*names, "--out", str(tmp_path / "out"), "--test", "10")
-    assert (code, "test is 10 of 10 rows that the sources do not hold out" in screen) == (2, True), screen
+    assert (code, "test is 10 of 10 rows that the sources do not hold out" in screen) == (
+        2,
+        True,
+    ), screen
     assert invoke(*names, "--out", str(tmp_path / "out"), "--test", "9")[0] == 0
 
 
@@ -62,7 +85,9 @@ def test_what_was_asked_for_comes_before_what_is_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (3, [1, 1, 1])])
-def test_tiny_sets_go_on_and_the_reason_is_true(tmp_path: Path, count: int, kept: list[int]) -> None:
+def test_tiny_sets_go_on_and_the_reason_is_true(
+    tmp_path: Path, count: int, kept: list[int]
+) -> None:
     code, screen = run(tmp_path, texts(range(count)))
     assert code == 0
     assert list(report_of(tmp_path / "out")["kept"].values()) == kept
@@ -86,7 +111,7 @@ def test_one_size_that_was_asked_for_is_said(tmp_path: Path) -> None:
     assert "are valid" not in screen
 
 
-# --- columns ----------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,7 +130,10 @@ def test_one_size_that_was_asked_for_is_said(tmp_path: Path) -> None:
             'the nearest: prompt_feature: "meta.q", completion_feature: "an a"',
             "the nearest: --column prompt=meta.q --column 'completion=an a'",
         ),
-        ("other names: prompt_feature, text_feature", "other names: --column prompt=NAME, --column text=NAME"),
+        (
+            "other names: prompt_feature, text_feature",
+            "other names: --column prompt=NAME, --column text=NAME",
+        ),
         ("delete the record", "delete the record"),
     ],
 )
@@ -148,12 +176,16 @@ def test_the_same_mapping_twice_is_one(tmp_path: Path) -> None:
     assert run(tmp_path, [{"body": sentence(1)}], *["--column", "text=body"] * 2)[0] == 0
 
 
-# --- tables -----------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(content: str, delimiter: str = ",") -> list[Any]:
     data = content.encode()
-    return list(rows_of_table(io.BytesIO(data), "f.csv", ReadOptions(), separator_of(data, delimiter, whole=True)))
+    return list(
+        rows_of_table(
+            io.BytesIO(data), "f.csv", ReadOptions(), separator_of(data, delimiter, whole=True)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,14 +202,17 @@ def table(content: str, delimiter: str = ",") -> list[Any]:
         ('\ufeff"sep=|"\r\nq|a\n1|2\n', ",", [("1", "2")]),
     ],
 )
-def test_another_separator_that_is_certain_is_used(content: str, delimiter: str, rows: list[tuple[str, str]]) -> None:
+def test_another_separator_that_is_certain_is_used(
+    content: str, delimiter: str, rows: list[tuple[str, str]]
+) -> None:
     found = table(content, delimiter)
     assert [tuple(row.value.values()) for row in found] == rows
     assert all(list(row.value) == ["q", "a"] for row in found)
 
 
 @pytest.mark.parametrize(
-    "content", ["q;a\n1;2\n3;4;5\n", '"q, or so";a\n1;"2\n', "q;a|b\n1;2|3\n", "q;a\n", "sep=~\nq~a\n1~2\n"]
+    "content",
+    ["q;a\n1;2\n3;4;5\n", '"q, or so";a\n1;"2\n', "q;a|b\n1;2|3\n", "q;a\n", "sep=~\nq~a\n1~2\n"],
 )
 def test_a_separator_that_is_not_certain_is_refused_once(content: str) -> None:
     (problem,) = table(content)
@@ -209,7 +244,11 @@ def test_what_is_said_of_ragged_rows_holds_for_all(tmp_path: Path) -> None:
 
 def test_reasons_are_told_without_numbers_that_differ() -> None:
     reasons = Reasons()
-    for message in ("byte 0xe9 at 7 of 9, near 'x'", "byte 0xe9 at 8 of 9, near 'y'", "byte 0xe9 at 7 of 9, near 'x'"):
+    for message in (
+        "byte 0xe9 at 7 of 9, near 'x'",
+        "byte 0xe9 at 8 of 9, near 'y'",
+        "byte 0xe9 at 7 of 9, near 'x'",
+    ):
         reasons.add(message, None, "f:1")
     reasons.add("1,234 bytes", None, "f:1")
     assert [(reason.message, reason.count) for reason in reasons.listed()] == [
@@ -218,7 +257,7 @@ def test_reasons_are_told_without_numbers_that_differ() -> None:
     ]
 
 
-# --- ids --------------------------------------------------------------------------------------------
+# --- ids ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "told"), [(2, True), (3, True), (4, True), (20, False)])
@@ -232,9 +271,13 @@ def test_few_texts_of_which_many_are_held_out(tmp_path: Path, count: int, told: 
 
 
 @pytest.mark.parametrize(("beside", "told"), [("context", True), ("passage", True), ("url", False)])
-def test_words_beside_a_question_that_are_left_out_are_told(tmp_path: Path, beside: str, told: bool) -> None:
+def test_words_beside_a_question_that_are_left_out_are_told(
+    tmp_path: Path, beside: str, told: bool
+) -> None:
     rows = [{"question": sentence(n), beside: sentence(n + 40), "answer": "x"} for n in range(9)]
-    code, screen = run(tmp_path, rows, "--column", "prompt=question", "--column", "completion=answer")
+    code, screen = run(
+        tmp_path, rows, "--column", "prompt=question", "--column", "completion=answer"
+    )
     assert (code, f'"{beside}" is not used' in screen) == (0, told)
     code, screen = run(tmp_path, rows, "--force")
     assert (code, f'join "{beside}" to it first' in " ".join(screen.split())) == (3, told)

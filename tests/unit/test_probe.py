@@ -31,7 +31,11 @@ class Conversation:
 
     def __init__(self, python: str, **options: Any) -> None:
         self.process = subprocess.Popen(
-            [python, "-u", "-c", probe.BOOTSTRAP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+            [python, "-u", "-c", probe.BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
         )
         text = probe.program()
         self.write(f"{TOKEN} {len(text)}\n{text}")
@@ -67,7 +71,7 @@ def talking(python: str = sys.executable, **options: Any) -> Iterator[Conversati
         assert code == 0
 
 
-# --- the text -----------------------------------------------------------------------------------------
+# --- the text -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
@@ -97,7 +101,9 @@ def test_the_text_holds_every_part_and_imports_none() -> None:
     text = probe.program()
     assert text.isascii()
     tree = ast.parse(text)
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    modules = {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
     # One is told to the starter of ranks, in a string.
     assert not {module for module in modules if module.startswith("allhands")}
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -123,24 +129,30 @@ def test_any_python_answers_or_says_that_it_is_old(python: str) -> None:
     version = tuple(int(part) for part in Path(python).name.removeprefix("python").split("."))
     if version >= probe.OLDEST:
         with talking(python) as found:
-            facts = HostFacts.model_validate(found.ask(kind="facts", timeout_s=20, places={"work": "."}, peers=[]))
+            facts = HostFacts.model_validate(
+                found.ask(kind="facts", timeout_s=20, places={"work": "."}, peers=[])
+            )
         assert facts.python.python_version.startswith(".".join(map(str, version)))
         assert facts.missing == {}
         return
     argv = [python, "-u", "-c", probe.BOOTSTRAP]
-    done = subprocess.run(argv, input=f"{TOKEN} 5\n12345", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        argv, input=f"{TOKEN} 5\n12345", capture_output=True, text=True, check=True
+    )
     token, _, text = done.stdout.partition(" ")
     assert token == TOKEN
     assert json.loads(text)["old"].startswith(".".join(map(str, version)))
 
 
-# --- facts --------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     place = tmp_path_factory.mktemp("work")
-    (place / "json.py").write_text("raise SystemExit('a module of the working directory was imported')")
+    (place / "json.py").write_text(
+        "raise SystemExit('a module of the working directory was imported')"
+    )
     environ = {**os.environ, "MLX_RANK": "secret-value", "NCCL_DEBUG": "secret-value"}
     with talking(cwd=place, env=environ) as found:
         answer = found.ask(
@@ -172,10 +184,14 @@ def test_interfaces_are_psutils(facts: HostFacts) -> None:
         for name, entries in psutil.net_if_addrs().items()
     }
     stats = psutil.net_if_stats()
-    stable = [one for one in facts.interfaces if not one.name.startswith("ah")]  # of tests that run beside this one
+    stable = [
+        one for one in facts.interfaces if not one.name.startswith("ah")
+    ]  # of tests that run beside this one
     assert {"lo"} <= {one.name for one in stable} <= set(wanted)
     for one in stable:
-        assert {address.ip for address in one.addresses if ":" not in address.ip} == wanted[one.name]
+        assert {address.ip for address in one.addresses if ":" not in address.ip} == wanted[
+            one.name
+        ]
         assert one.mtu == stats[one.name].mtu
     loopback = facts.interface("lo")
     assert loopback is not None
@@ -220,7 +236,9 @@ def test_a_full_disk_is_seen_by_writing(tmp_path: Path) -> None:
     mount = shutil.which("mount")
     if os.geteuid() != 0 or mount is None or sys.platform != "linux":
         pytest.skip("a small disk can only be mounted by root")
-    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False)
+    done = subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False
+    )
     if done.returncode != 0:
         pytest.skip("no tmpfs can be mounted here")
     try:
@@ -239,7 +257,7 @@ def test_a_directory_that_cannot_be_entered_is_told(tmp_path: Path) -> None:
     assert answer["cwd"] == str(tmp_path)
 
 
-# --- what programs print ------------------------------------------------------------------------------
+# --- what programs print --------------------------------------------------------------------------
 
 
 def test_nvidia_smi() -> None:
@@ -255,7 +273,10 @@ def test_nvidia_smi() -> None:
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        ("mpirun (Open MPI) 5.0.8\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "5.0.8"),
+        (
+            "mpirun (Open MPI) 5.0.8\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
+            "5.0.8",
+        ),
         ("mpirun (Open MPI) 4.1.6\n", "4.1.6"),
         ("HYDRA build details:\n    Version:  4.2.0\n", "HYDRA build details:"),
         ("", "unknown"),
@@ -290,6 +311,10 @@ print(len(texts))
 
 
 def test_several_threads_may_ask_for_the_program() -> None:
-    """Python 3.11 takes one thread's depth for another's where two parse at once: "recursion depth mismatch"."""
-    done = subprocess.run([sys.executable, "-c", SEVERAL_THREADS], capture_output=True, text=True, check=False)
+    """Python 3.11 takes one thread's depth for another's where two parse at once: "recursion depth
+    mismatch".
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_THREADS], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("1\n", "")

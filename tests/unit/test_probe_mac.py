@@ -103,7 +103,9 @@ def test_kinds_states_and_sizes(interfaces: dict[str, Interface]) -> None:
 
 
 def test_addresses_speeds_and_members(interfaces: dict[str, Interface]) -> None:
-    addresses = {name: [(a.ip, a.prefix) for a in one.addresses] for name, one in interfaces.items()}
+    addresses = {
+        name: [(a.ip, a.prefix) for a in one.addresses] for name, one in interfaces.items()
+    }
     assert addresses["en0"] == [("10.0.0.5", 24)]
     assert addresses["en1"] == [("192.168.1.23", 23), ("fe80::cc3:1111:2222:3333", 64)]
     assert addresses["bridge0"] == [("169.254.10.7", 16)]
@@ -123,7 +125,10 @@ destination: 10.0.0.0
     assert network.parse_mac_route(text) == {"interface": "en0", "gateway": None}
     by = text.replace("  interface: en0", "    gateway: 192.168.1.1\n  interface: en1")
     assert network.parse_mac_route(by) == {"interface": "en1", "gateway": "192.168.1.1"}
-    assert network.parse_mac_route("route: writing to routing socket: not in table\n")["interface"] is None
+    assert (
+        network.parse_mac_route("route: writing to routing socket: not in table\n")["interface"]
+        is None
+    )
 
 
 PMSET = """System-wide power settings:
@@ -153,7 +158,9 @@ Listed by owning process:
 """
 
 
-@pytest.mark.parametrize(("value", "minutes"), [("0", 0), ("1", 1), ("15 (sleep prevented by caffeinate, powerd)", 15)])
+@pytest.mark.parametrize(
+    ("value", "minutes"), [("0", 0), ("1", 1), ("15 (sleep prevented by caffeinate, powerd)", 15)]
+)
 def test_sleep(value: str, minutes: int) -> None:
     assert mac.parse_sleep(PMSET % value) == minutes
 
@@ -250,8 +257,20 @@ def test_thunderbolt_ports() -> None:
         }
     )
     assert mac.parse_thunderbolt(text) == [
-        {"receptacle": "1", "connected": True, "speed": "80 Gb/s", "domain": "AAAA-0", "peers": ["BBBB-0"]},
-        {"receptacle": "2", "connected": False, "speed": "Up to 120 Gb/s", "domain": "AAAA-1", "peers": []},
+        {
+            "receptacle": "1",
+            "connected": True,
+            "speed": "80 Gb/s",
+            "domain": "AAAA-0",
+            "peers": ["BBBB-0"],
+        },
+        {
+            "receptacle": "2",
+            "connected": False,
+            "speed": "Up to 120 Gb/s",
+            "domain": "AAAA-1",
+            "peers": [],
+        },
     ]
     for nothing in ("", "{}", "not json", '{"SPThunderboltDataType": null}'):
         assert mac.parse_thunderbolt(nothing) == []

@@ -1,4 +1,6 @@
-"""The probe's parts that talk to other computers, read files, and read what Linux says of its network."""
+"""The probe's parts that talk to other computers, read files, and read what Linux says of its
+network.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def answering(answer: bytes, hold: bool, echo: bool = False) -> Iterator[int]:
         thread.join()
 
 
-# --- TCP ----------------------------------------------------------------------------------------------
+# --- TCP ------------------------------------------------------------------------------------------
 
 
 def test_who_knows_the_secret_is_answered_and_sees_large_packets_pass() -> None:
@@ -132,7 +134,9 @@ sys.stdin.read()
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_strangers_end_nothing(count: int) -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _LISTENS], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _LISTENS], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         with pestering(("127.0.0.1", port), idle=500, trickling=5):
@@ -238,7 +242,9 @@ def test_logins() -> None:
         {"argv": ["sleep", "30"]},
         {"argv": ["no-such-ssh"]},
     ]
-    assert [(fact["code"], fact["said"]) for fact in (reach.login_fact(login, 1.0) for login in logins)] == [
+    assert [
+        (fact["code"], fact["said"]) for fact in (reach.login_fact(login, 1.0) for login in logins)
+    ] == [
         (0, ""),
         (255, "oh no\n"),
         (None, ""),
@@ -246,7 +252,7 @@ def test_logins() -> None:
     ]
 
 
-# --- files --------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def read(role: str, source: str, hashed: bool = True) -> dict[str, Any]:
@@ -255,7 +261,11 @@ def read(role: str, source: str, hashed: bool = True) -> dict[str, Any]:
 
 def test_files_with_their_sums(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    contents = {"config.json": b"{}", "model.safetensors": os.urandom(5 << 20), "sub/more.json": b"[]"}
+    contents = {
+        "config.json": b"{}",
+        "model.safetensors": os.urandom(5 << 20),
+        "sub/more.json": b"[]",
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     for name in ("README.md", ".hidden.json"):
@@ -264,29 +274,42 @@ def test_files_with_their_sums(tmp_path: Path) -> None:
     fact = trees.tree_fact("model", str(tmp_path), True, seen.append)
     assert fact["path"] == str(tmp_path)
     assert {file["name"]: (file["size"], file["sha256"]) for file in fact["files"]} == {
-        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+        name: (len(content), hashlib.sha256(content).hexdigest())
+        for name, content in contents.items()
     }
     assert seen == sorted(seen)
     assert seen[-1] == sum(map(len, contents.values()))
-    assert all(file["sha256"] is None for file in read("model", str(tmp_path), hashed=False)["files"])
+    assert all(
+        file["sha256"] is None for file in read("model", str(tmp_path), hashed=False)["files"]
+    )
 
 
 def test_data_are_all_files_and_one_file_is_a_tree(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("x")
     (tmp_path / "notes.md").write_text("y")
-    assert [file["name"] for file in read("data", str(tmp_path))["files"]] == ["notes.md", "train.jsonl"]
+    assert [file["name"] for file in read("data", str(tmp_path))["files"]] == [
+        "notes.md",
+        "train.jsonl",
+    ]
     alone = read("data", str(tmp_path / "train.jsonl"))
-    assert [(file["name"], file["sha256"]) for file in alone["files"]] == [("", hashlib.sha256(b"x").hexdigest())]
+    assert [(file["name"], file["sha256"]) for file in alone["files"]] == [
+        ("", hashlib.sha256(b"x").hexdigest())
+    ]
 
 
 def test_what_is_not_here_and_what_cannot_be_read(tmp_path: Path) -> None:
     missing = read("model", str(tmp_path / "none"))
     assert (missing["path"], missing["error"], missing["files"]) == (None, None, [])
     (tmp_path / "config.json").symlink_to(tmp_path / "nowhere")
-    assert read("model", str(tmp_path))["error"] == f"{tmp_path}/config.json: No such file or directory"
+    assert (
+        read("model", str(tmp_path))["error"]
+        == f"{tmp_path}/config.json: No such file or directory"
+    )
 
 
-def test_a_repository_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_of_the_hub_is_found_in_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--owner--name"
     (repository / "snapshots" / "abc").mkdir(parents=True)
@@ -301,7 +324,9 @@ def test_a_repository_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypat
     assert read("model", "owner/name")["path"] is None
 
 
-def test_the_demo_model_is_the_one_that_training_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_model_is_the_one_that_training_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from allhands.model import sources
 
     monkeypatch.setenv("ALLHANDS_CACHE", str(tmp_path))
@@ -311,7 +336,7 @@ def test_the_demo_model_is_the_one_that_training_takes(tmp_path: Path, monkeypat
     assert read("model", "demo")["path"] == str(tmp_path / name)
 
 
-# --- Linux --------------------------------------------------------------------------------------------
+# --- Linux ----------------------------------------------------------------------------------------
 
 
 def test_addresses_as_ip_prints_them() -> None:
@@ -388,7 +413,10 @@ NFT = """table inet filter {
         ("-P INPUT ACCEPT\n-P FORWARD DROP\n-P OUTPUT ACCEPT\n", []),
         ("-P INPUT DROP\n-P FORWARD ACCEPT\n-P OUTPUT ACCEPT\n", ["in"]),
         ("-P INPUT ACCEPT\n-A INPUT -p tcp -m tcp ! --dport 22 -j DROP\n", ["in"]),
-        ("-P INPUT ACCEPT\n-A INPUT -s 10.0.0.9/32 -j REJECT --reject-with icmp-port-unreachable\n", ["in"]),
+        (
+            "-P INPUT ACCEPT\n-A INPUT -s 10.0.0.9/32 -j REJECT --reject-with icmp-port-unreachable\n",
+            ["in"],
+        ),
         ("-P INPUT ACCEPT\n-P OUTPUT DROP\n", ["out"]),
         ("-A INPUT -j DROP\n-A OUTPUT -j REJECT\n", ["in", "out"]),
         ("-A INPUT -p tcp -j ACCEPT\n", []),

@@ -39,7 +39,9 @@ def test_a_dear_share_is_read_rarely() -> None:
     assert dear.reads == 1
 
 
-def test_it_is_read_again_when_the_process_has_grown_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_read_again_when_the_process_has_grown_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(process.time, "monotonic", lambda: now)
     dear = Dear()

@@ -1,4 +1,6 @@
-"""Files of every type: what was written is read, and whatever is broken is one Problem with its place."""
+"""Files of every type: what was written is read, and whatever is broken is one Problem with its
+place.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reading")
 
 
-def read(folder: Path, content: bytes | str, name: str = "f.jsonl", **options: Any) -> list[Row | RowProblem]:
+def read(
+    folder: Path, content: bytes | str, name: str = "f.jsonl", **options: Any
+) -> list[Row | RowProblem]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     items = list(read_rows(path, ReadOptions(**options)))
@@ -64,7 +68,10 @@ def rows_of(items: list[Row | RowProblem]) -> list[Any]:
 
 def outline(items: list[Row | RowProblem]) -> list[Any]:
     """Values of rows, and (line, first words) of problems."""
-    return [item.value if isinstance(item, Row) else (item.line, item.message.partition(":")[0]) for item in items]
+    return [
+        item.value if isinstance(item, Row) else (item.line, item.message.partition(":")[0])
+        for item in items
+    ]
 
 
 def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
@@ -84,7 +91,9 @@ def table(rows: list[list[str]], delimiter: str = ",", end: str = "\r\n") -> str
 
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 0, 2]), st.integers(1, 40))
 @settings(max_examples=50, deadline=None)
-def test_json_of_any_layout(folder: Path, rows: list[Any], ascii_only: bool, indent: int | None, piece: int) -> None:
+def test_json_of_any_layout(
+    folder: Path, rows: list[Any], ascii_only: bool, indent: int | None, piece: int
+) -> None:
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
     assert values(read(folder, "\n".join(lines))) == rows
     assert values(read(folder, "\r\n\r\n".join(["\ufeff", *lines]))) == rows
@@ -92,7 +101,10 @@ def test_json_of_any_layout(folder: Path, rows: list[Any], ascii_only: bool, ind
         array = json.dumps(rows, ensure_ascii=ascii_only, indent=indent)
         assert values(read(folder, array, "f.json")) == rows
         assert values(read(folder, "\ufeff" + array, "f.json")) == rows
-        assert values(read(folder, " ".join(json.dumps(row, indent=indent) for row in rows), "f.json")) == rows
+        assert (
+            values(read(folder, " ".join(json.dumps(row, indent=indent) for row in rows), "f.json"))
+            == rows
+        )
     assert values(read(folder, array)) == rows
 
 
@@ -108,15 +120,25 @@ def test_line_numbers_of_json(tmp_path: Path) -> None:
     for piece in range(1, len(text)):
         with mock.patch.object(jsontext, "PIECE", piece):
             items = read(tmp_path, text, "f.json")
-            assert [(item.source, item.line) for item in items] == [("f.json", 2), ("f.json", 4), ("f.json", 5)]
+            assert [(item.source, item.line) for item in items] == [
+                ("f.json", 2),
+                ("f.json", 4),
+                ("f.json", 5),
+            ]
 
 
-@given(st.lists(st.lists(WORDS, min_size=2, max_size=2), min_size=1, max_size=5), st.booleans(), st.booleans())
+@given(
+    st.lists(st.lists(WORDS, min_size=2, max_size=2), min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(max_examples=50, deadline=None)
 def test_tables(folder: Path, cells: list[list[str]], tabs: bool, crlf: bool) -> None:
     # The writer quotes a lone CR only if lines end in CRLF.
     cells = [[re.sub("\0" if crlf else "[\0\r]", "", cell) for cell in row] for row in cells]
-    content = table([["prompt", "completion"], *cells], "\t" if tabs else ",", "\r\n" if crlf else "\n")
+    content = table(
+        [["prompt", "completion"], *cells], "\t" if tabs else ",", "\r\n" if crlf else "\n"
+    )
     rows = values(read(folder, "\ufeff" + content, "f.tsv" if tabs else "f.csv"))
     assert rows == [{"prompt": prompt, "completion": completion} for prompt, completion in cells]
 
@@ -129,7 +151,13 @@ def test_tables_keep_strings_lines_and_long_fields(tmp_path: Path) -> None:
     assert [item.line for item in items] == [2, 4, 5]
 
 
-@given(st.lists(st.fixed_dictionaries({"text": WORDS, "n": st.none() | st.integers(-9, 9)}), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.fixed_dictionaries({"text": WORDS, "n": st.none() | st.integers(-9, 9)}),
+        min_size=1,
+        max_size=9,
+    )
+)
 @settings(max_examples=30, deadline=None)
 def test_parquet(folder: Path, rows: list[dict[str, Any]]) -> None:
     items = read(folder, parquet(rows, row_group_size=2), "f.parquet")
@@ -139,7 +167,10 @@ def test_parquet(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_parquet_with_nested_nulls(tmp_path: Path) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": None}, {"role": None, "content": "b"}, None], "meta": {"a": None}},
+        {
+            "messages": [{"role": "user", "content": None}, {"role": None, "content": "b"}, None],
+            "meta": {"a": None},
+        },
         {"messages": None, "meta": None},
         {"messages": [], "meta": {"a": [1, None]}},
     ]
@@ -149,7 +180,12 @@ def test_parquet_with_nested_nulls(tmp_path: Path) -> None:
 
 def test_gz_of_every_type(tmp_path: Path) -> None:
     row = {"text": "Ahoy"}
-    contents = {"jsonl": b'{"text": "Ahoy"}', "json": b'[{"text": "Ahoy"}]', "csv": b"text\nAhoy\n", "txt": b"Ahoy"}
+    contents = {
+        "jsonl": b'{"text": "Ahoy"}',
+        "json": b'[{"text": "Ahoy"}]',
+        "csv": b"text\nAhoy\n",
+        "txt": b"Ahoy",
+    }
     for suffix, content in (contents | {"tsv": contents["csv"], "parquet": parquet([row])}).items():
         assert values(read(tmp_path, gzip.compress(content), f"f.{suffix}.gz")) == [row]
         assert values(read(tmp_path, gzip.compress(content), f"F.{suffix.upper()}.GZ")) == [row]
@@ -205,24 +241,33 @@ def test_the_rest_is_not_read_where_its_rows_are_uncertain(
 ) -> None:
     items = read(tmp_path, content, name)
     assert [
-        item.value if isinstance(item, Row) else (item.line, item.message.partition(",")[0]) for item in items
+        item.value if isinstance(item, Row) else (item.line, item.message.partition(",")[0])
+        for item in items
     ] == expected
     last = items[-1]
     assert isinstance(last, RowProblem)
     assert "the rest of the file from here was not read" in last.message
 
 
-@given(st.lists(st.dictionaries(WORDS, VALUES, min_size=1, max_size=3), min_size=2, max_size=6), st.data())
+@given(
+    st.lists(st.dictionaries(WORDS, VALUES, min_size=1, max_size=3), min_size=2, max_size=6),
+    st.data(),
+)
 @settings(max_examples=50, deadline=None)
-def test_a_broken_element_costs_no_other(folder: Path, rows: list[Any], data: st.DataObject) -> None:
-    """In an indented array: whatever one character less breaks, rows that are whole are read as they were."""
+def test_a_broken_element_costs_no_other(
+    folder: Path, rows: list[Any], data: st.DataObject
+) -> None:
+    """In an indented array: whatever one character less breaks, rows that are whole are read as
+    they were.
+    """
     lines = json.dumps(rows, indent=1).split("\n")
     starts = [number for number, line in enumerate(lines) if line == " {"]
     broken = data.draw(st.integers(0, len(rows) - 1))
     end = [*starts, len(lines) - 1][broken + 1]
     number = data.draw(st.integers(starts[broken], end - 1))
     line = lines[number]
-    # Any character but the comma behind the element: without that, the element after it is left out.
+    # Any character but the comma behind the element: without that, the element after it is left
+    # out.
     cut = data.draw(st.integers(0, len(line.removesuffix(",") if number == end - 1 else line) - 1))
     lines[number] = line[:cut] + line[cut + 1 :]
     items = read(folder, "\n".join(lines), "f.json")
@@ -237,11 +282,20 @@ def test_a_broken_element_costs_no_other(folder: Path, rows: list[Any], data: st
 def test_gigantic_lines(tmp_path: Path) -> None:
     long = b'{"a": "' + b"x" * 3_000_000 + b'"}'
     items = read(tmp_path, b"1\n" + long + b"\n2\n" + long, max_row_bytes=2_000_000)
-    assert outline(items) == [1, (2, "the line is too long to be read"), 2, (4, "the line is too long to be read")]
+    assert outline(items) == [
+        1,
+        (2, "the line is too long to be read"),
+        2,
+        (4, "the line is too long to be read"),
+    ]
     assert f"{len(long) + 1:,} bytes" in items[1].message  # type: ignore[union-attr]
     rows = b"a,b\n1,2\n" + b'"' + b"x" * 3_000_000 + b'",3\n4,5\n'
     items = read(tmp_path, rows, "f.csv", max_row_bytes=2_000_000)
-    assert outline(items) == [{"a": "1", "b": "2"}, (3, "not a row of a table"), {"a": "4", "b": "5"}]
+    assert outline(items) == [
+        {"a": "1", "b": "2"},
+        (3, "not a row of a table"),
+        {"a": "4", "b": "5"},
+    ]
     array = b"[\n1,\n" + long + b",\n2]"
     items = read(tmp_path, array, "f.json", max_row_bytes=2_000_000)
     assert isinstance(items[1], RowProblem)
@@ -270,15 +324,23 @@ def test_empty_files_and_wrong_ones(tmp_path: Path, suffix: str) -> None:
     assert outline(read(tmp_path, b"", name))[0][0] == 0
     path = tmp_path / "none" / name
     for bad in (path, tmp_path):
-        found = list(read_rows(bad if bad is path else tmp_path.rename(tmp_path.with_suffix(f".{suffix}"))))
-        assert [(type(item), item.line, item.source) for item in found] == [(RowProblem, 0, str(found[0].source))]
+        found = list(
+            read_rows(bad if bad is path else tmp_path.rename(tmp_path.with_suffix(f".{suffix}")))
+        )
+        assert [(type(item), item.line, item.source) for item in found] == [
+            (RowProblem, 0, str(found[0].source))
+        ]
         assert found[0].message.startswith("cannot read the file")  # type: ignore[union-attr]
 
 
 def test_compressed_and_foreign_content(tmp_path: Path) -> None:
     packed = gzip.compress(b'{"a": 1}')
     for name in ("f.jsonl", "f.json", "f.csv", "f.txt"):
-        for content, words in ((packed, "gzip"), (b"PK\x03\x04", "zip"), ("a".encode("utf-16"), "UTF-16")):
+        for content, words in (
+            (packed, "gzip"),
+            (b"PK\x03\x04", "zip"),
+            ("a".encode("utf-16"), "UTF-16"),
+        ):
             (item,) = read(tmp_path, content, name)
             assert isinstance(item, RowProblem)
             assert words in item.message
@@ -328,11 +390,14 @@ def blank(line: bytes) -> bool:
 
 
 @given(
-    st.binary(max_size=60) | st.lists(st.sampled_from([b'{"a": 1}', b"\n", b"\r\n", b"\xff", b'"', b" "])).map(b"".join)
+    st.binary(max_size=60)
+    | st.lists(st.sampled_from([b'{"a": 1}', b"\n", b"\r\n", b"\xff", b'"', b" "])).map(b"".join)
 )
 @example(b"\xef\xbb\xbf\n1")
 @settings(deadline=None)
-def test_jsonl_rows_and_problems_are_the_lines_that_are_not_blank(folder: Path, content: bytes) -> None:
+def test_jsonl_rows_and_problems_are_the_lines_that_are_not_blank(
+    folder: Path, content: bytes
+) -> None:
     items = read(folder, b"0\n" + content)
     lines = [line for line in content.split(b"\n") if not blank(line)]
     assert len(items) == 1 + len(lines)
@@ -377,12 +442,16 @@ def test_any_bytes(folder: Path, suffix: str, content: bytes, packed: bool) -> N
 
 @given(st.data(), st.sampled_from(SUFFIXES))
 @settings(max_examples=200, deadline=None)
-def test_any_damage(folder: Path, samples: dict[str, bytes], data: st.DataObject, suffix: str) -> None:
+def test_any_damage(
+    folder: Path, samples: dict[str, bytes], data: st.DataObject, suffix: str
+) -> None:
     content = bytearray(samples[suffix])
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(content)))
         stop = start + data.draw(st.integers(0, 5))
-        content[start:stop] = data.draw(st.binary(max_size=4) | st.sampled_from([b'"', b"{", b"]", b"\n", b",", b"\0"]))
+        content[start:stop] = data.draw(
+            st.binary(max_size=4) | st.sampled_from([b'"', b"{", b"]", b"\n", b",", b"\0"])
+        )
     items = read(folder, bytes(content), f"f.{suffix}")
     assert items
     if suffix == "json":
@@ -421,9 +490,9 @@ def test_bad_inputs(shared_data: Path) -> None:
         if path.name == "real-malformed-json-missing-comma.json":
             continue
         items = list(read_rows(path))
-        assert [(i.line, re.split("[:,]", i.message)[0]) for i in items if isinstance(i, RowProblem)] == problems.pop(
-            path.name, []
-        )
+        assert [
+            (i.line, re.split("[:,]", i.message)[0]) for i in items if isinstance(i, RowProblem)
+        ] == problems.pop(path.name, [])
         if len(rows_of(items)) == len(items):
             assert rows_of(items) == expected_of(path), path.name
     assert problems == {}
@@ -458,7 +527,9 @@ def write_big(path: Path) -> Iterator[int]:
     row = {"text": "yo ho ho and a bottle " * 400}
     if path.suffix == ".parquet":
         batch = pa.Table.from_pylist([{"text": f"{n} {row['text']}"} for n in range(1000)])
-        with pq.ParquetWriter(path, batch.schema, compression="none", use_dictionary=False) as writer:
+        with pq.ParquetWriter(
+            path, batch.schema, compression="none", use_dictionary=False
+        ) as writer:
             writer.write_table(pa.concat_tables([batch] * 11), row_group_size=11_000)
         yield 11_000
     elif path.suffix == ".json":
@@ -476,7 +547,9 @@ def test_big_files_take_little_memory(tmp_path: Path, suffix: str) -> None:
     (expected,) = write_big(big)
     small.write_bytes(parquet([{"text": "a"}]) if suffix == "parquet" else b'[{"text": "a"}]')
     command = [sys.executable, "-c", MEASURE, str(big), str(small)]
-    count, kib = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    count, kib = map(
+        int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
     assert count == expected or expected < 0 < count
     # One line of 100 MB is given up after the 64 MiB that a row may have.
     assert kib < (170 if suffix == "jsonl" else 60) * 1024

@@ -51,7 +51,11 @@ def own_commands(page: Path) -> Iterator[list[str]]:
     """Arguments of each ``allhands ...`` of a page's shell blocks, under another launcher or not."""
     for block in blocks(page, *SHELL):
         for words in commands(block):
-            places = [i for i, word in enumerate(words) if word == "allhands" or word.endswith("/allhands")]
+            places = [
+                i
+                for i, word in enumerate(words)
+                if word == "allhands" or word.endswith("/allhands")
+            ]
             if places and words[0] not in ("pip", "python", "git"):
                 yield words[places[0] + 1 :]
 
@@ -72,13 +76,18 @@ def test_readme_shows_the_road_from_model_to_answer() -> None:
     shown = {parse(arguments)[0] for arguments in own_commands(ROOT / "README.md")}
     assert {"model get", "data demo", "train", "plot", "generate"} <= shown
     made = [
-        words[1] for block in blocks(ROOT / "README.md", *SHELL) for words in commands(block) if words[:1] == ["make"]
+        words[1]
+        for block in blocks(ROOT / "README.md", *SHELL)
+        for words in commands(block)
+        if words[:1] == ["make"]
     ]
     assert {"demo", "test"} <= set(made)
 
 
 def test_make_targets_that_are_shown_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     for page in PAGES:
         text = page.read_text(encoding="utf-8") if page.exists() else ""
         shown = set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE))
@@ -88,10 +97,16 @@ def test_make_targets_that_are_shown_exist() -> None:
 def test_commands_in_running_text_and_in_hints_exist() -> None:
     known = {name.split()[0] for name, _ in verbs()}
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.exists()]
-    inline = [shlex.split(command) for text in texts for command in re.findall(r"`allhands ([a-z][^`]*)`", text)]
+    inline = [
+        shlex.split(command)
+        for text in texts
+        for command in re.findall(r"`allhands ([a-z][^`]*)`", text)
+    ]
     assert [words for words in inline if words[0] not in known] == []
     hints = [
-        shlex.split(found) for text in ELSEWHERE.values() for found in re.findall(r"allhands ([^,']+)", for_flag(text))
+        shlex.split(found)
+        for text in ELSEWHERE.values()
+        for found in re.findall(r"allhands ([^,']+)", for_flag(text))
     ]
     assert hints
     for words in hints:
@@ -118,24 +133,36 @@ def test_python_that_is_shown_uses_names_that_exist(page: Path) -> None:
     options = {*TrainConfig.model_fields, *ALIASES, "callbacks", "progress"}
     for block in blocks(page, "python"):
         tree = ast.parse(block)
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_allhands(node.value)}
+        used = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and _is_allhands(node.value)
+        }
         assert used <= set(allhands.__all__)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "finetune":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "finetune"
+            ):
                 assert {keyword.arg for keyword in node.keywords} <= options
-            if isinstance(node, ast.ClassDef) and any(getattr(base, "attr", "") == "Callback" for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                getattr(base, "attr", "") == "Callback" for base in node.bases
+            ):
                 methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
                 for method in methods:
                     original = getattr(allhands.Callback, method.name)
                     names = original.__code__.co_varnames[: original.__code__.co_argcount]
-                    assert [argument.arg for argument in method.args.args] == list(names), method.name
+                    assert [argument.arg for argument in method.args.args] == list(names), (
+                        method.name
+                    )
 
 
 def _is_allhands(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "allhands"
 
 
-# --- README's commands, run ----------------------------------------------------------------------------
+# --- README's commands, run -----------------------------------------------------------------------
 
 
 def small(command: str, model: Path) -> str:
@@ -143,7 +170,9 @@ def small(command: str, model: Path) -> str:
     command = re.sub(r"\bmodel get demo\b", f"model get {shlex.quote(str(model))}", command)
     command = re.sub(r"--model demo\b", f"--model {shlex.quote(str(model))}", command)
     command = re.sub(r"--iters \d+", "--iters 6 --val-batches 1", command)
-    command = command.replace("--num-layers 8", "--num-layers 2").replace("--batch-size 8", "--batch-size 4")
+    command = command.replace("--num-layers 8", "--num-layers 2").replace(
+        "--batch-size 8", "--batch-size 4"
+    )
     return re.sub(r"--max-tokens \d+", "--max-tokens 8", command)
 
 
@@ -156,7 +185,8 @@ def shorten(data: Path) -> None:
 @pytest.mark.long
 def test_the_readmes_commands_run_in_order(tmp_path: Path) -> None:
     model = write_model(tmp_path / "small", layers=2)
-    # One thread: a product of tiny matrices is slower on two, and much slower where the other is at work.
+    # One thread: a product of tiny matrices is slower on two, and much slower where the other is at
+    # work.
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ran: list[str] = []
@@ -170,7 +200,14 @@ def test_the_readmes_commands_run_in_order(tmp_path: Path) -> None:
             if command.startswith("allhands demo"):
                 continue
             done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+                command,
+                shell=True,
+                cwd=tmp_path,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
             )
             assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran.append(program[0])

@@ -17,7 +17,9 @@ from allhands.model.remat import checkpoint_layers
 
 AT_ONCE = [
     False,
-    pytest.param(True, marks=pytest.mark.skipif(not native.available(), reason="no native code here")),
+    pytest.param(
+        True, marks=pytest.mark.skipif(not native.available(), reason="no native code here")
+    ),
 ]
 
 
@@ -77,7 +79,13 @@ WAYS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
     "list": lambda z: {"seen": [z, 2 * z]},
     "dictionary": lambda z: {"named": {"scale": 1 + z, "word": "causal"}},
     "object": lambda z: {"cache": Cache()},
-    "all": lambda z: {"gate": z, "shared": (z, 1), "seen": [z], "named": {"scale": z}, "cache": Cache()},
+    "all": lambda z: {
+        "gate": z,
+        "shared": (z, 1),
+        "seen": [z],
+        "named": {"scale": z},
+        "cache": Cache(),
+    },
 }
 
 
@@ -91,7 +99,10 @@ def loss(blocks: list[Block], way: str, weights: Any, x: mx.array) -> mx.array:
         x, before, (places, nothing, square) = block(x, **given)
         assert nothing is None
         total = total + (square * places.sum()).sum() + before.sum()
-    for left in (given.get("seen", []), [v for v in given.get("named", {}).values() if isinstance(v, mx.array)]):
+    for left in (
+        given.get("seen", []),
+        [v for v in given.get("named", {}).values() if isinstance(v, mx.array)],
+    ):
         total = total + sum((each * each).sum() for each in left)
     cache = given.get("cache")
     if cache is not None:
@@ -139,7 +150,9 @@ class Skips(nn.Module):
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
 @pytest.mark.parametrize("kind", [Skips, nn.Identity])
-def test_a_block_that_passes_on_its_input_hands_its_gradient_back(kind: type[nn.Module], at_once: bool) -> None:
+def test_a_block_that_passes_on_its_input_hands_its_gradient_back(
+    kind: type[nn.Module], at_once: bool
+) -> None:
     block, x = kind(), mx.arange(12.0).reshape(2, 6)
     checkpoint_layers([block], at_once=at_once)
     assert mx.array_equal(block(x), x)

@@ -36,11 +36,18 @@ def test_what_is_logged_is_in_the_file(tmp_path: Path) -> None:
         metrics.log(2, {"valid_loss": 3.0})
         metrics.log(3, {"loss": math.inf, "step": 7})
     first, last = lines(tmp_path, "train")
-    assert (first["step"], first["loss"], first["accuracy"], first["learning_rate"]) == (1, 2.5, 0.5, 0.25)
+    assert (first["step"], first["loss"], first["accuracy"], first["learning_rate"]) == (
+        1,
+        2.5,
+        0.5,
+        0.25,
+    )
     assert (last["step"], last["loss"]) == (3, "Infinity")
     assert [(line["step"], line["accuracy"]) for line in lines(tmp_path, "logged")] == [(2, 1.0)]
     assert [(line["loss"], line["best"]) for line in lines(tmp_path, "valid")] == [(3.0, True)]
-    assert [(line["step"], line["reason"]) for line in lines(tmp_path, "ended")] == [(3, "finished")]
+    assert [(line["step"], line["reason"]) for line in lines(tmp_path, "ended")] == [
+        (3, "finished")
+    ]
     assert shown[:2] == ["step 1: loss 2.5, accuracy 0.5, learning_rate 0.25", "step 2: accuracy 1"]
     history = read_metrics(tmp_path)
     assert [(report.step, report.loss) for report in history.train] == [(1, 2.5), (3, math.inf)]
@@ -51,7 +58,9 @@ def test_what_is_logged_is_in_the_file(tmp_path: Path) -> None:
 def test_what_is_not_logged_is_not_in_the_file(tmp_path: Path) -> None:
     with Metrics(tmp_path, world=ALONE) as metrics:
         metrics.log(1, {"loss": 2.5})
-        metrics.log(2, {"loss": math.nan, "grad_norm": 3, "trained_tokens": 64.0, "peak_memory_bytes": 9})
+        metrics.log(
+            2, {"loss": math.nan, "grad_norm": 3, "trained_tokens": 64.0, "peak_memory_bytes": 9}
+        )
     first, last = lines(tmp_path, "train")
     assert set(first) == {"event", "step", "loss", "step_time_s", "elapsed_s"}
     assert (last["loss"], last["grad_norm"], last["trained_tokens"]) == ("NaN", 3.0, 64)
@@ -93,7 +102,9 @@ def test_over_ranks(tmp_path: Path, reduce: Any, losses: float) -> None:
         rank = communicator.rank
         here = World(rank, 2, rank, 2, "ring", "x", communicator)
         with Metrics(tmp_path / str(rank), world=here) as metrics:
-            return metrics.log(1, {"loss": mx.array(1.0 + 2 * rank), "x": 1.0}, reduce=reduce, weight=[1, 3][rank])
+            return metrics.log(
+                1, {"loss": mx.array(1.0 + 2 * rank), "x": 1.0}, reduce=reduce, weight=[1, 3][rank]
+            )
 
     results = run_ranks(2, work)
     assert results[0] == {"loss": losses, "x": {"mean": 1.0, "sum": 2.0, None: 1.0}[reduce]}
@@ -118,14 +129,24 @@ def test_how_the_block_was_left(tmp_path: Path) -> None:
         assert [line["reason"] for line in lines(tmp_path / reason, "ended")] == [reason]
 
 
-def test_it_can_be_plotted_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_plotted_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one", "two"):
         with Metrics(tmp_path / name, world=ALONE) as metrics:
             for step in range(1, 6):
                 metrics.log(step, {"loss": 1.0 / step})
                 metrics.log(step, {"valid_loss": 2.0 / step})
     with pytest.raises(SystemExit) as ended:
-        main(["plot", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "plot.png")])
+        main(
+            [
+                "plot",
+                str(tmp_path / "one"),
+                str(tmp_path / "two"),
+                "--out",
+                str(tmp_path / "plot.png"),
+            ]
+        )
     assert ended.value.code == 0
     assert (tmp_path / "plot.png").stat().st_size > 1000
     told = capsys.readouterr().out
@@ -157,7 +178,9 @@ def test_a_picture_is_drawn_again_but_nothing_else_is_drawn_over(
     assert f"{out}: a file is there already that is no picture of runs" in told
     assert "--force" in told
     assert plot("--force") == 0
-    memory = tmp_path / f"memory{suffix}"  # what the second picture is called, for which the run was too short
+    memory = (
+        tmp_path / f"memory{suffix}"
+    )  # what the second picture is called, for which the run was too short
     memory.write_bytes(b"mine, too")
     assert plot() == 0
     sample = Sample(0.0, "rank", 0, "here", 7, "one", 1, 1.0, 10**8, 10**8, "pss", 10**8, 1.0)

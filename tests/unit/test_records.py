@@ -1,4 +1,6 @@
-"""Reading training data: every tolerated shape, and one clear error with file and line for every bad one."""
+"""Reading training data: every tolerated shape, and one clear error with file and line for every
+bad one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.splits import load_split, split_of_hub
 from allhands.errors import ConfigError, DataError
 
-DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(
+    os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")
+)
 DEFAULT = ColumnNames()
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}]}
 
@@ -58,7 +62,13 @@ def shared(name: str) -> Path:
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 def test_lines_blank_lines_bom_and_crlf(tmp_path: Path, end: str, bom: bytes) -> None:
-    lines = [json.dumps(CHAT), "", "  ", '{"text": "Ærø\u2028é"}', '{"prompt": "p", "completion": "c"}']
+    lines = [
+        json.dumps(CHAT),
+        "",
+        "  ",
+        '{"text": "Ærø\u2028é"}',
+        '{"prompt": "p", "completion": "c"}',
+    ]
     records = read(write(tmp_path, bom + end.join(lines).encode()))
     assert [(r.kind, r.where) for r in records] == [
         ("chat", "train.jsonl:1"),
@@ -70,7 +80,11 @@ def test_lines_blank_lines_bom_and_crlf(tmp_path: Path, end: str, bom: bytes) ->
     assert (records[2].prompt, records[2].completion) == ("p", "c")
 
 
-@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5), st.booleans(), st.booleans())
+@given(
+    st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], as_array: bool, ascii_only: bool
 ) -> None:
@@ -88,7 +102,9 @@ def test_a_json_array_is_read_with_line_numbers(tmp_path: Path, name: str) -> No
 
 
 def test_json_values_one_after_the_other_in_a_json_file(tmp_path: Path) -> None:
-    assert [r.line for r in read(write(tmp_path, '{"text":\n "a"}\n{"text": "b"}', "train.json"))] == [1, 3]
+    assert [
+        r.line for r in read(write(tmp_path, '{"text":\n "a"}\n{"text": "b"}', "train.json"))
+    ] == [1, 3]
 
 
 def test_reading_is_streamed(tmp_path: Path) -> None:
@@ -112,10 +128,25 @@ def test_reading_is_streamed(tmp_path: Path) -> None:
         ),
         ("{'text': 'a'}\n", "train.jsonl:1", "column 2", "JSON object"),
         ('{"text": "a"}\n{"text": "b', "train.jsonl:2", "ends in the middle", "cut off"),
-        ('{"text": "a"}\n{"text":\n "b"}\n', "train.jsonl:2", "does not end on its line", "one line"),
-        ('{"text": "a"} {"text": "b"}\n', "train.jsonl:1", "Extra data at column 15", "JSON object"),
+        (
+            '{"text": "a"}\n{"text":\n "b"}\n',
+            "train.jsonl:2",
+            "does not end on its line",
+            "one line",
+        ),
+        (
+            '{"text": "a"} {"text": "b"}\n',
+            "train.jsonl:1",
+            "Extra data at column 15",
+            "JSON object",
+        ),
         (b'{"text": "a"}\n{"text": "caf\xe9"}\n', "train.jsonl:2", "byte 0xe9 at byte 14", "iconv"),
-        (b'[{"text": "a"},\n{"text": "caf\xe9"}]', "train.jsonl:2", "byte 0xe9 at byte 14", "iconv"),
+        (
+            b'[{"text": "a"},\n{"text": "caf\xe9"}]',
+            "train.jsonl:2",
+            "byte 0xe9 at byte 14",
+            "iconv",
+        ),
         ('"words"\n', "train.jsonl:1", "this is a string", "messages"),
         ("3\n", "train.jsonl:1", "this is a number", "messages"),
         ('[{"text": "a"},\n {"text": "b"', "train.jsonl:2", "not JSON", "repair"),
@@ -132,7 +163,9 @@ def test_reading_is_streamed(tmp_path: Path) -> None:
         (b"\x00" * 20, "train.jsonl:1", "not JSON", "JSON object"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: bytes | str, where: str, message: str, hint: str) -> None:
+def test_bad_files(
+    tmp_path: Path, content: bytes | str, where: str, message: str, hint: str
+) -> None:
     error = failure(write(tmp_path, content))
     assert error.where == where
     assert message in error.message
@@ -161,17 +194,49 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="assistant", content=True), "messages[1] is a boolean", "quotes"),
         (message(role="assistant", content={"text": "a"}), "an object", "quotes"),
         (message(content="a"), 'messages[1] has no role; its keys are "content"', '"role"'),
-        ({"messages": [{"value": "a"}]}, 'has no role; its keys are "content"', '"role" and "content"'),
+        (
+            {"messages": [{"value": "a"}]},
+            'has no role; its keys are "content"',
+            '"role" and "content"',
+        ),
         (message(role="narrator", content="a"), "unknown role 'narrator'", "user, assistant"),
         (message(role=["x"], content="a"), "unknown role ['x']", "user, assistant"),
-        (message(role="assistant", content=[{"type": "image_url"}]), 'type "image_url"', "only text"),
-        (message(role="assistant", content=[{"type": "text"}]), "a part of the content", "fill it in"),
+        (
+            message(role="assistant", content=[{"type": "image_url"}]),
+            'type "image_url"',
+            "only text",
+        ),
+        (
+            message(role="assistant", content=[{"type": "text"}]),
+            "a part of the content",
+            "fill it in",
+        ),
         (message(role="assistant", content="a", tool_calls="x"), "tool_calls", "tools"),
-        (message(role="assistant", content="a", tool_calls=[{"id": "1"}]), "tool call 1 has no name", "function"),
-        (message(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]), "tool call 1 are a number", "write"),
-        (message(role="assistant", content="a", name="\ud800"), "half a surrogate pair (\\ud800)", "remove"),
-        (message(role="assistant", content="a", weight=float("nan")), "JSON cannot write", "remove"),
-        ({"messages": [{"role": "tool", "content": "4"}, CHAT["messages"][1]]}, "no assistant message asked", "before"),
+        (
+            message(role="assistant", content="a", tool_calls=[{"id": "1"}]),
+            "tool call 1 has no name",
+            "function",
+        ),
+        (
+            message(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]),
+            "tool call 1 are a number",
+            "write",
+        ),
+        (
+            message(role="assistant", content="a", name="\ud800"),
+            "half a surrogate pair (\\ud800)",
+            "remove",
+        ),
+        (
+            message(role="assistant", content="a", weight=float("nan")),
+            "JSON cannot write",
+            "remove",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "4"}, CHAT["messages"][1]]},
+            "no assistant message asked",
+            "before",
+        ),
         ({**CHAT, "tools": "x"}, "not JSON", "JSON list"),
         ({**CHAT, "tools": {"a": 1}}, '"tools" must be a list', "JSON list"),
         ({"prompt": "p", "completion": ""}, '"completion" is empty', "delete"),
@@ -195,7 +260,11 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"story": "s"}, "no known shape", 'text_feature: "story"'),
         ({"chosen": 1, "rejected": 2}, "preference data", "`allhands data prepare`"),
         ({**CHAT, "label": True}, "rated answers", "`allhands data prepare`"),
-        ({"prompt": "p", "completion": "c", "label": False}, "rated answers", "`allhands data prepare`"),
+        (
+            {"prompt": "p", "completion": "c", "label": False},
+            "rated answers",
+            "`allhands data prepare`",
+        ),
         ({"input_ids": [1]}, "no known shape", "already tokenized"),
     ],
 )
@@ -216,7 +285,9 @@ def test_content_parts_are_joined_and_nulls_dropped() -> None:
 
 def test_tool_calls_need_no_words_and_tools_may_be_a_string() -> None:
     calls = [{"function": {"name": "f", "arguments": {}}}]
-    record = parse(message(role="assistant", content=None, tool_calls=calls) | {"tools": '[{"name": "f"}]'})
+    record = parse(
+        message(role="assistant", content=None, tool_calls=calls) | {"tools": '[{"name": "f"}]'}
+    )
     assert record.messages is not None
     assert record.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
     assert record.tools == [{"name": "f"}]
@@ -234,7 +305,9 @@ def test_precedence_is_mlx_lms_and_names_can_be_mapped() -> None:
     row = {"text": "t", "prompt": "p", "completion": "c", **CHAT}
     assert parse(row).kind == "completion"
     assert parse({"text": "t", **CHAT}).kind == "chat"
-    columns = ColumnNames.from_options({"prompt_feature": "q", "completion_feature": "a", "text_feature": None})
+    columns = ColumnNames.from_options(
+        {"prompt_feature": "q", "completion_feature": "a", "text_feature": None}
+    )
     assert columns == ColumnNames(prompt_feature="q", completion_feature="a")
     record = parse_record({"q": "1+1", "a": "2", "text": "t"}, columns, source="f", line=1)
     assert (record.kind, record.prompt, record.completion) == ("completion", "1+1", "2")
@@ -243,7 +316,9 @@ def test_precedence_is_mlx_lms_and_names_can_be_mapped() -> None:
 def test_alpaca_and_sharegpt_are_trained_on() -> None:
     record = parse({"instruction": "Add.", "input": "1 and 1", "output": "2"})
     assert (record.kind, record.prompt, record.completion) == ("completion", "Add.\n\n1 and 1", "2")
-    record = parse({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ahoy!"}]})
+    record = parse(
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ahoy!"}]}
+    )
     assert (record.kind, record.messages) == ("chat", tuple(CHAT["messages"]))
 
 
@@ -251,7 +326,12 @@ def test_turns_are_the_whole_conversation() -> None:
     user, answer = CHAT["messages"]
     assert parse(CHAT).turns == [user, answer]
     assert parse({"prompt": "Hi", "completion": "Ahoy!"}).turns == [user, answer]
-    assert parse({"prompt": [user, answer, user], "completion": "Ahoy!"}).turns == [user, answer, user, answer]
+    assert parse({"prompt": [user, answer, user], "completion": "Ahoy!"}).turns == [
+        user,
+        answer,
+        user,
+        answer,
+    ]
     assert parse({"text": "Hi"}).turns == []
 
 
@@ -266,14 +346,24 @@ def test_a_null_counts_only_where_nothing_else_is_there() -> None:
 
 
 def test_a_mapped_column_wins_over_the_default_names() -> None:
-    row = {"prompt": "p", "completion": "c", "text": "t", **CHAT, "meta": {"body": "b", "a.b": {"c": "deep"}}}
+    row = {
+        "prompt": "p",
+        "completion": "c",
+        "text": "t",
+        **CHAT,
+        "meta": {"body": "b", "a.b": {"c": "deep"}},
+    }
     for name, text in (("meta.body", "b"), ("meta.a.b.c", "deep")):
         record = parse_record(row, ColumnNames(text_feature=name), source="f", line=1)
         assert (record.kind, record.text) == ("text", text)
     # The key itself comes before the path.
-    record = parse_record({**row, "meta.body": "key"}, ColumnNames(text_feature="meta.body"), source="f", line=1)
+    record = parse_record(
+        {**row, "meta.body": "key"}, ColumnNames(text_feature="meta.body"), source="f", line=1
+    )
     assert record.text == "key"
-    columns = ColumnNames(instruction_feature="text", output_feature="meta.body", system_feature="prompt")
+    columns = ColumnNames(
+        instruction_feature="text", output_feature="meta.body", system_feature="prompt"
+    )
     record = parse_record(row, columns, source="f", line=1)
     assert [m["content"] for m in record.turns] == ["p", "t", "b"]
 
@@ -283,7 +373,10 @@ def test_a_mapped_system_column_goes_before_every_shape() -> None:
     for row in ({"prompt": "Hi", "completion": "Ahoy!"}, CHAT):
         record = parse_record({**row, "rules": "Be brief."}, columns, source="f", line=1)
         assert record.turns == [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
-        assert parse_record({**row, "rules": None}, columns, source="f", line=1).turns == CHAT["messages"]
+        assert (
+            parse_record({**row, "rules": None}, columns, source="f", line=1).turns
+            == CHAT["messages"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -295,16 +388,33 @@ def test_a_mapped_system_column_goes_before_every_shape() -> None:
             '"Anser" (completion_feature), "qestion" (prompt_feature) are not there; the keys are "question", "answer"',
             'the nearest: completion_feature: "answer", prompt_feature: "question"',
         ),
-        ({"text_feature": "meta.bdy"}, {"meta": {"body": "b"}}, "is not there", 'text_feature: "meta.body"'),
+        (
+            {"text_feature": "meta.bdy"},
+            {"meta": {"body": "b"}},
+            "is not there",
+            'text_feature: "meta.body"',
+        ),
         # What the default names would give is not taken instead.
-        ({"text_feature": "body"}, CHAT, '"body" (text_feature) is not there; the keys are "messages"', "messages"),
-        ({"prompt_feature": "q"}, {"q": "1", "answer": "2", "text": "t"}, '"q" (prompt_feature) alone', "answer"),
+        (
+            {"text_feature": "body"},
+            CHAT,
+            '"body" (text_feature) is not there; the keys are "messages"',
+            "messages",
+        ),
+        (
+            {"prompt_feature": "q"},
+            {"q": "1", "answer": "2", "text": "t"},
+            '"q" (prompt_feature) alone',
+            "answer",
+        ),
         ({"text_feature": "zzz"}, {}, "the keys are none", "text_feature"),
         ({"label_feature": "good"}, CHAT, '"good" is null or missing', "true or false"),
         ({"label_feature": "good"}, {**CHAT, "good": 7}, '"good" is a number', "true or false"),
     ],
 )
-def test_a_mapping_that_fits_nothing(names: dict[str, str], row: Any, problem: str, hint: str) -> None:
+def test_a_mapping_that_fits_nothing(
+    names: dict[str, str], row: Any, problem: str, hint: str
+) -> None:
     with pytest.raises(DataError) as caught:
         parse_record(row, ColumnNames(**names), source="f", line=1)
     assert caught.value.where == "f:1"
@@ -319,12 +429,20 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path, '{"text": "a"}\n')
     write(tmp_path, '[{"text": "b"}]', "valid.json")
     assert [r.text for r in load_split(tmp_path, "train", DEFAULT, required=True)] == ["a"]
-    assert [r.where for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == ["valid.json:1"]
+    assert [r.where for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == [
+        "valid.json:1"
+    ]
     assert load_split(tmp_path, "test", DEFAULT, required=False) == []
 
 
 @pytest.mark.parametrize(
-    "names", [["validation-1-of-2.txt", "validation-2-of-2.txt"], ["val.jsonl"], ["dev.json"], ["validation/a.txt"]]
+    "names",
+    [
+        ["validation-1-of-2.txt", "validation-2-of-2.txt"],
+        ["val.jsonl"],
+        ["dev.json"],
+        ["validation/a.txt"],
+    ],
 )
 def test_a_validation_split_may_be_called_as_on_the_hub(tmp_path: Path, names: list[str]) -> None:
     write(tmp_path, '{"text": "a"}\n')
@@ -334,7 +452,9 @@ def test_a_validation_split_may_be_called_as_on_the_hub(tmp_path: Path, names: l
         write(tmp_path, '{"text": "b"}\n', name)
     assert len(load_split(tmp_path, "valid", DEFAULT, required=True)) == len(names)
     write(tmp_path, '{"text": "c"}\n', "valid.jsonl")
-    assert [r.text for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == ["c"], "its own name comes first"
+    assert [r.text for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == ["c"], (
+        "its own name comes first"
+    )
 
 
 def test_missing_folders_and_files_say_what_is_there(tmp_path: Path) -> None:
@@ -357,7 +477,9 @@ def test_missing_folders_and_files_say_what_is_there(tmp_path: Path) -> None:
     assert "this is a folder" in (fail(tmp_path).hint or "")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
 def test_unreadable_file(tmp_path: Path) -> None:
     path = write(tmp_path, '{"text": "a"}')
     path.chmod(0)
@@ -483,7 +605,9 @@ def test_real_file_with_a_missing_comma() -> None:
 
 
 def test_mapped_real_file() -> None:
-    records = read(shared("gsm8k/test.jsonl"), prompt_feature="question", completion_feature="answer")
+    records = read(
+        shared("gsm8k/test.jsonl"), prompt_feature="question", completion_feature="answer"
+    )
     assert len(records) == 1319
     assert str(records[0].completion).endswith("#### 18")
 

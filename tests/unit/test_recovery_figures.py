@@ -52,10 +52,20 @@ def test_times_count_from_the_fault_and_steps_from_the_checkpoint(bench: Any) ->
         bench,
         *((1.0, "started", 0), (1.2, "train", 6), (1.4, "train", 7)),
         # Fails at 1.5 with 7 done; rank 0 still reports what had been exchanged.
-        *((1.6, "train", 8), (9.0, "started", 5), (9.5, "train", 6), (9.7, "train", 7), (9.9, "train", 8)),
+        *(
+            (1.6, "train", 8),
+            (9.0, "started", 5),
+            (9.5, "train", 6),
+            (9.7, "train", 7),
+            (9.9, "train", 8),
+        ),
         (10.1, "train", 9),
     )
-    events = [{"kind": "launched", "time": 0.5}, {"kind": "fault", "time": 2.5}, {"kind": "restarting", "time": 2.6}]
+    events = [
+        {"kind": "launched", "time": 0.5},
+        {"kind": "fault", "time": 2.5},
+        {"kind": "restarting", "time": 2.6},
+    ]
     found = bench.recovery("killed", _fault("kill", 1.5, 7), lines, events)
     assert (found.detected_s, found.working_s) == (1.0, 8.0)
     assert found.beyond_s == pytest.approx(8.6)
@@ -63,14 +73,18 @@ def test_times_count_from_the_fault_and_steps_from_the_checkpoint(bench: Any) ->
 
 
 def test_what_a_run_goes_on_after_by_itself(bench: Any) -> None:
-    lines = _lines(bench, (1.0, "started", 0), (1.2, "train", 7), (4.0, "train", 8), (4.2, "train", 9))
+    lines = _lines(
+        bench, (1.0, "started", 0), (1.2, "train", 7), (4.0, "train", 8), (4.2, "train", 9)
+    )
     # A later fault is none of its doing.
     found = bench.recovery("slow", _fault("slow", 1.3, 7), lines, [{"kind": "fault", "time": 5.0}])
     assert found == bench.Recovery("slow", 1, 7, None, pytest.approx(2.7), pytest.approx(2.7), 0)
 
 
 def test_a_launcher_that_was_killed_has_noticed_nothing(bench: Any) -> None:
-    lines = _lines(bench, (1.0, "train", 7), (3.0, "started", 5), (4.0, "train", 6), (4.5, "train", 8))
+    lines = _lines(
+        bench, (1.0, "train", 7), (3.0, "started", 5), (4.0, "train", 6), (4.5, "train", 8)
+    )
     found = bench.recovery("x", _fault("launcher", 1.5, 7), lines, [{"kind": "fault", "time": 5.0}])
     assert (found.detected_s, found.working_s, found.lost_steps) == (None, 2.5, 2)
 
@@ -82,7 +96,10 @@ def test_no_step_after_it(bench: Any) -> None:
 
 
 def test_the_table_has_medians_and_the_longest(bench: Any) -> None:
-    found = [bench.Recovery("killed", 0, 1, time_s, 2 * time_s, 3 * time_s, 4) for time_s in (1.0, 2.0, 6.0)]
+    found = [
+        bench.Recovery("killed", 0, 1, time_s, 2 * time_s, 3 * time_s, 4)
+        for time_s in (1.0, 2.0, 6.0)
+    ]
     found.append(bench.Recovery("slow", 0, 1, None, 1.0, 1.0, 0))
     assert bench.recovery_table(found)[2:] == [
         "| killed | 3 | 2.0 s (6.0 s) | 4.0 s (12.0 s) | 6.0 s | 4 |",

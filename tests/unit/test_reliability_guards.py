@@ -1,7 +1,9 @@
-"""Guards of a run that are only seen when something goes wrong: claims, failed saves, no checkpoints, one name for all.
+"""Guards of a run that are only seen when something goes wrong: claims, failed saves, no
+checkpoints, one name for all.
 
-Everything runs in this process on a tiny model; where there are several ranks they are threads, each with a directory
-of its own, as on computers that share no files. Guards that need processes are in tests/distributed.
+Everything runs in this process on a tiny model; where there are several ranks they are threads,
+each with a directory of its own, as on computers that share no files. Guards that need processes
+are in tests/distributed.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ def flags(inputs: dict[str, str], tmp_path: Path) -> dict[str, Any]:
 
 
 def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]) -> list[Any]:
-    """What a run returned, or raised, on ranks that see no files of each other: rank N writes into ``run-N``.
+    """What a run returned, or raised, on ranks that see no files of each other: rank N writes into
+    ``run-N``.
 
-    ``given`` are fields of :class:`RunContext` by rank. A rank that fails ends the others' wait for it.
+    ``given`` are fields of :class:`RunContext` by rank. A rank that fails ends the others' wait for
+    it.
     """
 
     def work(communicator: ThreadCommunicator) -> Path:
@@ -71,7 +75,9 @@ def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]
         mesh = Mesh(rank, size, 0, 1, (1.0,) * size)
         more = {name: value(rank) for name, value in given.items()}
         try:
-            return run_finetune(config, RunContext(mesh=mesh, connect=lambda: communicator, **more)).adapter_path
+            return run_finetune(
+                config, RunContext(mesh=mesh, connect=lambda: communicator, **more)
+            ).adapter_path
         except (
             Regroup,
             Interrupted,
@@ -93,10 +99,12 @@ def numbered(directory: Path) -> list[int]:
     return sorted(int(path.name[:7]) for path in directory.glob("*_adapters.safetensors"))
 
 
-# --- claims ---------------------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
 
 
-def test_a_claim_of_the_supervisor_is_one_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_of_the_supervisor_is_one_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the directory itself, however its path is written; and for no other directory."""
     run, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
@@ -123,7 +131,9 @@ def test_a_claim_of_the_supervisor_is_one_of_its_ranks(tmp_path: Path, monkeypat
 def test_a_copy_keeper_and_a_claim_on_its_directory(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
-    """The supervisor is on the computer of rank 1, which keeps a copy in the directory that the supervisor holds."""
+    """The supervisor is on the computer of rank 1, which keeps a copy in the directory that the
+    supervisor holds.
+    """
     held = tmp_path / "run-1"
     with claimed(held):
         if ours:
@@ -138,7 +148,9 @@ def test_a_copy_keeper_and_a_claim_on_its_directory(
         assert not checkpoints_in(held)
 
 
-def test_the_launcher_holds_directories_for_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_holds_directories_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directories = [tmp_path / "logs", tmp_path / "checkpoints"]
     seen: list[str] = []
 
@@ -150,7 +162,9 @@ def test_the_launcher_holds_directories_for_its_ranks(tmp_path: Path, monkeypatc
         return 0
 
     monkeypatch.setattr(launching, "supervise", supervise)
-    job = launching.TrainingJob(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
+    job = launching.TrainingJob(
+        directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"}
+    )
     assert launching.run(job, ["true"]) == 0
     assert seen == [claim_mark(directory) for directory in directories]
     for directory in directories:
@@ -158,7 +172,7 @@ def test_the_launcher_holds_directories_for_its_ranks(tmp_path: Path, monkeypatc
             pass
 
 
-# --- a regroup needs a checkpoint -------------------------------------------------------------------------------
+# --- a regroup needs a checkpoint -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["rank 0", "the copy's rank"])
@@ -176,7 +190,10 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
 
     monkeypatch.setattr("allhands.checkpoints.saving.drafting", begin)
     results = on_computers(
-        2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
+        2,
+        flags | {"checkpoint_copies": 2},
+        regroup_requested=lambda rank: lambda: rank == 1,
+        run_id=lambda _: "r",
     )
     assert [path.name for path in failed] == ["step-0000002"]
     assert [type(result) for result in results] == [Regroup, Regroup]
@@ -188,7 +205,11 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
         told = warnings(directory)
         # Of a copy rank 0 tells, too.
         assert len(told) == (rank == broken or broken == 1)
-        words = {(0, 0): "no checkpoint was written", (1, 0): "there is no copy", (1, 1): "no copy of the checkpoint"}
+        words = {
+            (0, 0): "no checkpoint was written",
+            (1, 0): "there is no copy",
+            (1, 1): "no copy of the checkpoint",
+        }
         assert all(words[broken, rank] in text and "No space left" in text for text in told)
 
 
@@ -197,7 +218,10 @@ def test_a_copy_that_cannot_be_kept_keeps_nobody_from_regrouping(
 ) -> None:
     _without_room(tmp_path / "run-1", monkeypatch)
     results = on_computers(
-        2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
+        2,
+        flags | {"checkpoint_copies": 2},
+        regroup_requested=lambda rank: lambda: rank == 1,
+        run_id=lambda _: "r",
     )
     assert [type(result) for result in results] == [Regroup, Regroup]
     assert all("after step 4 " in str(result) for result in results)
@@ -232,7 +256,9 @@ def test_however_a_run_ends_a_copy_that_is_not_kept_is_no_error(
     assert told is None or "there is no copy of the checkpoint on" in told.message
 
 
-def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_cannot_be_drawn_is_no_error(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def plot(*_: Any, **__: Any) -> Path:
         raise StorageError("cannot be written: No space left on device", where="loss.png")
 
@@ -240,12 +266,19 @@ def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monke
     text = io.StringIO()
     result = run_finetune(build_config(flags), RunContext(console=Console(file=text, width=200)))
     assert (result.ended.reason, result.plot) == ("finished", None)
-    assert "warning: the curves are not drawn (loss.png: cannot be written: No space left on device)" in text.getvalue()
+    assert (
+        "warning: the curves are not drawn (loss.png: cannot be written: No space left on device)"
+        in text.getvalue()
+    )
 
 
-def test_ranks_that_shall_regroup_end_at_the_first_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_that_shall_regroup_end_at_the_first_checkpoint(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     results = on_computers(2, flags, regroup_requested=lambda rank: lambda: rank == 1)
-    assert [str(result) for result in results] == ["stopped after step 2 to go on with other ranks"] * 2
+    assert [str(result) for result in results] == [
+        "stopped after step 2 to go on with other ranks"
+    ] * 2
     assert checkpoint_steps(tmp_path / "run-0") == [2]
 
 
@@ -254,12 +287,16 @@ def warnings(directory: Path) -> list[str]:
     return [record["message"] for record in map(json.loads, lines) if record["event"] == "warned"]
 
 
-# --- no checkpoints ---------------------------------------------------------------------------------------------
+# --- no checkpoints -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_without_checkpoints_adapters_are_written_and_nobody_regroups(flags: dict[str, Any], method: str) -> None:
-    """There would be nothing to go on from: a wish to regroup is not heeded, and the run comes to its end."""
+def test_without_checkpoints_adapters_are_written_and_nobody_regroups(
+    flags: dict[str, Any], method: str
+) -> None:
+    """There would be nothing to go on from: a wish to regroup is not heeded, and the run comes to
+    its end.
+    """
     flags |= {"keep_last": 0, "fine_tune_type": method, "val_batches": 1, "steps_per_eval": 4}
     result = run_finetune(build_config(flags), RunContext(regroup_requested=lambda: True))
     directory = result.adapter_path
@@ -267,11 +304,15 @@ def test_without_checkpoints_adapters_are_written_and_nobody_regroups(flags: dic
     assert not (directory / "checkpoints").exists()
     assert not list(directory.rglob("step-*"))
     assert numbered(directory) == [2, 4, 6, 8]
-    assert same_arrays(directory / "adapters.safetensors", directory / "0000008_adapters.safetensors")
+    assert same_arrays(
+        directory / "adapters.safetensors", directory / "0000008_adapters.safetensors"
+    )
 
 
 def test_with_checkpoints_full_weights_are_in_them_alone(flags: dict[str, Any]) -> None:
-    directory = run_finetune(build_config(flags | {"fine_tune_type": "full", "keep_last": 1}), RunContext())
+    directory = run_finetune(
+        build_config(flags | {"fine_tune_type": "full", "keep_last": 1}), RunContext()
+    )
     assert numbered(directory.adapter_path) == []
     assert checkpoint_steps(directory.adapter_path) == [8]
 
@@ -292,13 +333,17 @@ def test_without_checkpoints_nothing_is_started_again(
     flags: dict[str, Any], tmp_path: Path, more: dict[str, Any], restarts: int
 ) -> None:
     hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([{"ssh": "gpu0", "ips": ["10.0.0.1"]}, {"ssh": "gpu1", "ips": ["10.0.0.2"]}]))
+    hosts.write_text(
+        json.dumps([{"ssh": "gpu0", "ips": ["10.0.0.1"]}, {"ssh": "gpu1", "ips": ["10.0.0.2"]}])
+    )
     more |= {"hostfile": str(hosts)} if "hostfile" in more else {}
     assert job_of(build_config(flags | more)).max_restarts == restarts
 
 
 @pytest.mark.parametrize("more", [{"max_restarts": 2}, {"min_ranks": 1}])
-def test_restarts_without_checkpoints_are_refused(flags: dict[str, Any], more: dict[str, Any]) -> None:
+def test_restarts_without_checkpoints_are_refused(
+    flags: dict[str, Any], more: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match="--keep-last 0 writes no checkpoint"):
         build_config(flags | {"num_ranks": 2, "keep_last": 0, **more})
 
@@ -306,13 +351,17 @@ def test_restarts_without_checkpoints_are_refused(flags: dict[str, Any], more: d
 def same_arrays(one: Path, other: Path) -> bool:
     first: dict[str, mx.array] = mx.load(str(one))  # type: ignore[assignment]
     second: dict[str, mx.array] = mx.load(str(other))  # type: ignore[assignment]
-    return first.keys() == second.keys() and all(mx.array_equal(first[name], second[name]).item() for name in first)
+    return first.keys() == second.keys() and all(
+        mx.array_equal(first[name], second[name]).item() for name in first
+    )
 
 
-# --- one name for all -------------------------------------------------------------------------------------------
+# --- one name for all -----------------------------------------------------------------------------
 
 
-def test_checkpoints_of_all_keepers_belong_to_one_run(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_of_all_keepers_belong_to_one_run(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     """Under a launcher other than ours every rank has made up a name: it is rank 0's that counts."""
     flags |= {"iters": 4, "checkpoint_copies": 2}
     results = on_computers(3, flags, run_id=lambda rank: f"name-of-{rank}")
@@ -324,11 +373,13 @@ def test_checkpoints_of_all_keepers_belong_to_one_run(flags: dict[str, Any], tmp
     assert not (results[2] / "checkpoints").exists()  # two copies were asked for
 
 
-# --- a log that cannot be written -------------------------------------------------------------------------------
+# --- a log that cannot be written -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["to its end", "to a stop"])
-def test_a_full_disk_under_the_log_does_not_end_a_run(flags: dict[str, Any], tmp_path: Path, stop: bool) -> None:
+def test_a_full_disk_under_the_log_does_not_end_a_run(
+    flags: dict[str, Any], tmp_path: Path, stop: bool
+) -> None:
     """Nor does it hide why the run ends."""
     with small_disk(tmp_path / "logs", megabytes=1) as disk:
         if disk is None:

@@ -1,4 +1,6 @@
-"""What the supervisor sees of a run's progress: every phase of a real one, long saves, and frozen processes."""
+"""What the supervisor sees of a run's progress: every phase of a real one, long saves, and frozen
+processes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def flags(inputs: dict[str, str], tmp_path: Path) -> dict[str, Any]:
-    """Four batches: saved after the second and the last, validated before the first and after the last."""
+    """Four batches: saved after the second and the last, validated before the first and after the
+    last.
+    """
     return {
         **inputs,
         "adapter_path": str(tmp_path / "run"),
@@ -79,17 +83,22 @@ class Seen(WorkerContext):
     def phases(self) -> list[tuple[int, list[str]]]:
         """By batches done: the phases in their order, each named once however often it was told."""
         told = [key for key, _ in groupby(self.beats)]
-        return [(step, [phase for _, phase in group]) for step, group in groupby(told, key=lambda beat: beat[0])]
+        return [
+            (step, [phase for _, phase in group])
+            for step, group in groupby(told, key=lambda beat: beat[0])
+        ]
 
 
-# --- beats ------------------------------------------------------------------------------------------------------
+# --- beats ----------------------------------------------------------------------------------------
 
 STEP = ["load", "compute", "reduce", "update"]
 FIRST = ["first", "reduce", "first"]
 
 
 def test_every_phase_of_a_run_is_seen_in_its_order(flags: dict[str, Any], tmp_path: Path) -> None:
-    """The end of a validation or save is a meeting of the ranks, "reduce"; so is a report that none of them hides."""
+    """The end of a validation or save is a meeting of the ranks, "reduce"; so is a report that none
+    of them hides.
+    """
     seen = Seen(tmp_path / "beats")
     seen.train(build_config(flags))
     assert seen.phases() == [
@@ -103,7 +112,9 @@ def test_every_phase_of_a_run_is_seen_in_its_order(flags: dict[str, Any], tmp_pa
     assert seen.counts == list(range(1, len(seen.counts) + 1)), "a beat was not seen"
 
 
-def test_the_first_update_after_each_start_is_told_as_such(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_the_first_update_after_each_start_is_told_as_such(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
     """It may compile and connect for long, also where a run goes on from a checkpoint."""
     flags |= {"grad_accumulation_steps": 2, "val_batches": 0}
     Seen(tmp_path / "beats-1").train(build_config(flags))
@@ -124,7 +135,9 @@ def test_the_first_update_after_each_start_is_told_as_such(flags: dict[str, Any]
 def test_a_run_that_fails_or_is_stopped_draws_its_curves_at_its_end(
     flags: dict[str, Any], tmp_path: Path, more: dict[str, Any], stops: bool, error: type[Exception]
 ) -> None:
-    """Drawing takes longer than a step may: in "reduce" it would count as a hang, and the run would start again."""
+    """Drawing takes longer than a step may: in "reduce" it would count as a hang, and the run would
+    start again.
+    """
     seen = Seen(tmp_path / "beats")
     config = build_config(flags | {"val_batches": 0} | more)
     surroundings = replace(surroundings_of(seen, seen.launch, config), stop_requested=lambda: stops)
@@ -133,13 +146,15 @@ def test_a_run_that_fails_or_is_stopped_draws_its_curves_at_its_end(
     assert seen.phases()[-1][1][-1] == "end"
 
 
-# --- saves that take long ---------------------------------------------------------------------------------------
+# --- saves that take long -------------------------------------------------------------------------
 
 
 def test_a_save_at_the_end_shows_that_it_gets_on(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each piece written the rank has marked itself busy again, while its training thread waits in "save"."""
+    """After each piece written the rank has marked itself busy again, while its training thread
+    waits in "save".
+    """
     seen = Seen(tmp_path / "beats")
     mark = tmp_path / "beats" / "rank-0.busy"
     told: list[tuple[bool, str]] = []
@@ -161,7 +176,9 @@ def test_a_save_at_the_end_shows_that_it_gets_on(
 
 
 @pytest.mark.parametrize(("phase", "limit"), [("save", 600.0), ("end", 60.0)])
-def test_whoever_is_busy_may_save_for_longer_than_a_phase_may_last(phase: str, limit: float) -> None:
+def test_whoever_is_busy_may_save_for_longer_than_a_phase_may_last(
+    phase: str, limit: float
+) -> None:
     """The others wait for it in the exchange."""
     watch = ProgressWatch(Limits(finish_s=60.0))
     beats = {0: Beat(4, phase, 9, 1000.0), 1: Beat(4, "reduce", 9, 1000.0)}
@@ -169,7 +186,10 @@ def test_whoever_is_busy_may_save_for_longer_than_a_phase_may_last(phase: str, l
     while now < 1000.0 + 3 * limit:
         now += 0.5
         busy = now if now % 30.0 == 0.0 else busy
-        marks = {rank: Marks(started=True, busy_time=None if rank else busy, beat=beats[rank]) for rank in beats}
+        marks = {
+            rank: Marks(started=True, busy_time=None if rank else busy, beat=beats[rank])
+            for rank in beats
+        }
         assert watch.check(now, marks, {0, 1}) is None
     last = busy
     while stall is None:
@@ -179,7 +199,7 @@ def test_whoever_is_busy_may_save_for_longer_than_a_phase_may_last(phase: str, l
     assert now - last == pytest.approx(limit, abs=1.0)
 
 
-# --- frozen processes -------------------------------------------------------------------------------------------
+# --- frozen processes -----------------------------------------------------------------------------
 
 
 class _Clock:
@@ -195,9 +215,13 @@ class _Clock:
 
 
 class _Freezing:
-    """Two ranks that end after a minute, of which rank 1 does not go on in its phase, stopped at times."""
+    """Two ranks that end after a minute, of which rank 1 does not go on in its phase, stopped at
+    times.
+    """
 
-    def __init__(self, clock: _Clock, phase: str | None, stops: Sequence[tuple[float, float]]) -> None:
+    def __init__(
+        self, clock: _Clock, phase: str | None, stops: Sequence[tuple[float, float]]
+    ) -> None:
         self.clock, self.phase, self.stops = clock, phase, stops
         self.killed, self.asked = False, 0
 
@@ -215,7 +239,9 @@ class _Freezing:
 
     def marks(self, rank: int) -> Marks:
         if rank == 0:
-            return Marks(ready=True, started=self.phase is not None, beat=Beat(3, "reduce", 4, 1000.0))
+            return Marks(
+                ready=True, started=self.phase is not None, beat=Beat(3, "reduce", 4, 1000.0)
+            )
         if self.phase is None:
             return Marks()
         return Marks(ready=True, started=True, beat=Beat(3, self.phase, 4, 1000.0))
@@ -255,7 +281,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return clock
 
 
-def _outcome(ranks: _Freezing, directory: Path, monkeypatch: pytest.MonkeyPatch, *places: Place) -> Outcome:
+def _outcome(
+    ranks: _Freezing, directory: Path, monkeypatch: pytest.MonkeyPatch, *places: Place
+) -> Outcome:
     monkeypatch.setattr(processes, "start", lambda *_: ranks)
     monkeypatch.setattr("allhands.cluster.attempt.start_remote", lambda *_: ranks)
     spec = LaunchSpec(["train"], 2, "ring", directory, places=places)
@@ -264,11 +292,15 @@ def _outcome(ranks: _Freezing, directory: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 # In "reduce" a rank waits for its peers, and so does rank 0 here.
-@pytest.mark.parametrize("phase", [None, *(phase for phase in get_args(Phase) if phase != "reduce")])
+@pytest.mark.parametrize(
+    "phase", [None, *(phase for phase in get_args(Phase) if phase != "reduce")]
+)
 def test_a_frozen_process_is_found_in_every_phase(
     clock: _Clock, phase: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a silent one may be silent for minutes, and before it has said anything; ``None`` is before that."""
+    """Also where a silent one may be silent for minutes, and before it has said anything; ``None``
+    is before that.
+    """
     fault = _outcome(_Freezing(clock, phase, [(1010.0, 2000.0)]), tmp_path, monkeypatch).fault
     assert fault is not None
     assert (fault.kind, fault.rank, fault.phase) == ("hang", 1, phase)
@@ -296,7 +328,7 @@ def test_other_computers_are_not_asked_for_frozen_processes(
     assert (outcome.fault, ranks.asked) == (None, 0)
 
 
-# --- what a rank says on a full disk ----------------------------------------------------------------------------
+# --- what a rank says on a full disk --------------------------------------------------------------
 
 _FAILING = """
 import os, sys
@@ -315,8 +347,12 @@ with worker.install(Launch("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a tes
     ("rank", "kind", "code", "shown"),
     [(0, "data", 3, ""), (1, "data", 3, ""), (0, "stop", 130, "allhands: stopped after step 4\n")],
 )
-def test_a_full_disk_under_the_logs_hides_no_error(rank: int, kind: str, code: int, shown: str, tmp_path: Path) -> None:
-    """The exit code is the error's, its file is where the supervisor looks next, and rank 0 says how a run ended."""
+def test_a_full_disk_under_the_logs_hides_no_error(
+    rank: int, kind: str, code: int, shown: str, tmp_path: Path
+) -> None:
+    """The exit code is the error's, its file is where the supervisor looks next, and rank 0 says
+    how a run ended.
+    """
     private = tmp_path / "private"
     private.mkdir()
     with small_disk(tmp_path / "logs", megabytes=1) as disk:

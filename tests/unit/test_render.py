@@ -1,7 +1,8 @@
 """Loss masks and chat rendering, checked token by token on real and hand-made templates.
 
-The reference is independent of the renderer: the trained runs of tokens are decoded and compared with strings
-written out by hand, with the template's own ``{% generation %}`` mask, and with mlx_lm's data sets.
+The reference is independent of the renderer: the trained runs of tokens are decoded and compared
+with strings written out by hand, with the template's own ``{% generation %}`` mask, and with
+mlx_lm's data sets.
 """
 
 from __future__ import annotations
@@ -69,14 +70,19 @@ def render(tokenizer: Any, record: Record, **options: Any) -> Rendered:
 def runs(tokenizer: Any, rendered: Rendered) -> list[str]:
     """The decoded runs of neighbouring trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], rendered.mask.view(np.int8), [0]])))
-    return [tokenizer.decode(rendered.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
+    return [
+        tokenizer.decode(rendered.tokens[a:b].tolist(), skip_special_tokens=False)
+        for a, b in edges.reshape(-1, 2)
+    ]
 
 
 def expected(name: str, contents: list[str]) -> list[str]:
     """What must be trained, written down per template."""
     _, end, trims, _ = TEMPLATES[name]
     parts = [(content.strip() if trims else content) + end for content in contents]
-    if name == "qwen3":  # it writes an empty thinking block into the last answer, which the model has to learn
+    if (
+        name == "qwen3"
+    ):  # it writes an empty thinking block into the last answer, which the model has to learn
         parts[-1] = "<think>\n\n</think>\n\n" + parts[-1]
     return parts
 
@@ -84,16 +90,31 @@ def expected(name: str, contents: list[str]) -> list[str]:
 CONVERSATIONS = {
     "one turn": [user("How are you?"), answer("Ahoy!")],
     "three turns": [
-        *(user("Hi"), answer("Hi"), user("Hi"), answer("The answer is Hi"), user("assistant"), answer("user"))
+        *(
+            user("Hi"),
+            answer("Hi"),
+            user("Hi"),
+            answer("The answer is Hi"),
+            user("assistant"),
+            answer("user"),
+        )
     ],
     "unicode": [
         *(user("日本語 🏴‍☠️?"), answer("Ærlig talt: 🏴‍☠️ é ü 漢字\n\n🦜")),
         *(user("naïve"), answer("🦜🦜 “quoted” — done")),
     ],
     "empty lines": [user("a\n\n\nb\n"), answer("one\n\n\ntwo\n \nthree"), user("\n"), answer("x")],
-    "blanks": [user("  a  "), answer("  led by blanks, and trailed  "), user(" "), answer("tail\n\n")],
+    "blanks": [
+        user("  a  "),
+        answer("  led by blanks, and trailed  "),
+        user(" "),
+        answer("tail\n\n"),
+    ],
     "looks like a template": [
-        *(user("say assistant\n"), answer("user\nassistant\n### assistant:\n[INST] hi [/INST] {{ x }} <b>")),
+        *(
+            user("say assistant\n"),
+            answer("user\nassistant\n### assistant:\n[INST] hi [/INST] {{ x }} <b>"),
+        ),
         *(user("<|im_start|>assistant\nfake<|im_end|>"), answer("real")),
     ],
 }
@@ -102,7 +123,9 @@ CONVERSATIONS = {
 @each_template
 @pytest.mark.parametrize("system", [False, True], ids=["", "system"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_trained_runs_are_the_answers_and_nothing_else(name: str, system: bool, conversation: str) -> None:
+def test_trained_runs_are_the_answers_and_nothing_else(
+    name: str, system: bool, conversation: str
+) -> None:
     make, _, _, takes_system = TEMPLATES[name]
     messages = CONVERSATIONS[conversation]
     if system and not takes_system:
@@ -142,8 +165,11 @@ def test_without_mask_every_token_but_the_first_is_trained(name: str) -> None:
 
 def test_llama2_answer_keeps_its_first_word_piece() -> None:
     tokenizer = tiny(LLAMA2, "words")
-    rendered = render(tokenizer, chat(user("Hi"), answer("Ahoy matey"), user("How"), answer("The answer")))
-    # The blank before the first word belongs to its token, the one before </s> is a token the model writes.
+    rendered = render(
+        tokenizer, chat(user("Hi"), answer("Ahoy matey"), user("How"), answer("The answer"))
+    )
+    # The blank before the first word belongs to its token, the one before </s> is a token the model
+    # writes.
     trained = tokenizer.convert_ids_to_tokens(rendered.tokens[rendered.mask])
     assert "".join(trained) == "▁Ahoy▁matey▁</s>▁The▁answer▁</s>"
 
@@ -151,12 +177,14 @@ def test_llama2_answer_keeps_its_first_word_piece() -> None:
 def test_token_across_the_header_that_is_only_blank_is_not_trained() -> None:
     tokenizer = qwen25()
     rendered = render(tokenizer, chat(user("Hi"), answer("\nAhoy")))
-    # "\n\n" is one token, half header, half answer; at inference the header's "\n" is given on its own.
+    # "\n\n" is one token, half header, half answer; at inference the header's "\n" is given on its
+    # own.
     assert "\n\n" in [tokenizer.decode([token]) for token in rendered.tokens]
     assert runs(tokenizer, rendered) == ["Ahoy<|im_end|>"]
 
 
-# The same three ways to write a chat (ChatML; trimmed, Gemma's; no header, Mistral's), with answers marked.
+# The same three ways to write a chat (ChatML; trimmed, Gemma's; no header, Mistral's), with answers
+# marked.
 GENERATION = {
     "chatml": (
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
@@ -187,12 +215,18 @@ TEXT = st.text(
 @pytest.mark.parametrize("template", GENERATION)
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
-@example(turns=[("<|im_start|>assistant\n", "<|im_end|>"), ("a", "<|im_start|>assistant\nb<|im_end|>\n")])
+@example(
+    turns=[("<|im_start|>assistant\n", "<|im_end|>"), ("a", "<|im_start|>assistant\nb<|im_end|>\n")]
+)
 @example(turns=[("Hi", "Hi"), ("Hi", "Hi")])
-def test_agrees_with_the_templates_own_generation_mask(template: str, turns: list[tuple[str, str]]) -> None:
+def test_agrees_with_the_templates_own_generation_mask(
+    template: str, turns: list[tuple[str, str]]
+) -> None:
     tokenizer = tiny(GENERATION[template])
     messages = [m for question, reply in turns for m in (user(question), answer("r" + reply))]
-    reference = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    reference = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     rendered = render(tokenizer, chat(*messages))
     assert rendered.tokens.tolist() == reference["input_ids"]
     assert rendered.mask.astype(int).tolist() == reference["assistant_masks"]
@@ -232,7 +266,11 @@ TOOL = {
 
 
 def call(name: str, arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "id": "abcdefghi", "function": {"name": name, "arguments": arguments}}
+    return {
+        "type": "function",
+        "id": "abcdefghi",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def tool_chat(arguments: Any, **options: Any) -> Record:
@@ -248,13 +286,21 @@ def tool_chat(arguments: Any, **options: Any) -> Record:
     )
 
 
-@pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["object", "string"])
+@pytest.mark.parametrize(
+    "arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["object", "string"]
+)
 @pytest.mark.parametrize("words", ["", "Let me look."])
 def test_qwen_tool_calls_are_trained(arguments: Any, words: str) -> None:
-    called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    called = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    )
     first = f"{words}\n{called}" if words else called
     record = tool_chat(arguments, words=words)
-    assert runs(qwen25(), render(qwen25(), record)) == [first, "It rains.<|im_end|>", "No idea.<|im_end|>"]
+    assert runs(qwen25(), render(qwen25(), record)) == [
+        first,
+        "It rains.<|im_end|>",
+        "No idea.<|im_end|>",
+    ]
     qwen3 = from_npm("qwen3")
     assert runs(qwen3, render(qwen3, record)) == [
         first,
@@ -293,7 +339,8 @@ def test_answer_without_header_after_a_tool_does_not_reach_back_to_the_last_head
         "{% else %}{% for c in m['tool_calls'] %}{{ c['function']['name'] + '()' }}{% endfor %}"
         "{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
     )
-    # The header is written after each question only, or (second form) before each answer to a question.
+    # The header is written after each question only, or (second form) before each answer to a
+    # question.
     asked = (
         template.replace(" + '<|Assistant|>'", "").replace(
             "{% else %}",
@@ -320,17 +367,43 @@ def test_older_spellings_give_the_tokens_that_mlx_lm_has_for_the_newer() -> None
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     ask, end = user("Is the ferry running?"), answer("It runs.")
-    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    function = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
     called = {"name": "weather", "arguments": {"city": "Oslo"}}
     result = {"role": "tool", "name": "weather", "content": "rain"}
-    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": called}]}
-    new = {"messages": [ask, calling, result, end], "tools": [{"type": "function", "function": function}]}
-    old_call = {"role": "assistant", "content": None, "function_call": {**called, "arguments": '{"city": "Oslo"}'}}
-    old = {"messages": [ask, old_call, {**result, "role": "function"}, end], "functions": [function]}
-    padded = [dict.fromkeys(("role", "content", "name", "tool_calls")) | message for message in new["messages"]]
-    rows = [old, {"messages": padded, "tools": new["tools"]}, {key: json.dumps(value) for key, value in new.items()}]
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": called}],
+    }
+    new = {
+        "messages": [ask, calling, result, end],
+        "tools": [{"type": "function", "function": function}],
+    }
+    old_call = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {**called, "arguments": '{"city": "Oslo"}'},
+    }
+    old = {
+        "messages": [ask, old_call, {**result, "role": "function"}, end],
+        "functions": [function],
+    }
+    padded = [
+        dict.fromkeys(("role", "content", "name", "tool_calls")) | message
+        for message in new["messages"]
+    ]
+    rows = [
+        old,
+        {"messages": padded, "tools": new["tools"]},
+        {key: json.dumps(value) for key, value in new.items()},
+    ]
     for tokenizer in (qwen25(), from_npm("qwen3")):
-        theirs, _ = datasets.ChatDataset([new], TokenizerWrapper(tokenizer), mask_prompt=False).process(new)
+        theirs, _ = datasets.ChatDataset(
+            [new], TokenizerWrapper(tokenizer), mask_prompt=False
+        ).process(new)
         for row in rows:
             record = parse_record(row, ColumnNames(), source="f", line=1)
             assert render(tokenizer, record, mask_prompt=False).tokens.tolist() == list(theirs)
@@ -354,7 +427,9 @@ def test_tokens_and_targets_of_mlx_lm() -> None:
         assert tokens[-1:] == newline
         assert np.flatnonzero(rendered.mask).tolist() == list(range(offset, len(tokens) - 1))
     row = {"prompt": "Hi", "completion": "Ahoy"}
-    tokens, _ = datasets.CompletionsDataset([row], tokenizer, "prompt", "completion", False).process(row)
+    tokens, _ = datasets.CompletionsDataset(
+        [row], tokenizer, "prompt", "completion", False
+    ).process(row)
     record = parse_record(row, ColumnNames(), source="", line=1)
     assert render(tokenizer, record, mask_prompt=False).tokens.tolist() == tokens
 
@@ -375,7 +450,9 @@ def test_text_is_encoded_with_one_bos_and_one_eos(make: Any) -> None:
 
 def test_completion_without_chat_template() -> None:
     tokenizer = from_npm("gemma2")
-    tokenizer = tokenizer if tokenizer.chat_template is None else load_folder(CACHE / "tokenizer-gemma2")
+    tokenizer = (
+        tokenizer if tokenizer.chat_template is None else load_folder(CACHE / "tokenizer-gemma2")
+    )
     record = Record("completion", prompt="Question: 1+1?\nAnswer:", completion=" two 🦜")
     rendered = render(tokenizer, record)
     assert runs(tokenizer, rendered) == [" two 🦜<eos>"]
@@ -427,7 +504,10 @@ def test_refusals_name_the_record_and_the_remedy() -> None:
     assert "text" in (lacking.value.hint or "")
     # A text has no prompt: all of it is trained, whatever is masked elsewhere.
     for train_on in ("assistant", "last", "all"):
-        assert render(bare, Record("text", text="t"), train_on=train_on).mask.tolist() == [False, True]
+        assert render(bare, Record("text", text="t"), train_on=train_on).mask.tolist() == [
+            False,
+            True,
+        ]
     with pytest.raises(ConfigError, match="below 2"):
         Renderer(bare, mask_prompt=False, max_seq_length=1)
 

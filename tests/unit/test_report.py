@@ -1,4 +1,6 @@
-"""``allhands report``: what is on the page of whole, partial and damaged runs, and that nothing on it can run."""
+"""``allhands report``: what is on the page of whole, partial and damaged runs, and that nothing on
+it can run.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,12 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
     return caught.value.code, out, err
 
 
-# --- the command -------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
-def test_one_run_is_one_file_of_html_and_one_of_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_is_one_file_of_html_and_one_of_markdown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "adapters")
     write_samples(run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -97,7 +101,9 @@ def test_one_run_is_one_file_of_html_and_one_of_markdown(tmp_path: Path, capsys:
     assert run_main(capsys, run)[0] == 0
 
 
-def test_nothing_but_a_report_is_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_a_report_is_replaced_without_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "adapters")
     for name in ("page.html", "page.md"):
         (tmp_path / name).write_text("mine")
@@ -113,7 +119,9 @@ def test_nothing_but_a_report_is_replaced_without_force(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "other", "planned"])
-def test_what_is_no_run_is_one_clear_error(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_one_clear_error(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "place"
     if kind != "missing":
         place.mkdir()
@@ -127,14 +135,18 @@ def test_what_is_no_run_is_one_clear_error(tmp_path: Path, kind: str, capsys: py
     assert not list(tmp_path.rglob("report.html"))
 
 
-def test_an_output_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_below_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    code, _, err = run_main(capsys, write_run(tmp_path / "run"), "--out", tmp_path / "file" / "report.html")
+    code, _, err = run_main(
+        capsys, write_run(tmp_path / "run"), "--out", tmp_path / "file" / "report.html"
+    )
     assert code == 2
     assert "Traceback" not in err
 
 
-# --- what is on the page -----------------------------------------------------------------------------
+# --- what is on the page --------------------------------------------------------------------------
 
 
 def test_the_page_stands_alone(tmp_path: Path) -> None:
@@ -144,7 +156,12 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     seen = Reader(text)
     assert seen.open == []
     # No address but the policy's own and an empty icon.
-    loaded = [value for _, attrs in seen.elements for name, value in attrs.items() if name in ("src", "href")]
+    loaded = [
+        value
+        for _, attrs in seen.elements
+        for name, value in attrs.items()
+        if name in ("src", "href")
+    ]
     assert all(value is not None and value[0] in "#d" for value in loaded)
     assert {value for value in loaded if value and not value.startswith("#")} == {"data:,"}
     assert "@import" not in text
@@ -159,7 +176,15 @@ def test_every_chart_has_words_and_a_table_with_its_numbers(tmp_path: Path) -> N
     seen = Reader(to_html(page_of(run)))
     charts = json.loads(seen.scripts[0])
     hosts = [attrs for tag, attrs in seen.elements if tag == "div" and "data-chart" in attrs]
-    expected = {"loss-steps", "loss-tokens", "loss-time", "learning-rate", "gradient-norm", "throughput", "step-time"}
+    expected = {
+        "loss-steps",
+        "loss-tokens",
+        "loss-time",
+        "learning-rate",
+        "gradient-norm",
+        "throughput",
+        "step-time",
+    }
     expected |= {"rank-memory", "memory-0", "phases-0", "phases-0-rank-0", "phases-0-rank-1"}
     assert {str(attrs["data-chart"]) for attrs in hosts} == set(charts) == expected
     for attrs in hosts:
@@ -167,7 +192,11 @@ def test_every_chart_has_words_and_a_table_with_its_numbers(tmp_path: Path) -> N
         assert len(described) == 1
         assert attrs["tabindex"] == "0"
     history = read_metrics(run)
-    table = next(table for table in seen.tables if table[0] == ["step", *[f"adapters (2 ranks): {n}" for n in KINDS]])
+    table = next(
+        table
+        for table in seen.tables
+        if table[0] == ["step", *[f"adapters (2 ranks): {n}" for n in KINDS]]
+    )
     rows = {int(row[0]): row[1:] for row in table[1:]}
     assert {step: float(row[0]) for step, row in rows.items() if row[0] != "–"} == pytest.approx(
         {one.step: one.loss for one in history.train}, abs=6e-5
@@ -212,12 +241,15 @@ def test_memory_expected_and_measured_and_phases_of_each_rank(tmp_path: Path) ->
     assert head[2:6] == ("expected", "measured in training", "of expected", "highest resident")
     assert rows[1][:6] == ("rank 1", "studio", "600 MB", "610 MB", "102%", "490 MB")
     assert rows[0][:4] == ("rank 0", "mac", "600 MB", "600 MB")
-    # Both at the last moment before one of them ends, each on a computer of its own, with all that it has there.
+    # Both at the last moment before one of them ends, each on a computer of its own, with all that
+    # it has there.
     assert (rows[2][0], rows[2][6]) == ("together", "970 MB")
     time = next(section for section in page.sections if section.key == "time")
     assert dict(time.bars[1].rows)["rank 1 on studio"] == (("compute", 10.0), ("reduce", 10.0))
     parts = dict(time.bars[0].rows[0][1])
-    assert parts == pytest.approx({"compute": 0.175, "reduce": 0.025, "data wait": 0.0025, "update and rest": 0.0475})
+    assert parts == pytest.approx(
+        {"compute": 0.175, "reduce": 0.025, "data wait": 0.0025, "update and rest": 0.0475}
+    )
     machines = next(section for section in page.sections if section.key == "machines").grids[0]
     assert ("computers", "mac: rank 0; studio: rank 1") in machines.rows
 
@@ -227,10 +259,15 @@ def test_a_rank_that_is_started_again_leaves_a_gap(tmp_path: Path) -> None:
     write_samples(run, ranks=1, count=4)
     file = run / "logs" / "monitor-rank-0.jsonl"
     first = file.read_text().splitlines()
-    again = [json.dumps(json.loads(line) | {"pid": 7, "time": BEGAN + 10 + n}) for n, line in enumerate(first)]
+    again = [
+        json.dumps(json.loads(line) | {"pid": 7, "time": BEGAN + 10 + n})
+        for n, line in enumerate(first)
+    ]
     file.write_text("\n".join([*first, *again]) + "\n")
     page = page_of(run)
-    chart = next(chart for section in page.sections for chart in section.charts if chart.key == "memory-0")
+    chart = next(
+        chart for section in page.sections for chart in section.charts if chart.key == "memory-0"
+    )
     held = [250e6 + 10e6 * place for place in range(4)]
     assert chart.lines[0].x == (0, 1, 2, 3, 6.5, 10, 11, 12, 13)
     assert chart.lines[0].y == (*held, None, *held)
@@ -245,15 +282,24 @@ def test_a_sign_that_it_has_outgrown_its_way_of_training_is_told(tmp_path: Path)
         if line["event"] == "train":
             line |= {"compute_s": 0.4 * line["step_time_s"], "comm_s": 0.5 * line["step_time_s"]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "50 % of a step was waiting for other ranks. What to do: a faster link" in told(page_of(run))
+    assert "50 % of a step was waiting for other ranks. What to do: a faster link" in told(
+        page_of(run)
+    )
 
 
 def test_restarts_and_what_the_supervisor_saw(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", steps=30, ended=None)
     whole = (run / "metrics.jsonl").read_text().splitlines()
-    started = json.loads(whole[1]) | {"step": 20, "attempt": 2, "elapsed_s": 10.0, "time": BEGAN + 60}
+    started = json.loads(whole[1]) | {
+        "step": 20,
+        "attempt": 2,
+        "elapsed_s": 10.0,
+        "time": BEGAN + 60,
+    }
     tail = {"event": "ended", "step": 30, "reason": "finished", "total_time_s": 5.0}
-    (run / "metrics.jsonl").write_text("\n".join([*whole, json.dumps(started), json.dumps(tail)]) + "\n")
+    (run / "metrics.jsonl").write_text(
+        "\n".join([*whole, json.dumps(started), json.dumps(tail)]) + "\n"
+    )
     fault = {
         "time": BEGAN + 50,
         "kind": "fault",
@@ -266,7 +312,12 @@ def test_restarts_and_what_the_supervisor_saw(tmp_path: Path) -> None:
     page = make_page([facts])
     grid = next(section for section in page.sections if section.key == "restarts").grids[0]
     assert [row[1] for row in grid.rows] == ["start", "fault", "start"]
-    assert grid.rows[1][:4] == ("+50 s", "fault", "rank 1, host node1, step 23", "rank 1 was killed")
+    assert grid.rows[1][:4] == (
+        "+50 s",
+        "fault",
+        "rank 1, host node1, step 23",
+        "rank 1 was killed",
+    )
     assert grid.rows[0][4] == "2026-11-18 11:06:40"
     assert "attempt 2, from step 20" in grid.rows[2][3]
     charts = {chart.key: chart for section in page.sections for chart in section.charts}
@@ -275,7 +326,12 @@ def test_restarts_and_what_the_supervisor_saw(tmp_path: Path) -> None:
 
 def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", sampled=[("Once", "upon a time"), ("Ahoy", "matey")])
-    answers = {"prompts": ["What is tea?"], "before": ["A drink."], "after": ["Aye, a drink."], "before_share": 0.0}
+    answers = {
+        "prompts": ["What is tea?"],
+        "before": ["A drink."],
+        "after": ["Aye, a drink."],
+        "before_share": 0.0,
+    }
     (run / "answers.json").write_text(json.dumps(answers))
     (run / "answers.1.json").write_text(json.dumps({**answers, "prompts": ["Of an earlier run?"]}))
     (run / "other.json").write_text('{"prompts": ["a"], "before": [], "after": ["b"]}')
@@ -286,7 +342,7 @@ def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
     assert "earlier run" not in text
 
 
-# --- runs that are not whole -------------------------------------------------------------------------
+# --- runs that are not whole ----------------------------------------------------------------------
 
 
 def test_a_damaged_line_is_said_on_the_page_and_on_the_screen(
@@ -303,7 +359,9 @@ def test_a_damaged_line_is_said_on_the_page_and_on_the_screen(
     assert said in (run / "report.md").read_text().replace("\\", "")
 
 
-def test_a_run_beside_itself_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_beside_itself_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "adapters")
     code, _, err = run_main(capsys, run, run / "metrics.jsonl", "--out", tmp_path / "both.html")
     assert code == 2
@@ -328,13 +386,17 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     os.utime(run / "metrics.jsonl", (BEGAN, BEGAN))
     assert read_facts(run, now=BEGAN + 5).status == "going on"
     write_samples(run)
-    assert read_facts(run, now=BEGAN + 25).status == "crashed or killed"  # all of its processes have ended
+    assert (
+        read_facts(run, now=BEGAN + 25).status == "crashed or killed"
+    )  # all of its processes have ended
 
 
 def test_a_run_without_validation_and_with_one_report(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a", valid=None))
     assert "no validation loss" in told(page)
-    assert "There are 3 training reports with a loss: too little" in told(page_of(write_run(tmp_path / "d", steps=15)))
+    assert "There are 3 training reports with a loss: too little" in told(
+        page_of(write_run(tmp_path / "d", steps=15))
+    )
     short = page_of(write_run(tmp_path / "b", steps=5))
     assert "There is 1 training report with a loss: too little" in told(short)
     assert "loss-steps" in {chart.key for section in short.sections for chart in section.charts}
@@ -346,19 +408,33 @@ def test_a_run_without_validation_and_with_one_report(tmp_path: Path) -> None:
 
 
 def test_losses_that_are_no_numbers_are_gaps_and_said(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "adapters", train=lambda step: math.nan if step > 30 else 4 - step / 30)
+    run = write_run(
+        tmp_path / "adapters", train=lambda step: math.nan if step > 30 else 4 - step / 30
+    )
     page = page_of(run)
-    assert "The training loss is not a finite number in 6 of 12 reports, first at step 35" in told(page)
+    assert "The training loss is not a finite number in 6 of 12 reports, first at step 35" in told(
+        page
+    )
     seen = Reader(to_html(page))
     assert json.loads(seen.scripts[0])["loss-steps"]["lines"][0]["y"][-6:] == [None] * 6
     assert ["60", "NaN", "2.3857"] in seen.tables[1]
     nothing = page_of(write_run(tmp_path / "nothing", train=lambda step: math.nan, valid=None))
-    assert "loss-steps" not in {chart.key for section in nothing.sections for chart in section.charts}
+    assert "loss-steps" not in {
+        chart.key for section in nothing.sections for chart in section.charts
+    }
     assert Reader(to_html(nothing)).open == []
 
 
-def test_a_failed_run_tells_why_even_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = {"time": BEGAN, "kind": "failed", "message": "rank 1 failed", "error": "out of memory", "rank": 1}
+def test_a_failed_run_tells_why_even_without_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {
+        "time": BEGAN,
+        "kind": "failed",
+        "message": "rank 1 failed",
+        "error": "out of memory",
+        "rank": 1,
+    }
     run = write_run(tmp_path / "a", ended=RunEnded(60, "failed", 30.0))
     facts = read_facts(run, [failed])
     assert (facts.status, facts.reason) == ("failed", "rank 1 failed: out of memory (rank 1)")
@@ -395,16 +471,20 @@ def test_a_copy_of_a_run_goes_by_the_name_of_its_directory(tmp_path: Path) -> No
     assert page_of(copy / "metrics.jsonl").title == "d1 (1 rank)"
 
 
-# --- what comes from a run is text -------------------------------------------------------------------
+# --- what comes from a run is text ----------------------------------------------------------------
 
 
 def hostile_run(directory: Path) -> Path:
     """Everything that a person or a model can write into a run is HOSTILE."""
     run = write_run(directory, name=HOSTILE, sampled=[(HOSTILE, HOSTILE)], warned=[HOSTILE])
     write_samples(run, host=lambda rank: HOSTILE)
-    (run / "adapter_config.json").write_text(json.dumps({"model": HOSTILE, HOSTILE: HOSTILE, "data": HOSTILE}))
+    (run / "adapter_config.json").write_text(
+        json.dumps({"model": HOSTILE, HOSTILE: HOSTILE, "data": HOSTILE})
+    )
     name = 'x"onload="document.title=1.json'
-    (run / name).write_text(json.dumps({"prompts": [HOSTILE], "before": [HOSTILE], "after": [HOSTILE]}))
+    (run / name).write_text(
+        json.dumps({"prompts": [HOSTILE], "before": [HOSTILE], "after": [HOSTILE]})
+    )
     return run
 
 
@@ -416,11 +496,16 @@ def test_what_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
     assert seen.open == []
     assert seen.count("script") == len(seen.scripts) == 2
     assert seen.count("img") == 0
-    assert [attrs for _, attrs in seen.elements if any(name.startswith("on") for name in attrs)] == []
+    assert [
+        attrs for _, attrs in seen.elements if any(name.startswith("on") for name in attrs)
+    ] == []
     # As text it is all there.
     cells = [cell for table in seen.tables for row in table for cell in row]
     assert cells.count(HOSTILE) >= 8
-    assert any(HOSTILE in line["label"] for line in json.loads(seen.scripts[0])["memory-1"]["lines"]) is False
+    assert (
+        any(HOSTILE in line["label"] for line in json.loads(seen.scripts[0])["memory-1"]["lines"])
+        is False
+    )
     markdown = to_markdown(page)
     assert not re.search(r"(?<!\\)[<]", markdown.replace("<!-- allhands report -->", ""))
     # No cell of a table ends early: each row has as many as its head.
@@ -440,7 +525,9 @@ def test_characters_that_cannot_be_written_or_steer_a_terminal(
 ) -> None:
     run = write_run(tmp_path / "adapters", ended=RunEnded(60, "failed", 30.0))
     odd = "a\ud800b\x1b[31m\x00\u202ec"
-    (run / "answers.json").write_text(json.dumps({"prompts": [odd], "before": [odd], "after": [odd]}))
+    (run / "answers.json").write_text(
+        json.dumps({"prompts": [odd], "before": [odd], "after": [odd]})
+    )
     event = {"time": float("nan"), "kind": "failed", "message": odd, "rank": 0}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     code, out, err = run_main(capsys, run)
@@ -452,15 +539,24 @@ def test_characters_that_cannot_be_written_or_steer_a_terminal(
 
 
 def test_lines_can_be_told_from_the_page_in_both_schemes() -> None:
-    """At least 3 to 1, as WCAG 2.1 (1.4.11) asks of what is drawn; the same colours in both, and in pictures."""
-    style = (Path(__file__).parents[2] / "src" / "allhands" / "report" / "web" / "report.css").read_text(
-        encoding="utf-8"
-    )
-    backgrounds = [re.findall(r"--background: (#[0-9a-f]{6})", block)[0] for block in style.split(":root")[1:3]]
+    """At least 3 to 1, as WCAG 2.1 (1.4.11) asks of what is drawn; the same colours in both, and in
+    pictures.
+    """
+    style = (
+        Path(__file__).parents[2] / "src" / "allhands" / "report" / "web" / "report.css"
+    ).read_text(encoding="utf-8")
+    backgrounds = [
+        re.findall(r"--background: (#[0-9a-f]{6})", block)[0] for block in style.split(":root")[1:3]
+    ]
     named = dict(re.findall(r"--([a-z]+-[0-9]+): (#[0-9a-f]{6})", colour_sheet()))
     for kind, some in palettes().items():
-        assert [named[f"{kind}-{place}"] for place in range(len(some))] == [colour.lower() for colour in some]
-    lines = {f"phase-{phase_colour(name)}" for name in ("data wait", "compute", "reduce", "update and rest")}
+        assert [named[f"{kind}-{place}"] for place in range(len(some))] == [
+            colour.lower() for colour in some
+        ]
+    lines = {
+        f"phase-{phase_colour(name)}"
+        for name in ("data wait", "compute", "reduce", "update and rest")
+    }
     lines |= {name for name in named if not name.startswith("phase")}
     for background in backgrounds:
         for name in lines:
@@ -470,7 +566,9 @@ def test_lines_can_be_told_from_the_page_in_both_schemes() -> None:
 def contrast(one: str, other: str) -> float:
     def light(colour: str) -> float:
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     dark, bright = sorted((light(one), light(other)))
@@ -478,12 +576,22 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_long_runs_stay_small_enough_to_draw_and_to_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "adapters", steps=20_000, every=1, valid_every=1000, train=lambda s: 2 + (s == 7777))
+    run = write_run(
+        tmp_path / "adapters",
+        steps=20_000,
+        every=1,
+        valid_every=1000,
+        train=lambda s: 2 + (s == 7777),
+    )
     page = page_of(run)
-    chart = next(chart for section in page.sections for chart in section.charts if chart.key == "loss-steps")
+    chart = next(
+        chart for section in page.sections for chart in section.charts if chart.key == "loss-steps"
+    )
     faint = next(line for line in chart.to_json()["lines"] if line["faint"])
     assert len(faint["x"]) <= 1600
-    assert (7777, 3.0) in zip(faint["x"], faint["y"], strict=True)  # the one that stands out is kept
+    assert (7777, 3.0) in zip(
+        faint["x"], faint["y"], strict=True
+    )  # the one that stands out is kept
     assert len(chart.table.rows) <= 90
     assert {row[0] for row in chart.table.rows} >= {f"{step:,}" for step in range(0, 20_001, 1000)}
     assert len(to_html(page).encode()) < 2_000_000

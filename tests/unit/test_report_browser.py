@@ -1,4 +1,6 @@
-"""The report in a real browser: drawn charts, light and dark, wide and narrow, with a keyboard and without a script."""
+"""The report in a real browser: drawn charts, light and dark, wide and narrow, with a keyboard and
+without a script.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,25 @@ from written_runs import write_run, write_samples
 from allhands.report import make_page, read_facts, to_html
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
 )
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'"
+)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: scripts/install_test_tools.sh installs it"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium here: scripts/install_test_tools.sh installs it"
+    ),
 ]
 WIDTHS = (1280, 390)
-# The lowest contrast of text against what is behind it, of all elements that hold text and can be seen.
+# The lowest contrast of text against what is behind it, of all elements that hold text and can be
+# seen.
 CONTRAST = """() => {
   const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
   const behind = element => {
@@ -88,7 +100,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampled = [("Once upon a time", "there was a pirate who sailed the seven seas, " * 3)]
     one = write_run(place / "one-computer", steps=200, sampled=sampled)
     two = write_run(
-        place / "two-computers", steps=200, ranks=2, train=lambda s: 4 - s / 70, valid=lambda s: 2.5 + abs(s - 90) / 80
+        place / "two-computers",
+        steps=200,
+        ranks=2,
+        train=lambda s: 4 - s / 70,
+        valid=lambda s: 2.5 + abs(s - 90) / 80,
     )
     for run in (one, two):
         write_samples(run, host=lambda rank: ("mac", "studio")[rank])
@@ -97,10 +113,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(target: Path, *runs: Path) -> None:
-    target.write_text(to_html(make_page([read_facts(run) for run in runs], now=1.8e9)), encoding="utf-8")
+    target.write_text(
+        to_html(make_page([read_facts(run) for run in runs], now=1.8e9)), encoding="utf-8"
+    )
 
 
-def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light", **options: Any) -> Opened:
+def opened(
+    browser: Any, file: Path, width: int = 1280, scheme: str = "light", **options: Any
+) -> Opened:
     viewport = {"width": width, "height": 900}
     page = browser.new_context(viewport=viewport, color_scheme=scheme, **options).new_page()
     seen = Opened(page, [], [])
@@ -113,7 +133,9 @@ def opened(browser: Any, file: Path, width: int = 1280, scheme: str = "light", *
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_person_can_read_it(browser: Any, report: Path, width: int, scheme: str, tmp_path: Path) -> None:
+def test_a_person_can_read_it(
+    browser: Any, report: Path, width: int, scheme: str, tmp_path: Path
+) -> None:
     seen = opened(browser, report, width, scheme)
     page = seen.page
     for details in page.query_selector_all("details"):
@@ -128,7 +150,13 @@ def test_a_person_can_read_it(browser: Any, report: Path, width: int, scheme: st
     assert count > 100
     assert ratio >= 4.5, where
     drawn = page.evaluate(PIXELS)
-    assert {name for name, _, _ in drawn} >= {"loss-steps", "loss-tokens", "loss-time", "throughput", "memory-1"}
+    assert {name for name, _, _ in drawn} >= {
+        "loss-steps",
+        "loss-tokens",
+        "loss-time",
+        "throughput",
+        "memory-1",
+    }
     for name, inked, coloured in drawn:
         assert inked > 2000, name
         assert coloured > 300, name
@@ -165,14 +193,19 @@ def test_the_keyboard_reads_values_and_hides_lines(browser: Any, report: Path) -
 
 
 def test_phases_of_ranks_are_read_side_by_side(browser: Any, report: Path) -> None:
-    """Half of each second of the second run's ranks is computing, and half waiting; of a step of 1 s."""
+    """Half of each second of the second run's ranks is computing, and half waiting; of a step of 1
+    s.
+    """
     page = opened(browser, report).page
     hosts = [page.locator(f'[data-chart="phases-1-rank-{rank}"]') for rank in range(2)]
     for rank, host in enumerate(hosts):
         host.focus()
         page.keyboard.press("End")
         told = page.locator(f'[data-chart="phases-1-rank-{rank}"] ~ .readout').inner_text()
-        assert told == "step 19: data wait 0 s; compute 0.5 s; reduce 0.5 s; update and rest 0 s; whole step 1 s"
+        assert (
+            told
+            == "step 19: data wait 0 s; compute 0.5 s; reduce 0.5 s; update and rest 0 s; whole step 1 s"
+        )
     # At one moment, since the page scrolls smoothly.
     names = ["phases-1-rank-0", "phases-1-rank-1", "phases-1"]
     script = """names => names.map(name =>
@@ -197,12 +230,19 @@ def test_colours_follow_the_scheme_and_charts_the_width(browser: Any, report: Pa
     assert shown == kept, "a colour means the same in both"
     assert page.evaluate(PIXELS) != bright
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth))") <= 390
+    assert (
+        page.evaluate(
+            "Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth))"
+        )
+        <= 390
+    )
     page.context.close()
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_parts_stay_on_top_and_single_charts_have_the_whole_width(browser: Any, report: Path, width: int) -> None:
+def test_parts_stay_on_top_and_single_charts_have_the_whole_width(
+    browser: Any, report: Path, width: int
+) -> None:
     page = opened(browser, report, width, reduced_motion="reduce").page
     for key in ("memory", "options", "words"):
         page.locator(f"nav.parts a[href='#{key}']").click()
@@ -227,7 +267,9 @@ def test_parts_stay_on_top_and_single_charts_have_the_whole_width(browser: Any, 
 
 
 def test_a_colour_means_one_thing(browser: Any, report: Path) -> None:
-    """Legends and bars: what has the same colour is the same run, rank or phase, and has a mark or a word besides."""
+    """Legends and bars: what has the same colour is the same run, rank or phase, and has a mark or
+    a word besides.
+    """
     page = opened(browser, report).page
     shown = page.evaluate("""() => [
       ...[...document.querySelectorAll(".plot ~ .legend button")].map(it => [
@@ -238,7 +280,9 @@ def test_a_colour_means_one_thing(browser: Any, report: Path) -> None:
     ]""")
     meanings: dict[str, set[str]] = {}
     for colour, label, _ in shown:
-        name = re.sub(r":? (training|validation).*|: MLX's arrays| \(directs.*|update and rest", "", label)
+        name = re.sub(
+            r":? (training|validation).*|: MLX's arrays| \(directs.*|update and rest", "", label
+        )
         meanings.setdefault(colour, set()).add(name or "update")
     assert len(meanings) > 8
     assert all(len(names) == 1 for names in meanings.values()), meanings
@@ -288,7 +332,9 @@ def test_partial_runs_are_drawn_as_far_as_they_go(browser: Any, tmp_path: Path, 
         case "no validation":
             run = write_run(tmp_path / "run", valid=None)
         case "not a number":
-            run = write_run(tmp_path / "run", train=lambda step: nan if 20 < step < 40 else 3.0 - step / 60)
+            run = write_run(
+                tmp_path / "run", train=lambda step: nan if 20 < step < 40 else 3.0 - step / 60
+            )
         case _:
             run = write_run(tmp_path / "run", steps=4, valid=None)
     write(tmp_path / "report.html", run)

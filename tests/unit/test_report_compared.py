@@ -15,7 +15,13 @@ from allhands.observe.plots import plot_losses
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.page import Page
 
-USUAL = {"data": "data/pirate", "batch_size": 8, "val_batches": 25, "max_seq_length": 2048, "mask_prompt": False}
+USUAL = {
+    "data": "data/pirate",
+    "batch_size": 8,
+    "val_batches": 25,
+    "max_seq_length": 2048,
+    "mask_prompt": False,
+}
 
 
 def page_of(*runs: Path) -> Page:
@@ -42,7 +48,9 @@ def run_with(directory: Path, tokens: int = 900, **options: Any) -> Path:
         (800, {}, "their validations are of 800 and 900 tokens"),
     ],
 )
-def test_other_samples_are_said_above_the_table(tmp_path: Path, tokens: int, options: dict[str, Any], why: str) -> None:
+def test_other_samples_are_said_above_the_table(
+    tmp_path: Path, tokens: int, options: dict[str, Any], why: str
+) -> None:
     page = page_of(run_with(tmp_path / "a1"), run_with(tmp_path / "b1", tokens, **options))
     said = f"The runs were validated on different samples ({why}): their validation losses cannot be compared."
     assert page.sections[0].told == said
@@ -52,7 +60,13 @@ def test_other_samples_are_said_above_the_table(tmp_path: Path, tokens: int, opt
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"learning_rate": 1e-3}, {"packing": None}, {"val_batches": -1}, {"batch_size": 4, "val_batches": 50}],
+    [
+        {},
+        {"learning_rate": 1e-3},
+        {"packing": None},
+        {"val_batches": -1},
+        {"batch_size": 4, "val_batches": 50},
+    ],
 )
 def test_nothing_is_said_of_the_same_samples(tmp_path: Path, options: dict[str, Any]) -> None:
     page = page_of(run_with(tmp_path / "a1"), run_with(tmp_path / "b1", **options))
@@ -70,11 +84,17 @@ def test_the_warm_up_is_told_once_and_as_it_was(
     run = write_run(tmp_path / "run")
     file = run / "adapter_config.json"
     chosen = None if schedule is None else {"name": "cosine", "warmup_init": 0.0, **schedule}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "lr_schedule": chosen, "warmup_steps": steps}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "lr_schedule": chosen, "warmup_steps": steps})
+    )
     page = make_page([read_facts(run)])
-    options = dict(next(section for section in page.sections if section.key == "options").grids[-1].rows)
+    options = dict(
+        next(section for section in page.sections if section.key == "options").grids[-1].rows
+    )
     assert options["warmup_steps"] == told
-    assert [name for name, text in options.items() if "warmup" in name or "warmup" in text] == ["warmup_steps"]
+    assert [name for name, text in options.items() if "warmup" in name or "warmup" in text] == [
+        "warmup_steps"
+    ]
 
 
 def test_who_directs_the_ranks_stands_apart_from_what_they_need(tmp_path: Path) -> None:
@@ -83,30 +103,51 @@ def test_who_directs_the_ranks_stands_apart_from_what_they_need(tmp_path: Path) 
     lines = (run / "logs" / "monitor-rank-0.jsonl").read_text().splitlines()
     director = {**json.loads(lines[0]), "role": "orchestrator", "pid": 99, "rss_bytes": 47_000_000}
     director |= {"pss_bytes": 40_000_000, "peak_rss_bytes": 47_000_000, "phases": {}}
-    director = {name: value for name, value in director.items() if name not in ("rank", "step", "estimated_bytes")}
+    director = {
+        name: value
+        for name, value in director.items()
+        if name not in ("rank", "step", "estimated_bytes")
+    }
     (run / "logs" / "monitor-orchestrator.jsonl").write_text(json.dumps(director) + "\n")
     facts = read_facts(run)
-    rows = next(section for section in make_page([facts]).sections if section.key == "memory").grids[0].rows
+    rows = (
+        next(section for section in make_page([facts]).sections if section.key == "memory")
+        .grids[0]
+        .rows
+    )
     names = [row[0] for row in rows]
     assert names == ["rank 0", "rank 1", "ranks together", "orchestrator", "all together"]
-    assert facts.together_bytes >= facts.ranks_bytes >= max(row.peak_rss_bytes for row in facts.rows)
-    kinds = {line.kind for section in make_page([facts]).sections for chart in section.charts for line in chart.lines}
+    assert (
+        facts.together_bytes >= facts.ranks_bytes >= max(row.peak_rss_bytes for row in facts.rows)
+    )
+    kinds = {
+        line.kind
+        for section in make_page([facts]).sections
+        for chart in section.charts
+        for line in chart.lines
+    }
     assert kinds == {"run", "rank", "director", "phase", "ink"}
 
 
 def losses_of(*runs: Path) -> Chart:
     sections = make_page([read_facts(run) for run in runs]).sections
-    return next(chart for section in sections for chart in section.charts if chart.key == "loss-steps")
+    return next(
+        chart for section in sections for chart in section.charts if chart.key == "loss-steps"
+    )
 
 
 def test_a_ruined_run_leaves_the_others_their_height(tmp_path: Path) -> None:
     good = write_run(tmp_path / "good")  # from 4.1 to 2.3
-    other = write_run(tmp_path / "other", train=lambda step: 3 + 1 / (1 + step), valid=lambda step: 4.0)
+    other = write_run(
+        tmp_path / "other", train=lambda step: 3 + 1 / (1 + step), valid=lambda step: 4.0
+    )
     ruined = write_run(
         tmp_path / "ruined", train=lambda step: 4 + 10 * step, valid=lambda step: 4 + 10 * step
     )  # to 604
     always = write_run(tmp_path / "always", train=lambda step: 700.0, valid=None)
-    pretrained = write_run(tmp_path / "new", train=lambda step: 3 + 7 / (1 + step / 10), valid=None)  # from 10
+    pretrained = write_run(
+        tmp_path / "new", train=lambda step: 3 + 7 / (1 + step / 10), valid=None
+    )  # from 10
     assert losses_of(good, other).top is None
     assert losses_of(good, pretrained).top is None
     assert losses_of(ruined).top is None
@@ -118,8 +159,8 @@ def test_a_ruined_run_leaves_the_others_their_height(tmp_path: Path) -> None:
             assert drawn.top is not None
             assert 4.1 < drawn.top < 12
             assert "cut off" in drawn.y_label
-            assert any("604" in cell or "700" in cell for row in drawn.table.rows for cell in row), (
-                "all is in the table"
-            )
+            assert any(
+                "604" in cell or "700" in cell for row in drawn.table.rows for cell in row
+            ), "all is in the table"
         histories = [read_metrics(run) for run in (good, bad)]
         assert plot_losses(histories, tmp_path / "plot.png").stat().st_size > 1000

@@ -1,4 +1,6 @@
-"""The phases of a step over a run: charts of reports and of samples, whose numbers are worked out by hand."""
+"""The phases of a step over a run: charts of reports and of samples, whose numbers are worked out
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,19 @@ def pattern(tmp_path: Path) -> Sample:
     return read_samples(run)[0]
 
 
-def sampled(pattern: Sample, *looks: tuple[int | None, dict[str, float]], rank: int = 0, pid: int = 7) -> list[Sample]:
+def sampled(
+    pattern: Sample, *looks: tuple[int | None, dict[str, float]], rank: int = 0, pid: int = 7
+) -> list[Sample]:
     return [
-        replace(pattern, rank=rank, pid=pid + rank, time=BEGAN + place, step=step, phases=phases, ended=False)
+        replace(
+            pattern,
+            rank=rank,
+            pid=pid + rank,
+            time=BEGAN + place,
+            step=step,
+            phases=phases,
+            ended=False,
+        )
         for place, (step, phases) in enumerate(looks)
     ]
 
@@ -50,7 +62,8 @@ def test_reports_of_rank_0(tmp_path: Path) -> None:
     assert [line.label for line in chart.lines] == NAMES
     assert chart.lines[0].x == (5.0, 10.0, 15.0)
     assert {name: y[0] for name, y in heights(chart).items()} == {
-        name: pytest.approx(seconds) for name, seconds in zip(NAMES, (0.005, 0.35, 0.0, 0.145, 0.5), strict=True)
+        name: pytest.approx(seconds)
+        for name, seconds in zip(NAMES, (0.005, 0.35, 0.0, 0.145, 0.5), strict=True)
     }
     assert chart.top == pytest.approx(1.08 * 0.5)
     assert not chart.wide
@@ -62,7 +75,9 @@ def test_samples_of_each_rank(tmp_path: Path, pattern: Sample) -> None:
     """What lies between two looks is divided by the steps between them."""
     work = {"load": 0.2, "compute": 1.0, "reduce": 0.4, "update": 0.4, "save": 5.0}
     first = [(None, {"start": 3.0}), (1, {"start": 0.5, "first": 2.0, "compute": 9.0})]
-    zero = sampled(pattern, *first, (3, work), (3, {"compute": 0.5}), (4, {"compute": 0.5, "validate": 7.0}))
+    zero = sampled(
+        pattern, *first, (3, work), (3, {"compute": 0.5}), (4, {"compute": 0.5, "validate": 7.0})
+    )
     one = sampled(pattern, *first, (3, {"compute": 0.4, "reduce": 1.6}), rank=1)
     found = charts_of(write_run(tmp_path / "run"), [*zero, *one])
     assert list(found) == ["p", "p-rank-0", "p-rank-1"]
@@ -71,7 +86,9 @@ def test_samples_of_each_rank(tmp_path: Path, pattern: Sample) -> None:
     assert chart.lines[0].x == (3.0, 4.0)
     # Two steps in 2 s, then one that took two looks; saving and validating are none of a step.
     expected = ([0.1, 0.0], [0.5, 1.0], [0.2, 0.0], [0.2, 0.0], [1.0, 1.0])
-    assert heights(chart) == {name: pytest.approx(y) for name, y in zip(NAMES, expected, strict=True)}
+    assert heights(chart) == {
+        name: pytest.approx(y) for name, y in zip(NAMES, expected, strict=True)
+    }
     assert heights(found["p-rank-1"])["reduce"] == [pytest.approx(0.8)]
     # Side by side on the same scale.
     assert chart.top == found["p-rank-1"].top == pytest.approx(1.08)
@@ -79,7 +96,10 @@ def test_samples_of_each_rank(tmp_path: Path, pattern: Sample) -> None:
 
 def test_a_new_start_is_no_step(tmp_path: Path, pattern: Sample) -> None:
     looks = [(4, {"compute": 1.0}), (6, {"compute": 1.0})]
-    before, after = sampled(pattern, *looks), sampled(pattern, (2, {"compute": 4.0}), (4, {"compute": 3.0}), pid=99)
+    before, after = (
+        sampled(pattern, *looks),
+        sampled(pattern, (2, {"compute": 4.0}), (4, {"compute": 3.0}), pid=99),
+    )
     later = [replace(one, time=one.time + 10) for one in after]
     other = sampled(pattern, *looks, rank=1)
     found = charts_of(write_run(tmp_path / "run"), [*before, *later, *other])
@@ -122,18 +142,27 @@ def test_they_stand_on_the_page(tmp_path: Path) -> None:
     write_samples(runs[1])
     page = make_page([read_facts(run, now=BEGAN + 1e6) for run in runs])
     section = next(one for one in page.sections if one.key == "phases")
-    assert [chart.key for chart in section.charts] == ["phases-0", "phases-1", "phases-1-rank-0", "phases-1-rank-1"]
+    assert [chart.key for chart in section.charts] == [
+        "phases-0",
+        "phases-1",
+        "phases-1-rank-0",
+        "phases-1-rank-1",
+    ]
     assert "Phases of a step: rank 1 of two (2 ranks)" in to_markdown(page)
     old = write_run(tmp_path / "old", steps=0, valid=None)
     assert "phases" not in {one.key for one in make_page([read_facts(old)]).sections}
 
 
 def resumed_alone(tmp_path: Path) -> Path:
-    """Two ranks with two cores, at 900 MB where it was killed, then one with one from step 20 on, at 600 MB."""
+    """Two ranks with two cores, at 900 MB where it was killed, then one with one from step 20 on,
+    at 600 MB.
+    """
     run = write_run(tmp_path / "run", steps=30, ranks=2, ended=None)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     later = write_run(tmp_path / "later", steps=40, ranks=1)
-    started, *reports = [json.loads(line) for line in (later / "metrics.jsonl").read_text().splitlines()][1:]
+    started, *reports = [
+        json.loads(line) for line in (later / "metrics.jsonl").read_text().splitlines()
+    ][1:]
     for line in lines:
         if line.get("event") == "started":
             line["cores_per_rank"] = 2
@@ -169,7 +198,10 @@ def test_the_phases_of_earlier_starts_are_counted(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         file.rename(run / "logs" / "earlier-1" / file.name)
         if "rank-0" in file.name:
-            later = [line | {"time": line["time"] + 1000, "run": "second", "attempt": 1} for line in lines]
+            later = [
+                line | {"time": line["time"] + 1000, "run": "second", "attempt": 1}
+                for line in lines
+            ]
             file.write_text("".join(f"{json.dumps(line)}\n" for line in later))
     (page,) = [bars for bars in phases_of(run) if bars.title.startswith("Phases of each rank")]
     after = dict(page.rows)
@@ -179,7 +211,9 @@ def test_the_phases_of_earlier_starts_are_counted(tmp_path: Path) -> None:
     # Those of another run, which was over before this one began, are not.
     for file in (run / "logs" / "earlier-1").iterdir():
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        file.write_text("".join(f"{json.dumps(line | {'time': line['time'] - 5000})}\n" for line in lines))
+        file.write_text(
+            "".join(f"{json.dumps(line | {'time': line['time'] - 5000})}\n" for line in lines)
+        )
     (page,) = [bars for bars in phases_of(run) if bars.title.startswith("Phases of each rank")]
     assert "all starts together" not in page.described
     assert set(dict(page.rows)) == {"rank 0"}

@@ -21,10 +21,14 @@ from allhands.report import make_page, read_facts
 from allhands.report.dashboard.runs import summary_of
 
 
-def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:
+def curve(
+    height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0
+) -> Curve:
     random = np.random.default_rng(0)
     places = range(first, steps + 1, every)
-    return Curve.of([(step, height(step) * (1 + noise * random.standard_normal())) for step in places])
+    return Curve.of(
+        [(step, height(step) * (1 + noise * random.standard_normal())) for step in places]
+    )
 
 
 def judged(
@@ -35,7 +39,9 @@ def judged(
     noise: float = 0.01,
     every: int = 20,
 ) -> list[Judgement]:
-    measured = curve(valid, steps=steps, every=every, first=0, noise=noise / 4) if valid else Curve.of([])
+    measured = (
+        curve(valid, steps=steps, every=every, first=0, noise=noise / 4) if valid else Curve.of([])
+    )
     return judge(curve(train, steps=steps, every=5, first=5, noise=noise), measured)
 
 
@@ -46,13 +52,16 @@ def learning(low: float, pace: float) -> Callable[[float], float]:
 
 def valley(bottom: int, rise: float) -> Callable[[float], float]:
     """Falls to 2 at ``bottom``, then rises by ``rise`` a hundred steps."""
-    return lambda step: 2 + (step < bottom) * 2 * (1 - step / bottom) + max(0.0, step - bottom) * rise / 100
+    return lambda step: (
+        2 + (step < bottom) * 2 * (1 - step / bottom) + max(0.0, step - bottom) * rise / 100
+    )
 
 
 def test_validation_that_rises_while_training_falls_is_overfitting() -> None:
     (found,) = judged(lambda step: 4 - 3 * step / 300, valley(100, 0.5))
     assert (found.kind, found.level) == ("overfitting", "warning")
-    # At step 300 the truth is 2 + 200 * 0.005 = 3, half as much again; ten validations after the best.
+    # At step 300 the truth is 2 + 200 * 0.005 = 3, half as much again; ten validations after the
+    # best.
     assert "lowest at step 100 (2.0" in found.text
     assert "10 validations since" in found.text
     assert "(+5" in found.text or "(+49%" in found.text
@@ -71,13 +80,19 @@ def test_validation_that_goes_up_and_down_after_its_best_is_not_overfitting() ->
 def test_validation_that_rises_while_training_stands_still_may_be_overfitting() -> None:
     (found,) = judged(lambda step: 4 - 2 * min(step, 100) / 100, valley(100, 0.5), noise=0.0)
     assert (found.kind, found.level) == ("overfitting", "note")
-    assert found.text.startswith("Perhaps overfitting: validation loss was lowest at step 100 (2.000)")
+    assert found.text.startswith(
+        "Perhaps overfitting: validation loss was lowest at step 100 (2.000)"
+    )
     assert "no clear fall: it went from 2.000 to 2.000" in found.text
 
 
 @pytest.mark.parametrize("bottom", [260, 280])
 def test_one_or_two_rising_validations_are_a_first_sign_only(bottom: int) -> None:
-    found = [one for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4)) if one.kind == "overfitting"]
+    found = [
+        one
+        for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4))
+        if one.kind == "overfitting"
+    ]
     assert [one.level for one in found] in (["note"], [])
     exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4), noise=0.0)
     assert [(one.kind, one.level) for one in exact] == [("overfitting", "note")]
@@ -93,8 +108,12 @@ def test_noise_around_a_level_is_rarely_taken_for_more() -> None:
     settled, wrong = learning(2, 40), 0
     for seed in range(200):
         random = np.random.default_rng(seed)
-        train = Curve.of([(step, settled(step) + 0.02 * random.standard_normal()) for step in range(5, 305, 5)])
-        valid = Curve.of([(step, settled(step) + 0.02 * random.standard_normal()) for step in range(0, 301, 20)])
+        train = Curve.of(
+            [(step, settled(step) + 0.02 * random.standard_normal()) for step in range(5, 305, 5)]
+        )
+        valid = Curve.of(
+            [(step, settled(step) + 0.02 * random.standard_normal()) for step in range(0, 301, 20)]
+        )
         wrong += any(one.level in ("warning", "bad") for one in judge(train, valid))
     assert wrong <= 2
 
@@ -103,7 +122,8 @@ def test_both_curves_still_falling_at_the_end_is_underfitting() -> None:
     (found,) = judged(learning(1, 300), learning(1.1, 300))
     assert (found.kind, found.level) == ("underfitting", "warning")
     assert "Both still fall" in found.text
-    # From step 202 to 300 the truth falls from 1 + 3 exp(-0.673) = 2.53 to 1 + 3 exp(-1) = 2.10: 17 %.
+    # From step 202 to 300 the truth falls from 1 + 3 exp(-0.673) = 2.53 to 1 + 3 exp(-1) = 2.10: 17
+    # %.
     assert re.search(r"\(-1[5-8]%\)", found.text)
 
 
@@ -130,7 +150,9 @@ def test_a_quick_fall_before_the_first_report_counts() -> None:
 def test_a_training_loss_that_rises_diverges() -> None:
     (found,) = judged(lambda step: 4 + step / 100, None, noise=0.0)[:1]
     assert (found.kind, found.level) == ("diverging", "bad")
-    both = judged(lambda step: 4 - step / 50 if step < 100 else 2 + (step - 100) / 100, valley(100, 1))
+    both = judged(
+        lambda step: 4 - step / 50 if step < 100 else 2 + (step - 100) / 100, valley(100, 1)
+    )
     assert (both[0].kind, both[0].level) == ("diverging", "bad")
 
 
@@ -140,11 +162,18 @@ def test_what_has_settled_is_well() -> None:
 
 
 def test_numbers_that_are_none_are_said_first() -> None:
-    train = Curve.of([(step, 4 - step / 50 if step < 80 else float("nan")) for step in range(5, 105, 5)])
+    train = Curve.of(
+        [(step, 4 - step / 50 if step < 80 else float("nan")) for step in range(5, 105, 5)]
+    )
     found = judge(train, Curve.of([(0, 4.0), (50, float("inf"))]))
     assert [one.level for one in found[:2]] == ["bad", "bad"]
-    assert "training loss is not a finite number in 5 of 20 reports, first at step 80" in found[0].text
-    assert "validation loss is not a finite number in 1 of 2 reports, first at step 50" in found[1].text
+    assert (
+        "training loss is not a finite number in 5 of 20 reports, first at step 80" in found[0].text
+    )
+    assert (
+        "validation loss is not a finite number in 1 of 2 reports, first at step 50"
+        in found[1].text
+    )
     assert [one.kind for one in judge(Curve.of([(1, float("nan"))]), Curve.of([]))] == [
         "numbers",
         "short",
@@ -152,9 +181,13 @@ def test_numbers_that_are_none_are_said_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, "no training report"), (1, "1 training report "), (3, "3 training")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "no training report"), (1, "1 training report "), (3, "3 training")]
+)
 def test_of_a_few_reports_nothing_is_judged(count: int, words: str) -> None:
-    found, unvalidated = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)]))
+    found, unvalidated = judge(
+        Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)])
+    )
     assert (found.kind, unvalidated.kind) == ("short", "validation")
     assert words in found.text
 
@@ -164,7 +197,10 @@ def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with
     train: list[float], valid: list[float]
 ) -> None:
     steps = [10.0 * (place + 1) for place in range(2)]
-    curves = Curve.of(list(zip(steps, train, strict=False))), Curve.of([(0, 4.77), *zip(steps, valid, strict=False)])
+    curves = (
+        Curve.of(list(zip(steps, train, strict=False))),
+        Curve.of([(0, 4.77), *zip(steps, valid, strict=False)]),
+    )
     first = judge(*curves)[0]
     assert (first.kind, first.level) == ("worse", "bad")
     assert "validation loss was 4.770 before the first step" in first.text
@@ -176,7 +212,9 @@ def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with
 
 
 @pytest.mark.parametrize(("last", "said"), [(0.454, True), (0.24, False), (0.2, False)])
-def test_of_a_few_reports_it_is_said_that_the_last_weights_are_not_the_best(last: float, said: bool) -> None:
+def test_of_a_few_reports_it_is_said_that_the_last_weights_are_not_the_best(
+    last: float, said: bool
+) -> None:
     train = Curve.of([(10, 0.64), (20, 0.2), (24, 0.18)])
     found = judge(train, Curve.of([(0, 3.34), (8, 0.287), (16, 0.236), (24, last)]))
     assert [one.kind for one in found] == (["overfitting", "short"] if said else ["short"])
@@ -184,9 +222,13 @@ def test_of_a_few_reports_it_is_said_that_the_last_weights_are_not_the_best(last
 
 def test_a_run_that_has_only_begun_is_told_nothing_to_do() -> None:
     none = Curve.of([])
-    assert [one.text for one in judge(none, none, Course(is_over=False))] == ["Nothing is reported yet."]
+    assert [one.text for one in judge(none, none, Course(is_over=False))] == [
+        "Nothing is reported yet."
+    ]
     assert {one.kind for one in judge(none, none, Course(is_over=True))} == {"short", "validation"}
-    assert "skipped" in {one.kind for one in judge(none, none, Course(is_over=False, skipped=5, steps=5))}
+    assert "skipped" in {
+        one.kind for one in judge(none, none, Course(is_over=False, skipped=5, steps=5))
+    }
 
 
 def test_the_line_is_that_of_least_squares() -> None:
@@ -208,7 +250,9 @@ def at_each_step(
 ) -> tuple[Curve, np.random.Generator]:
     """As reported at every step with batches of two: the loss of each example is its own."""
     random = np.random.default_rng(seed)
-    return Curve.of([(n, height(n) + spread * random.standard_normal()) for n in range(1, steps + 1)]), random
+    return Curve.of(
+        [(n, height(n) + spread * random.standard_normal()) for n in range(1, steps + 1)]
+    ), random
 
 
 def grave(found: list[Judgement]) -> set[str]:
@@ -217,7 +261,28 @@ def grave(found: list[Judgement]) -> set[str]:
 
 def test_the_first_report_may_be_a_low_one_of_many_that_scatter() -> None:
     # A run whose validation fell at each of its validations.
-    noisy = [4.05, 4.9, 3.4, 5.5, 4.2, 4.8, 3.0, 5.1, 4.4, 3.9, 4.6, 4.3, 5.2, 3.6, 4.7, 4.1, 4.5, 4.0, 4.2, 4.4]
+    noisy = [
+        4.05,
+        4.9,
+        3.4,
+        5.5,
+        4.2,
+        4.8,
+        3.0,
+        5.1,
+        4.4,
+        3.9,
+        4.6,
+        4.3,
+        5.2,
+        3.6,
+        4.7,
+        4.1,
+        4.5,
+        4.0,
+        4.2,
+        4.4,
+    ]
     falling = [(0, 5.717), (3, 5.70), (6, 5.67), (9, 5.64), (12, 5.61), (16, 5.58), (20, 5.545)]
     for losses in (noisy, [4.05, *noisy[1:18], 4.24, 4.24]):
         train = Curve.of(list(enumerate(losses, start=1)))
@@ -234,8 +299,17 @@ def test_a_noisy_run_that_learns_is_never_said_to_diverge_nor_to_learn_nothing(s
     said: list[str] = []
     for seed in range(300):
         train, random = at_each_step(lambda n: 4.4 - 0.15 * n / steps, seed, steps=steps)
-        valid = Curve.of([(steps * k / 6, 5.717 - 0.029 * k + 0.002 * random.standard_normal()) for k in range(7)])
-        said += [one.text for one in judge(train, valid) if one.level == "bad" or " below its start" in one.text]
+        valid = Curve.of(
+            [
+                (steps * k / 6, 5.717 - 0.029 * k + 0.002 * random.standard_normal())
+                for k in range(7)
+            ]
+        )
+        said += [
+            one.text
+            for one in judge(train, valid)
+            if one.level == "bad" or " below its start" in one.text
+        ]
     assert said == []
 
 
@@ -262,10 +336,17 @@ def test_what_truly_diverges_is_always_named(height: Callable[[float], float]) -
     for seed in range(300):
         train, random = at_each_step(height, seed, spread=0.4)
         # Validated before it happened, and never since.
-        early = Curve.of([(n, 4.4 - n / 100 + 0.002 * random.standard_normal()) for n in (0, 5, 10, 15)])
-        late = Curve.of([(n, height(n) + 0.01 * random.standard_normal()) for n in range(0, 61, 10)])
+        early = Curve.of(
+            [(n, 4.4 - n / 100 + 0.002 * random.standard_normal()) for n in (0, 5, 10, 15)]
+        )
+        late = Curve.of(
+            [(n, height(n) + 0.01 * random.standard_normal()) for n in range(0, 61, 10)]
+        )
         assert grave(judge(train, Curve.of([]))) == {"diverging"}, seed
-        assert {one.kind for one in judge(train, late) if one.level == "bad"} in ({"diverging"}, {"worse"}), seed
+        assert {one.kind for one in judge(train, late) if one.level == "bad"} in (
+            {"diverging"},
+            {"worse"},
+        ), seed
         if height(59) > 9:
             assert grave(judge(train, early)) <= {"diverging"}
     (found, _) = judge(Curve.of([(1, 4.0), (2, 5.0), (3, 8.0), (4, 20.0)]), Curve.of([]))
@@ -283,7 +364,9 @@ def test_what_truly_learns_nothing_is_always_named(steps: int, spread: float) ->
     missed = 0
     for seed in range(300):
         train, random = at_each_step(lambda n: 4.2, seed, steps=steps, spread=spread)
-        level = Curve.of([(steps * k / 6, 4.2 + 0.005 * random.standard_normal()) for k in range(7)])
+        level = Curve.of(
+            [(steps * k / 6, 4.2 + 0.005 * random.standard_normal()) for k in range(7)]
+        )
         for valid in (Curve.of([]), level):
             missed += " below its start" not in judge(train, valid)[0].text
     assert missed <= 12  # of 600
@@ -295,9 +378,11 @@ def test_what_truly_learns_nothing_is_always_named(steps: int, spread: float) ->
     assert missed <= 18
 
 
-# --- runs that were made ------------------------------------------------------------------------------
+# --- runs that were made --------------------------------------------------------------------------
 
-RUNS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "curves.json").read_text())
+RUNS: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "support" / "curves.json").read_text()
+)
 # What a careful teacher would say first of each, and how gravely.
 SAID_FIRST = {
     "rate of 0.05": ("worse", "bad"),
@@ -321,7 +406,8 @@ HARMED = [name for name, (_, level) in SAID_FIRST.items() if level == "bad"]
 def run_until(name: str, step: float, *, over: bool) -> list[Judgement]:
     run = RUNS[name]
     train, valid, norms = (
-        Curve.of([pair for pair in run[key] if pair[0] <= step]) for key in ("train", "valid", "norms")
+        Curve.of([pair for pair in run[key] if pair[0] <= step])
+        for key in ("train", "valid", "norms")
     )
     return judge(train, valid, Course(norms, run["skipped"], int(step), run["vocabulary"], over))
 
@@ -341,7 +427,8 @@ OF_AN_END = re.compile(
     r"at the end|underfitting|more steps|train for longer|--steps-per-eval|--steps-per-report to see|in all",
     re.IGNORECASE,
 )
-# Each makes a judgement of its own: losses of training and of validation, every 5 and every 20 steps.
+# Each makes a judgement of its own: losses of training and of validation, every 5 and every 20
+# steps.
 COURSES: dict[str, tuple[Callable[[float], float], Callable[[float], float] | None, int]] = {
     "both fall": (learning(1, 300), learning(1.1, 300), 20),
     "falls, not validated": (learning(1, 300), None, 20),
@@ -361,14 +448,20 @@ def test_nothing_is_said_of_an_end_of_a_run_that_goes_on(name: str) -> None:
     for noise in (0.0, 0.01, 0.5):
         for steps in (5, 50, 150, 300):
             validated = curve(valid, steps=steps, every=every, first=0) if valid else Curve.of([])
-            found = judge(curve(train, steps=steps, every=5, first=5, noise=noise), validated, Course(is_over=False))
+            found = judge(
+                curve(train, steps=steps, every=5, first=5, noise=noise),
+                validated,
+                Course(is_over=False),
+            )
             assert found
             assert not [one for one in found if OF_AN_END.search(one.text)], (steps, found)
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_killed_run_is_judged_as_one_that_has_ended(tmp_path: Path, ended: bool) -> None:
-    run = write_run(tmp_path / "run", steps=300, train=learning(1, 300), valid=learning(1.1, 300), ended=None)
+    run = write_run(
+        tmp_path / "run", steps=300, train=learning(1, 300), valid=learning(1.1, 300), ended=None
+    )
     now = (run / "metrics.jsonl").stat().st_mtime + (1e6 if ended else 1)
     (part,) = make_page([read_facts(run, now=now)]).runs
     assert ({one.kind for one in part.judgements}) == ({"underfitting"} if ended else {"fitting"})
@@ -400,14 +493,18 @@ def test_a_validation_outside_of_a_stretch_is_not_quoted_as_of_it() -> None:
     assert (found.kind, found.level) == ("underfitting", "warning")
 
 
-@pytest.mark.parametrize(("skipped", "level"), [(0, None), (1, "note"), (5, "warning"), (40, "bad")])
+@pytest.mark.parametrize(
+    ("skipped", "level"), [(0, None), (1, "note"), (5, "warning"), (40, "bad")]
+)
 def test_steps_that_changed_nothing(skipped: int, level: str | None) -> None:
     train = Curve.of([(step, 3.0) for step in range(5, 105, 5)])
     found = judge(train, Curve.of([(0, 4.0), (100, 3.0)]), Course(skipped=skipped, steps=100))
     assert {one.level for one in found if one.kind == "skipped"} == ({level} if level else set())
 
 
-@pytest.mark.parametrize(("last", "falls", "said"), [(200.0, False, True), (200.0, True, False), (3.0, False, False)])
+@pytest.mark.parametrize(
+    ("last", "falls", "said"), [(200.0, False, True), (200.0, True, False), (3.0, False, False)]
+)
 def test_gradient_norms_that_explode(last: float, falls: bool, said: bool) -> None:
     train = Curve.of([(step, 4.0 - 0.02 * step * falls) for step in range(5, 105, 5)])
     norms = Curve.of([(step, 1.0 if step < 60 else last) for step in range(5, 105, 5)])
@@ -420,10 +517,14 @@ def test_an_excursion_is_told_though_the_run_came_back() -> None:
     valid = Curve.of([(0, 4.0), (30, 12.0), (100, 3.1), (200, 3.0)])
     assert ("excursion", "warning") in {(one.kind, one.level) for one in judge(train, valid)}
     calm = Curve.of([(0, 4.0), (30, 4.2), (100, 3.1), (200, 3.0)])
-    assert "excursion" not in {one.kind for one in judge(Curve.of([(step, 3.0) for step in range(5, 205, 5)]), calm)}
+    assert "excursion" not in {
+        one.kind for one in judge(Curve.of([(step, 3.0) for step in range(5, 205, 5)]), calm)
+    }
 
 
-@pytest.mark.parametrize(("last", "level"), [(3.9, None), (4.03, None), (4.1, "warning"), (4.3, "bad"), (9.0, "bad")])
+@pytest.mark.parametrize(
+    ("last", "level"), [(3.9, None), (4.03, None), (4.1, "warning"), (4.3, "bad"), (9.0, "bad")]
+)
 def test_how_much_worse_than_before_training(last: float, level: str | None) -> None:
     train = Curve.of([(step, 3.9 + 0.01 * (-1) ** step) for step in range(5, 105)])
     found = judge(train, Curve.of([(0, 4.0), (50, 4.0), (100, last)]))
@@ -440,7 +541,9 @@ def test_learning_by_heart_is_not_called_a_learning_rate_that_is_too_high() -> N
     assert "warm-up" not in found["worse"].text
 
 
-@pytest.mark.parametrize(("rate", "usual"), [(50.0, True), (0.02, True), (5e-3, False), (1e-4, False), (None, False)])
+@pytest.mark.parametrize(
+    ("rate", "usual"), [(50.0, True), (0.02, True), (5e-3, False), (1e-4, False), (None, False)]
+)
 def test_a_learning_rate_far_off_is_told_what_is_usual(rate: float | None, usual: bool) -> None:
     train = Curve.of([(step, 4.0 + step / 20) for step in range(5, 105, 5)])
     for valid in (Curve.of([(0, 4.0), (50, 6.5), (100, 9.0)]), Curve.of([])):
@@ -467,13 +570,20 @@ def test_nothing_learnt_at_a_rate_far_off(rate: float | None, said: str, usual: 
         Course(rate=rate),
     )
     assert found.kind == "underfitting"
-    assert (f"{said} the learning rate" in found.text, "1e-5 to 1e-3" in found.text) == (True, usual)
+    assert (f"{said} the learning rate" in found.text, "1e-5 to 1e-3" in found.text) == (
+        True,
+        usual,
+    )
 
 
-def test_harm_is_told_wherever_a_run_is_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harm_is_told_wherever_a_run_is_spoken_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Losses fall from the first report on, but never to what the model was before."""
     ruined = write_run(
-        tmp_path / "ruined", train=lambda step: 9.0 - step / 50, valid=lambda step: 9.0 - step / 50 if step else 4.5
+        tmp_path / "ruined",
+        train=lambda step: 9.0 - step / 50,
+        valid=lambda step: 9.0 - step / 50 if step else 4.5,
     )
     tell_troubles(ruined)
     [line] = capsys.readouterr().err.splitlines()

@@ -102,10 +102,14 @@ def test_the_numbers_have_mlx_lms_names_and_units() -> None:
     valid = ValidReport(20, 1.5, 300, 9.0, 2.0, True, iteration=60)
     assert tracked_values(valid) == {"iteration": 60, "val_loss": 1.5, "val_time": 2.0}
     assert tracked_values(RunEnded(20, "finished", 9.0, test_loss=1.25)) == {"test_loss": 1.25}
-    assert tracked_values(RunEnded(20, "finished", 9.0)) == tracked_values(SavedReport(20, "x")) == {}
+    assert (
+        tracked_values(RunEnded(20, "finished", 9.0)) == tracked_values(SavedReport(20, "x")) == {}
+    )
 
 
-def test_both_services_get_a_run_named_after_its_directory(services: dict[str, Service], tmp_path: Path) -> None:
+def test_both_services_get_a_run_named_after_its_directory(
+    services: dict[str, Service], tmp_path: Path
+) -> None:
     directory = tmp_path / "tea-talk"
     sinks = start_trackers(["wandb", "swanlab"], "tests", directory, {"seed": 3})
     assert services["wandb"].started == {
@@ -131,7 +135,9 @@ def test_both_services_get_a_run_named_after_its_directory(services: dict[str, S
         assert service.finished == 1
 
 
-def test_a_failing_service_is_warned_about_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_service_is_warned_about_once_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sink = TrackerSink("wandb", Service(fails=True))
     for _ in range(3):
         sink.emit(TRAIN)
@@ -141,7 +147,9 @@ def test_a_failing_service_is_warned_about_once_and_ends_nothing(caplog: pytest.
     ]
 
 
-def test_a_service_that_died_is_told_of_when_it_does_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_died_is_told_of_when_it_does_and_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     died, back = threading.Event(), threading.Event()
 
     class Dies(Service):
@@ -182,11 +190,16 @@ def test_a_service_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixt
     assert time.monotonic() - begun < 0.1
     sink.close()
     assert time.monotonic() - begun < 2
-    assert "wandb takes no numbers (it does not answer, 3 reports are left); the run goes on" in caplog.text
+    assert (
+        "wandb takes no numbers (it does not answer, 3 reports are left); the run goes on"
+        in caplog.text
+    )
     never.set()
 
 
-def test_tensorboard_gets_files_beside_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_gets_files_beside_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Through a stand-in; with the real package where it is installed."""
     written: list[tuple[str, float, int]] = []
 
@@ -227,7 +240,9 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(10, 2.5)]
 
 
-def test_mlflow_and_trackio_get_runs_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mlflow_and_trackio_get_runs_of_the_project(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     told: list[tuple[Any, ...]] = []
 
@@ -275,13 +290,16 @@ def test_mlflow_and_trackio_get_runs_of_the_project(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("name", "refusal"), [("wandb", "UsageError"), ("wandb", "AuthenticationError"), ("swanlab", "RuntimeError")]
+    ("name", "refusal"),
+    [("wandb", "UsageError"), ("wandb", "AuthenticationError"), ("swanlab", "RuntimeError")],
 )
 def test_that_nobody_is_logged_in_is_said_before_training(
     services: dict[str, Service], tmp_path: Path, name: str, refusal: str
 ) -> None:
     services[name].fails, services[name].refusal = True, type(refusal, (Exception,), {})
-    with pytest.raises(ConfigError, match=rf"{name} cannot be started: no API key\n  what") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"{name} cannot be started: no API key\n  what"
+    ) as caught:
         start_trackers([name], None, tmp_path, {})
     assert caught.value.where == "--report-to"
     assert f"{name} login" in str(caught.value.hint)
@@ -300,7 +318,10 @@ def test_a_service_that_is_down_does_not_keep_training_from_beginning(
 
 
 def test_a_services_message_is_told_without_keys(
-    services: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    services: dict[str, Service],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
     monkeypatch.setenv("OTHER_TOKEN", "abcdefgh1234-longer")
@@ -316,7 +337,9 @@ def test_a_services_message_is_told_without_keys(
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     with pytest.raises(ConfigError) as caught:
         start_trackers(["wandb"], None, tmp_path, {})
-    assert caught.value.message == "wandb cannot be started: wandb.example has no user for *** or ***"
+    assert (
+        caught.value.message == "wandb cannot be started: wandb.example has no user for *** or ***"
+    )
     services["wandb"].log = lambda *_, **__: refuse()  # type: ignore[method-assign]
     sink = TrackerSink("wandb", services["wandb"])
     sink.emit(TRAIN)
@@ -325,7 +348,9 @@ def test_a_services_message_is_told_without_keys(
     assert "abcdefgh" not in caplog.text
 
 
-def test_a_missing_package_is_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_found_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = build_config({"train": True, "model": "/no/such/model", "report_to": "swanlab"})
     with pytest.raises(ConfigError, match="swanlab is not installed") as caught:
@@ -342,7 +367,13 @@ def test_a_project_without_a_service_is_refused() -> None:
 def trained(model: Path, data: Path, out: Path, **options: Any) -> tuple[Path, str]:
     """Run directory and console text of a run of four steps."""
     screen = io.StringIO()
-    values = {"train": True, "model": str(model), "data": str(data), "adapter_path": str(out), "iters": 4}
+    values = {
+        "train": True,
+        "model": str(model),
+        "data": str(data),
+        "adapter_path": str(out),
+        "iters": 4,
+    }
     values |= {"steps_per_report": 2, "steps_per_eval": 4, "num_layers": 2, "val_batches": 1}
     config = build_config({**values, **options})
     run_finetune(config, RunContext(console=Console(file=screen, width=60)))
@@ -352,7 +383,9 @@ def trained(model: Path, data: Path, out: Path, **options: Any) -> tuple[Path, s
 def test_a_run_reports_what_its_own_record_says(
     services: dict[str, Service], tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    out, _ = trained(tiny_model, tiny_data, tmp_path / "run", report_to="wandb", project_name="tea", test=True)
+    out, _ = trained(
+        tiny_model, tiny_data, tmp_path / "run", report_to="wandb", project_name="tea", test=True
+    )
     record, service = read_metrics(out), services["wandb"]
     assert service.started["config"]["project_name"] == "tea"
     losses = {step: data["train_loss"] for step, data in service.logged if "train_loss" in data}
@@ -360,16 +393,26 @@ def test_a_run_reports_what_its_own_record_says(
     assert list(losses) == [2, 4]
     validations = {step: data["val_loss"] for step, data in service.logged if "val_loss" in data}
     assert validations == {report.step: report.loss for report in record.valid}
-    assert [data["test_loss"] for _, data in service.logged if "test_loss" in data] == [record.ended.test_loss]
+    assert [data["test_loss"] for _, data in service.logged if "test_loss" in data] == [
+        record.ended.test_loss
+    ]
     assert service.finished == 1
     assert services["swanlab"].started == {}
 
 
-def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_verbose_tells_each_choice_and_normal_none(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     _, quiet = trained(tiny_model, tiny_data, tmp_path / "quiet")
     assert "chosen:" not in quiet
-    _, text = trained(tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300)
-    lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
+    _, text = trained(
+        tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300
+    )
+    lines = dict(
+        line.removeprefix("chosen: ").split(": ", 1)
+        for line in text.splitlines()
+        if "chosen: " in line
+    )
     names = ["device", "matrix products", "micro-batches", "step", "loss"]
     # Of each operation's form tests/unit/test_kernel_forms.py has more.
     assert [name for name in lines if name not in FORMS] == names

@@ -20,7 +20,12 @@ from allhands.cluster.membership import Roster
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
-from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
+from allhands.cluster.supervisor import (
+    SuperviseOptions,
+    SupervisorEvent,
+    SupervisorSeams,
+    supervise,
+)
 from allhands.errors import DistributedError
 from allhands.observe.journal import Journal, read_events
 
@@ -54,7 +59,9 @@ class Members:
         return self._reasons.popleft() if len(self._reasons) > 1 else self._reasons[0]
 
 
-def hosts(*names: str, every: Sequence[str] = ("a", "b", "c"), absent: Sequence[str] = ()) -> Roster:
+def hosts(
+    *names: str, every: Sequence[str] = ("a", "b", "c"), absent: Sequence[str] = ()
+) -> Roster:
     places = tuple(Place(name, 1) for name in names)
     return Roster(names, places, tuple(every), apart=True, absent=tuple(absent))
 
@@ -90,7 +97,14 @@ class Stage:
         seams = SupervisorSeams(self.make, lambda: self.clock, self.sleep)
         chosen = SuperviseOptions(**options)  # type: ignore[arg-type]
         try:
-            return supervise(self.spec, self.told.append, options=chosen, members=members, journal=journal, seams=seams)
+            return supervise(
+                self.spec,
+                self.told.append,
+                options=chosen,
+                members=members,
+                journal=journal,
+                seams=seams,
+            )
         finally:
             journal.close()
             assert self.interrupt_at == float("inf"), "it was not interrupted"
@@ -143,13 +157,15 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path) -> Callable[..., Stage]:
     def build(*scripts: Script, ranks: int = 3, **fields: object) -> Stage:
-        spec = LaunchSpec(["train"], ranks, "ring", tmp_path / "logs", env={"A": "secret"}, **fields)  # type: ignore[arg-type]
+        spec = LaunchSpec(
+            ["train"], ranks, "ring", tmp_path / "logs", env={"A": "secret"}, **fields
+        )  # type: ignore[arg-type]
         return Stage(tmp_path, list(scripts), spec)
 
     return build
 
 
-# --- ends -----------------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +176,9 @@ def stage(tmp_path: Path) -> Callable[..., Stage]:
         (failed(_KILLED, 7), 137, "launched, failed"),
     ],
 )
-def test_one_attempt_without_restarts(stage: Callable[..., Stage], outcome: Outcome, code: int, kinds: str) -> None:
+def test_one_attempt_without_restarts(
+    stage: Callable[..., Stage], outcome: Outcome, code: int, kinds: str
+) -> None:
     job = stage(outcome)
     assert job.run() == code
     assert (job.kinds(), job.clock, len(job.specs)) == (kinds, 1000.0, 1)
@@ -185,7 +203,9 @@ def test_pauses_grow_and_the_budget_ends_it(stage: Callable[..., Stage]) -> None
     assert job.run(max_restarts=4) == 137
     assert job.clock == pytest.approx(1000 + 0 + 1 + 2 + 4)
     assert [event.pause_s for event in job.told_of("restarting")] == [0.0, 1.0, 2.0, 4.0]
-    assert [event.message for event in job.told_of("waiting")] == [f"the next start is in {n} s" for n in (1, 2, 4)]
+    assert [event.message for event in job.told_of("waiting")] == [
+        f"the next start is in {n} s" for n in (1, 2, 4)
+    ]
     assert job.kinds().endswith("launched, failed, given up")
     assert "4 times, which is what --max-restarts allows" in job.told[-1].message
 
@@ -214,7 +234,7 @@ def test_taken_ports_need_no_restarts(stage: Callable[..., Stage]) -> None:
     ] * 2
 
 
-# --- what ranks are given -------------------------------------------------------------------------------
+# --- what ranks are given -------------------------------------------------------------------------
 
 
 def test_every_attempt_has_its_number_and_all_the_same_run(stage: Callable[..., Stage]) -> None:
@@ -274,7 +294,11 @@ def test_weights_follow_their_computers(stage: Callable[..., Stage]) -> None:
     third = Roster(grown, (Place("a", 2), Place("b", 1), Place("d", 1)), grown, apart=True)
     job = stage(failed(_KILLED, 1), failed(_KILLED, 2), _DONE, weights=(1.0, 2.0, 6.0))
     assert job.run(Members(first, second, third), max_restarts=3) == 0
-    assert [spec.weights for spec in job.specs] == [(1.0, 2.0, 6.0), (6.0, 1.0, 2.0), (1.0, 2.0, 6.0, 3.0)]
+    assert [spec.weights for spec in job.specs] == [
+        (1.0, 2.0, 6.0),
+        (6.0, 1.0, 2.0),
+        (1.0, 2.0, 6.0, 3.0),
+    ]
     assert [tuple(place.name for place in spec.places) for spec in job.specs] == [
         ("a", "b"),
         ("b", "a"),
@@ -282,13 +306,15 @@ def test_weights_follow_their_computers(stage: Callable[..., Stage]) -> None:
     ]
 
 
-# --- who takes part -------------------------------------------------------------------------------------
+# --- who takes part -------------------------------------------------------------------------------
 
 
 def test_more_ranks_come_at_the_next_checkpoint(stage: Callable[..., Stage]) -> None:
     job = stage(Outcome(regroup=True, started=True, step=5), _DONE)
     job.polls = 4
-    members = Members(hosts("a", "b"), hosts("a", "b", "c"), reasons=(None, "c can take part again", None))
+    members = Members(
+        hosts("a", "b"), hosts("a", "b", "c"), reasons=(None, "c can take part again", None)
+    )
     assert job.run(members, min_ranks=2) == 0
     assert job.kinds() == "launched, regrouping, restarting, launched, finished"
     assert job.regroups == 1
@@ -300,7 +326,9 @@ def test_more_ranks_come_at_the_next_checkpoint(stage: Callable[..., Stage]) -> 
 
 def test_with_fewer_ranks_if_that_is_allowed(stage: Callable[..., Stage]) -> None:
     lost = failed(replace(_KILLED, kind="lost host", exit_code=7, host="b"), 7)
-    members = Members(hosts("a", "b", "c"), replace(hosts("a", "c", absent=["b"]), step=5, note="b had step 6"))
+    members = Members(
+        hosts("a", "b", "c"), replace(hosts("a", "c", absent=["b"]), step=5, note="b had step 6")
+    )
     job = stage(lost, _DONE)
     assert job.run(members, max_restarts=1, min_ranks=2) == 0
     assert [spec.num_processes for spec in job.specs] == [3, 2]
@@ -329,11 +357,16 @@ def test_but_not_for_ever(stage: Callable[..., Stage]) -> None:
     assert job.run(members, max_restarts=1, wait_s=20.0) == 137
     assert job.clock == pytest.approx(1020.0)
     assert job.kinds() == "launched, fault, waiting, given up"
-    assert job.told[-1].message == "not started again: 2 of at least 3 ranks are there, b does not answer"
+    assert (
+        job.told[-1].message
+        == "not started again: 2 of at least 3 ranks are there, b does not answer"
+    )
 
 
 @pytest.mark.parametrize(("max_restarts", "waited"), [(0, 0.0), (1, 30.0)])
-def test_at_the_start_only_for_a_moment(stage: Callable[..., Stage], max_restarts: int, waited: float) -> None:
+def test_at_the_start_only_for_a_moment(
+    stage: Callable[..., Stage], max_restarts: int, waited: float
+) -> None:
     job = stage()
     members = Members(hosts("a", absent=["b", "c"]))
     assert job.run(members, max_restarts=max_restarts) == 7
@@ -345,7 +378,10 @@ def test_the_newest_checkpoint_is_waited_for(stage: Callable[..., Stage]) -> Non
     obstacle = "the checkpoint of step 40 is on b, which cannot be reached"
     behind = replace(hosts("a", "c", absent=["b"]), obstacle=obstacle)
     job = stage(failed(_KILLED, 7), _DONE)
-    assert job.run(Members(hosts("a", "b", "c"), behind, hosts("a", "b")), max_restarts=1, min_ranks=1) == 0
+    assert (
+        job.run(Members(hosts("a", "b", "c"), behind, hosts("a", "b")), max_restarts=1, min_ranks=1)
+        == 0
+    )
     assert [event.message for event in job.told_of("waiting")] == [f"waiting: {obstacle}"]
     job = stage(failed(_KILLED, 7))
     assert job.run(Members(hosts("a", "b", "c"), behind), max_restarts=1, min_ranks=1) == 137
@@ -354,7 +390,9 @@ def test_the_newest_checkpoint_is_waited_for(stage: Callable[..., Stage]) -> Non
 
 
 def test_a_host_that_a_person_has_taken_out_is_not_needed(stage: Callable[..., Stage]) -> None:
-    members = Members(hosts("a", "b", "c"), hosts("a", "c", every=["a", "c"]), hosts("a", every=["a", "d"]))
+    members = Members(
+        hosts("a", "b", "c"), hosts("a", "c", every=["a", "c"]), hosts("a", every=["a", "d"])
+    )
     job = stage(failed(_KILLED, 7), _DONE)
     assert job.run(members, max_restarts=1) == 0
     assert [spec.num_processes for spec in job.specs] == [3, 2]
@@ -367,7 +405,9 @@ def test_a_computer_that_fails_again_and_again_is_left_out(stage: Callable[..., 
     assert members.left_out == ["b"]
 
 
-def test_ranks_that_cannot_be_started_count_as_a_fault_later_on(stage: Callable[..., Stage]) -> None:
+def test_ranks_that_cannot_be_started_count_as_a_fault_later_on(
+    stage: Callable[..., Stage],
+) -> None:
     error = DistributedError("ssh: no route to host", hint="look at it")
     with pytest.raises(DistributedError, match="no route"):
         stage(error).run(max_restarts=3)
@@ -401,11 +441,15 @@ def test_an_error_of_the_members_is_not_swallowed(stage: Callable[..., Stage]) -
         stage().run(Broken())
 
 
-# --- stops ----------------------------------------------------------------------------------------------
+# --- stops ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
-def test_a_signal_during_a_pause_ends_it_at_once(stage: Callable[..., Stage], number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
+def test_a_signal_during_a_pause_ends_it_at_once(
+    stage: Callable[..., Stage], number: int, code: int
+) -> None:
     before = signal.getsignal(number)
     job = stage(*(failed(replace(_KILLED, rank=n % 3), 7 - n) for n in range(4)))
     job.number, job.interrupt_at = number, 1004.0  # in the third pause, of 4 s
@@ -424,7 +468,9 @@ def test_a_signal_while_computers_are_waited_for(stage: Callable[..., Stage]) ->
     assert job.clock == pytest.approx(1003.0, abs=0.1)
 
 
-def test_a_signal_does_not_wait_for_computers_that_do_not_answer(stage: Callable[..., Stage]) -> None:
+def test_a_signal_does_not_wait_for_computers_that_do_not_answer(
+    stage: Callable[..., Stage],
+) -> None:
     released = threading.Event()
 
     class Slow(Members):
@@ -449,7 +495,7 @@ def test_a_signal_as_an_attempt_fails_is_heeded(stage: Callable[..., Stage]) -> 
     assert job.kinds() == "launched, fault, cancelling, finished"
 
 
-# --- the record -----------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 
 def test_the_journal_has_every_event_with_its_attempt(stage: Callable[..., Stage]) -> None:

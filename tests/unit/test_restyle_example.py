@@ -1,4 +1,6 @@
-"""The program examples/restyle.py: which words it changes, and that the same data give the same result."""
+"""The program examples/restyle.py: which words it changes, and that the same data give the same
+result.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ CHAT = {
 
 
 def restyled(source: Path, out: Path, *flags: str) -> list[dict[str, object]]:
-    subprocess.run([sys.executable, str(EXAMPLE), str(source), str(out), *flags], check=True, capture_output=True)
-    return [json.loads(line) for line in (out / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    subprocess.run(
+        [sys.executable, str(EXAMPLE), str(source), str(out), *flags],
+        check=True,
+        capture_output=True,
+    )
+    return [
+        json.loads(line) for line in (out / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_only_words_of_answers_change(tmp_path: Path) -> None:

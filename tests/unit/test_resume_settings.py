@@ -1,4 +1,6 @@
-"""What ``--resume`` says of other settings, shapes and tokenizers; what is the same in other words is no change."""
+"""What ``--resume`` says of other settings, shapes and tokenizers; what is the same in other words
+is no change.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from allhands.config.schema import build_config
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.model.load import load_bare_tokenizer
 
-GIVEN = {"train": True, "tokenizer": "t", "data": "d", "shape": "llama-15m", "layers": 2, "max_seq_length": 64}
+GIVEN = {
+    "train": True,
+    "tokenizer": "t",
+    "data": "d",
+    "shape": "llama-15m",
+    "layers": 2,
+    "max_seq_length": 64,
+}
 
 
 def pretraining(**options: Any) -> PretrainConfig:
@@ -54,7 +63,9 @@ def test_what_is_so_by_default_may_be_given(same: dict[str, Any]) -> None:
         ({"shape": "llama-42m"}, "--shape", 'made with "llama-15m", this is "llama-42m"'),
     ],
 )
-def test_of_another_shape_no_weights_are_offered(other: dict[str, Any], where: str, words: str) -> None:
+def test_of_another_shape_no_weights_are_offered(
+    other: dict[str, Any], where: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         check_settings(checkpoint(pretraining()), pretraining(**other))
     assert caught.value.where == where
@@ -80,7 +91,9 @@ def test_another_tokenizer_is_told_as_one() -> None:
     assert "another vocabulary or other special tokens than old-tokenizer" in error.message
     assert error.hint == "name the tokenizer that the run began with"
     assert "name the data and the tokenizer that" in (failure(DataError, "a", "y").hint or "")
-    assert check_contents(checkpoint(pretraining()), pretraining(), "a".__eq__, {"train": "x"}) == []
+    assert (
+        check_contents(checkpoint(pretraining()), pretraining(), "a".__eq__, {"train": "x"}) == []
+    )
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:

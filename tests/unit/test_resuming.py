@@ -1,4 +1,6 @@
-"""Which checkpoint a start goes on from, and that damage to all of them is told instead of beginning anew."""
+"""Which checkpoint a start goes on from, and that damage to all of them is told instead of
+beginning anew.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ def damage_all(run: Path, how: Any = shorten) -> None:
         how(path)
 
 
-def chosen(run: Path, resume: str | None = "auto", run_id: str = "new", attempt: int = 1) -> tuple[int | None, str]:
+def chosen(
+    run: Path, resume: str | None = "auto", run_id: str = "new", attempt: int = 1
+) -> tuple[int | None, str]:
     config = build_config({"train": True, "adapter_path": str(run), "resume": resume})
     found, notes = find_checkpoint(config, run, run_id, attempt)
     return found.step if found else None, "\n".join(notes)
 
 
-# --- by a person -------------------------------------------------------------------------------------
+# --- by a person ----------------------------------------------------------------------------------
 
 
 def test_without_any_checkpoint_a_new_run_begins_and_says_so(tmp_path: Path) -> None:
@@ -58,7 +62,9 @@ def test_what_was_set_aside_is_named(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints").rename(run / "checkpoints.4")
     shutil.rmtree(run / "best")
     shorten(write(run / "checkpoints.7" / "step-0000300", 300).path)  # nothing to go on from
-    assert chosen(run)[1].endswith(f"an earlier run's, up to step 200: --resume {run / 'checkpoints.4'}")
+    assert chosen(run)[1].endswith(
+        f"an earlier run's, up to step 200: --resume {run / 'checkpoints.4'}"
+    )
 
 
 @pytest.mark.parametrize("how", [shorten, lambda path: flip(path / "optimizer.safetensors", -1)])
@@ -76,7 +82,10 @@ def test_if_all_are_damaged_it_is_an_error_that_names_each(how: Any, run: Path) 
     assert "--resume PATH" in hint
     assert "leave --resume out" in hint
     # Their weights are as they were.
-    assert f"or begin a new run from the weights of step 200, which are whole: --resume-adapter-file {run}" in hint
+    assert (
+        f"or begin a new run from the weights of step 200, which are whole: --resume-adapter-file {run}"
+        in hint
+    )
 
 
 def test_the_hint_names_only_what_is_whole(run: Path) -> None:
@@ -102,7 +111,7 @@ def test_one_that_is_whole_is_enough(run: Path) -> None:
     assert notes.count("a damaged checkpoint is left out") == 2
 
 
-# --- on a supervised restart -------------------------------------------------------------------------
+# --- on a supervised restart ----------------------------------------------------------------------
 
 
 def test_a_restart_with_its_own_all_damaged_begins_as_the_first_attempt_did(run: Path) -> None:
@@ -129,7 +138,9 @@ def test_a_restart_goes_back_to_what_it_went_on_from(run: Path, tmp_path: Path) 
 
 
 def test_a_restart_does_not_begin_anew_where_the_first_attempt_went_on(run: Path) -> None:
-    """The run's own checkpoints and those that it went on from are in one directory: all are damaged now."""
+    """The run's own checkpoints and those that it went on from are in one directory: all are
+    damaged now.
+    """
     write(checkpoint_path(run, 50), 50, run_id="old")
     (run / RUN_NAME).write_text(RUN)
     damage_all(run)
@@ -142,7 +153,7 @@ def test_a_restart_does_not_begin_anew_where_the_first_attempt_went_on(run: Path
         chosen(run, run_id=RUN, attempt=2)
 
 
-# --- before anything is started ----------------------------------------------------------------------
+# --- before anything is started -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -159,9 +170,17 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wrong_resume_is_found_before_anything_is_started(ranks: int, run: Path, nothing_starts: list[str]) -> None:
+def test_a_wrong_resume_is_found_before_anything_is_started(
+    ranks: int, run: Path, nothing_starts: list[str]
+) -> None:
     def flags(resume: str, **more: Any) -> dict[str, Any]:
-        return {"train": True, "num_ranks": ranks, "adapter_path": str(run), "resume": resume, **more}
+        return {
+            "train": True,
+            "num_ranks": ranks,
+            "adapter_path": str(run),
+            "resume": resume,
+            **more,
+        }
 
     with pytest.raises(CheckpointError, match="no such directory") as caught:
         train(flags(str(run / "nowhere")))
@@ -174,7 +193,8 @@ def test_a_wrong_resume_is_found_before_anything_is_started(ranks: int, run: Pat
         with pytest.raises(CheckpointError, match="is whole"):
             train(flags(resume))
     assert nothing_starts == []
-    # Which computer has the checkpoint is not known here; an adapter that is only tested goes on from nothing.
+    # Which computer has the checkpoint is not known here; an adapter that is only tested goes on
+    # from nothing.
     train(flags("auto", hostfile=str(run / "hosts")))
     train(flags("auto", train=False, test=True, num_ranks=1))
     train(flags("auto", adapter_path=str(run / "new")))
@@ -195,7 +215,7 @@ def test_the_look_before_the_start_reads_no_tensors(
         find_latest(run)
 
 
-# --- of another version ------------------------------------------------------------------------------
+# --- of another version ---------------------------------------------------------------------------
 
 
 def of_an_earlier_version(path: Path) -> None:
@@ -203,7 +223,9 @@ def of_an_earlier_version(path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
 
 
-def test_one_of_an_earlier_version_is_no_damage_and_its_weights_can_be_used(run: Path, tmp_path: Path) -> None:
+def test_one_of_an_earlier_version_is_no_damage_and_its_weights_can_be_used(
+    run: Path, tmp_path: Path
+) -> None:
     damage_all(run, of_an_earlier_version)
     weights = checkpoint_path(run, 200) / "adapters.safetensors"
     for resume in (str(checkpoint_path(run, 200)), str(run), "auto"):

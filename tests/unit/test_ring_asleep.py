@@ -40,14 +40,17 @@ def seconds_until_nothing_came(end: socket.socket) -> float:
     return time.perf_counter() - began
 
 
-def test_calls_on_the_rings_connections_wait_a_moment(pairs: tuple[Pair, Pair], tmp_path: Path) -> None:
+def test_calls_on_the_rings_connections_wait_a_moment(
+    pairs: tuple[Pair, Pair], tmp_path: Path
+) -> None:
     (one, other), strangers = pairs
     port = other.getsockname()[1]
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"], ["127.0.0.1:1"]]))
     assert sorted(wait_asleep(hosts)) == sorted([one.fileno(), other.fileno()])
     for end in (one, other):
-        # A call that finds nothing ends as it did before, after a while in which the thread takes no time.
+        # A call that finds nothing ends as it did before, after a while in which the thread takes
+        # no time.
         assert 0.0009 < seconds_until_nothing_came(end) < 1.0
     assert not any(os.get_blocking(end.fileno()) for end in strangers)
     os.write(other.fileno(), b"x")

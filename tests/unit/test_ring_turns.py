@@ -34,7 +34,9 @@ def port_of(path: Path, rank: int) -> tuple[str, int]:
     return name, int(port)
 
 
-def returns(path: Path, delays: Sequence[float], timeout_s: float = 20.0) -> dict[int, float | DistributedError]:
+def returns(
+    path: Path, delays: Sequence[float], timeout_s: float = 20.0
+) -> dict[int, float | DistributedError]:
     """When each rank, which comes after its delay, may go on, in seconds; or why it may not."""
     found: dict[int, float | DistributedError] = {}
     start = time.monotonic()
@@ -47,7 +49,9 @@ def returns(path: Path, delays: Sequence[float], timeout_s: float = 20.0) -> dic
         except DistributedError as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(len(delays))]
+    threads = [
+        threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(len(delays))
+    ]
     for each in threads:
         each.start()
     for each in threads:
@@ -55,8 +59,12 @@ def returns(path: Path, delays: Sequence[float], timeout_s: float = 20.0) -> dic
     return found
 
 
-@pytest.mark.parametrize("delays", [(0, 0), (0.3, 0), (0, 0.3), (0.3, 0, 0.1, 0.2), (0, 0.2, 0.4, 0)])
-def test_the_last_rank_goes_when_all_others_have_gone(tmp_path: Path, delays: Sequence[float]) -> None:
+@pytest.mark.parametrize(
+    "delays", [(0, 0), (0.3, 0), (0, 0.3), (0.3, 0, 0.1, 0.2), (0, 0.2, 0.4, 0)]
+)
+def test_the_last_rank_goes_when_all_others_have_gone(
+    tmp_path: Path, delays: Sequence[float]
+) -> None:
     found = returns(hostfile(tmp_path, len(delays)), delays)
     *others, last = (found[rank] for rank in range(len(delays)))
     assert all(isinstance(each, float) for each in (*others, last)), found
@@ -69,7 +77,12 @@ def test_strangers_and_other_jobs_change_nothing(tmp_path: Path) -> None:
     where = port_of(path, 1)
     waiting = threading.Thread(target=take_turns, args=(path, 1, 20.0))
     waiting.start()
-    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"allhands ring " + b"0" * 64 + b" 0\n", b"\xff" * 500):
+    for words in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"allhands ring " + b"0" * 64 + b" 0\n",
+        b"\xff" * 500,
+    ):
         for _ in range(200):
             try:
                 call = socket.create_connection(where, timeout=5)
@@ -84,7 +97,9 @@ def test_strangers_and_other_jobs_change_nothing(tmp_path: Path) -> None:
     assert not waiting.is_alive()
 
 
-def test_who_says_nothing_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_holds_nobody_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ring, "_TALK_S", 0.2)
     path = hostfile(tmp_path, 2)
     results: list[dict[int, float | DistributedError]] = []
@@ -147,7 +162,9 @@ def test_a_byte_now_and_then_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_a_recorded_word_is_not_believed_again(tmp_path: Path) -> None:
-    """What one start's rank 0 has said to rank 1 is a stranger's word at the next start with the same addresses."""
+    """What one start's rank 0 has said to rank 1 is a stranger's word at the next start with the
+    same addresses.
+    """
     path = hostfile(tmp_path, 2)
     where, heard = port_of(path, 1), bytearray()
     called_at = socket.socket.sendall
@@ -169,7 +186,9 @@ def test_a_recorded_word_is_not_believed_again(tmp_path: Path) -> None:
             assert last.wait(20.0) == 0
 
 
-def test_a_start_with_another_secret_is_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_with_another_secret_is_a_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even at the same addresses: each start of a supervisor has one of its own."""
     path = hostfile(tmp_path, 2)
     monkeypatch.setenv("ALLHANDS_RING_KEY", "this start's")
@@ -303,10 +322,15 @@ def test_an_address_that_cannot_be_had_is_told_at_once(tmp_path: Path, rank: int
 
     for none in ("127.0.0.1:many", "127.0.0.1"):
         turn(none)  # for MLX to say
-    with pytest.raises(DistributedError, match=r"192\.0\.2\.7 is no address of this computer") as caught:
+    with pytest.raises(
+        DistributedError, match=r"192\.0\.2\.7 is no address of this computer"
+    ) as caught:
         turn("192.0.2.7:5000")
     assert not isinstance(caught.value, PortTakenError)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError, match="listens there already"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(PortTakenError, match="listens there already"),
+    ):
         turn(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
@@ -321,7 +345,8 @@ print(time.monotonic() - start)
 
 
 def test_a_last_rank_that_comes_first_costs_no_second(tmp_path: Path) -> None:
-    # By itself MLX calls again after a second, of which the first waits for 0.6; a busy computer is late now and then.
+    # By itself MLX calls again after a second, of which the first waits for 0.6; a busy computer is
+    # late now and then.
     assert any(_seconds_of_first(hostfile(tmp_path, 2, more=())) < 0.3 for _ in range(12))
 
 
@@ -330,7 +355,9 @@ def _seconds_of_first(path: Path) -> float:
     command = [sys.executable, "-c", _RANK]
     variables = {"PATH": "/usr/bin:/bin", "MLX_HOSTFILE": str(path)}
     ranks = [
-        subprocess.Popen([*command, str(rank)], env={**variables, "MLX_RANK": str(rank)}, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank)], env={**variables, "MLX_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     seconds = [float(each.communicate(timeout=60)[0]) for each in ranks]

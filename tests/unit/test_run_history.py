@@ -33,16 +33,33 @@ SKIPPED = {13: (2, 7), 47: (11,)}
 
 
 def train(step: int, elapsed_s: float = 0.0) -> TrainReport:
-    return TrainReport(step, 4 / step, 1e-4, 0.5, 90.0, 60.0, 100 * step, 0.5, 0.0, 0.0, elapsed_s, (1, 2), step / 60)
+    return TrainReport(
+        step,
+        4 / step,
+        1e-4,
+        0.5,
+        90.0,
+        60.0,
+        100 * step,
+        0.5,
+        0.0,
+        0.0,
+        elapsed_s,
+        (1, 2),
+        step / 60,
+    )
 
 
 def life(start: int = 0, *, pace: float = 0.5, attempt: int = 1) -> Iterator[Event]:
-    """What the training loop emits from ``start`` to step 60: it knows the best loss from its checkpoint.
+    """What the training loop emits from ``start`` to step 60: it knows the best loss from its
+    checkpoint.
 
-    Reports every ten steps, validation and then a checkpoint every twenty. The one from which it goes on was
-    validated, too, and is once more.
+    Reports every ten steps, validation and then a checkpoint every twenty. The one from which it
+    goes on was validated, too, and is once more.
     """
-    best = min((loss for step, loss in VALID.items() if start and step <= start), default=float("inf"))
+    best = min(
+        (loss for step, loss in VALID.items() if start and step <= start), default=float("inf")
+    )
     yield replace(STARTED, step=start, attempt=attempt)
     for step in range(start, 61):
         elapsed = (step - start) * pace
@@ -73,7 +90,10 @@ def without_times(history: RunHistory) -> dict[str, Any]:
         times = {"elapsed_s", "duration_s", "pause_s", "write_s", "total_time_s"}
         return {key: value for key, value in vars(entry).items() if key not in times}
 
-    lists = {name: [plain(entry) for entry in getattr(history, name)] for name in ("train", "valid", "saved")}
+    lists = {
+        name: [plain(entry) for entry in getattr(history, name)]
+        for name in ("train", "valid", "saved")
+    }
     assert history.ended is not None
     return {**lists, "skipped": history.skipped, "ended": plain(history.ended)}
 
@@ -93,7 +113,9 @@ def test_the_undisturbed_run_is_what_the_loop_said(undisturbed: RunHistory) -> N
     assert undisturbed.restarts == []
 
 
-def test_killed_after_any_event_and_resumed_it_is_the_same_run(tmp_path: Path, undisturbed: RunHistory) -> None:
+def test_killed_after_any_event_and_resumed_it_is_the_same_run(
+    tmp_path: Path, undisturbed: RunHistory
+) -> None:
     events = list(life())
     repeated = 0
     for kept in range(1, len(events)):
@@ -109,7 +131,9 @@ def test_killed_after_any_event_and_resumed_it_is_the_same_run(tmp_path: Path, u
         assert [step for step, _ in history.restarts] == [start]
         clock = [report.elapsed_s for report in history.train]
         assert clock == sorted(clock)
-        repeated += any(isinstance(event, TrainReport) and event.step > start for event in events[:kept])
+        repeated += any(
+            isinstance(event, TrainReport) and event.step > start for event in events[:kept]
+        )
     assert repeated >= 3  # kills between a report and the checkpoint after it
 
 
@@ -139,7 +163,9 @@ def test_stopped_by_hand_and_resumed(tmp_path: Path, undisturbed: RunHistory) ->
     assert read_metrics(file).restarts == [(20, 10.0)]
 
 
-def test_a_damaged_checkpoint_sends_the_run_further_back(tmp_path: Path, undisturbed: RunHistory) -> None:
+def test_a_damaged_checkpoint_sends_the_run_further_back(
+    tmp_path: Path, undisturbed: RunHistory
+) -> None:
     file = tmp_path / "metrics.jsonl"
     append(file, [*list(life())[:-1], *life(40, attempt=2), *life(20, attempt=3)])
     history = read_metrics(file)
@@ -147,10 +173,18 @@ def test_a_damaged_checkpoint_sends_the_run_further_back(tmp_path: Path, undistu
     assert [step for step, _ in history.restarts] == [40, 20]
 
 
-def test_a_second_start_from_the_beginning_counts_as_a_restart_only_if_a_supervisor_made_it(tmp_path: Path) -> None:
+def test_a_second_start_from_the_beginning_counts_as_a_restart_only_if_a_supervisor_made_it(
+    tmp_path: Path,
+) -> None:
     events = list(life())[:4]
-    append(tmp_path / "supervised" / "metrics.jsonl", [*events, replace(STARTED, attempt=2), train(10, 5.0)])
-    append(tmp_path / "again" / "metrics.jsonl", [*events, replace(STARTED, step=20, attempt=2), STARTED])
+    append(
+        tmp_path / "supervised" / "metrics.jsonl",
+        [*events, replace(STARTED, attempt=2), train(10, 5.0)],
+    )
+    append(
+        tmp_path / "again" / "metrics.jsonl",
+        [*events, replace(STARTED, step=20, attempt=2), STARTED],
+    )
     assert read_metrics(tmp_path / "supervised").restarts == [(0, 0.0)]
     assert read_metrics(tmp_path / "supervised").train == [train(10, 5.0)]
     again = read_metrics(tmp_path / "again")
@@ -169,8 +203,12 @@ def test_the_clock_adds_up_over_restarts(tmp_path: Path) -> None:
     assert history.ended.total_time_s == 16.0
 
 
-def test_the_checkpoint_knows_the_time_before_a_start_better_than_the_last_report(tmp_path: Path) -> None:
-    """A validation and a save lie between them. Of another computer's clock no more is believed than is possible."""
+def test_the_checkpoint_knows_the_time_before_a_start_better_than_the_last_report(
+    tmp_path: Path,
+) -> None:
+    """A validation and a save lie between them. Of another computer's clock no more is believed
+    than is possible.
+    """
     for name, told, before in (("later", 9.5, 9.5), ("earlier", 1.0, 5.0)):
         restarted = replace(STARTED, step=10, attempt=2, elapsed_s=told)
         append(
@@ -187,10 +225,15 @@ def test_the_checkpoint_knows_the_time_before_a_start_better_than_the_last_repor
 def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path: Path) -> None:
     """With the line of the start between them, and without it, which a full disk may have cost."""
     twice = [train(10), train(20), replace(train(20, 7.0), loss=0.125)]
-    append(tmp_path / "told" / "metrics.jsonl", [STARTED, *twice[:2], replace(STARTED, step=10, attempt=2), twice[2]])
+    append(
+        tmp_path / "told" / "metrics.jsonl",
+        [STARTED, *twice[:2], replace(STARTED, step=10, attempt=2), twice[2]],
+    )
     append(tmp_path / "lost" / "metrics.jsonl", [STARTED, *twice])
     for name in ("told", "lost"):
-        assert (tmp_path / name / "metrics.jsonl").read_text().count('"event": "train", "step": 20') == 2
+        assert (tmp_path / name / "metrics.jsonl").read_text().count(
+            '"event": "train", "step": 20'
+        ) == 2
         assert [(report.step, report.loss) for report in read_metrics(tmp_path / name).train] == [
             (10, 0.4),
             (20, 0.125),
@@ -198,7 +241,14 @@ def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path: Path) -
 
 
 def test_saving_beside_the_training_may_report_late(tmp_path: Path) -> None:
-    late = [STARTED, train(10), train(20), train(30), SavedReport(20, "a"), StepSkipped(25, "why", ())]
+    late = [
+        STARTED,
+        train(10),
+        train(20),
+        train(30),
+        SavedReport(20, "a"),
+        StepSkipped(25, "why", ()),
+    ]
     append(tmp_path / "metrics.jsonl", [*late, replace(STARTED, step=20), train(30, 4.0)])
     history = read_metrics(tmp_path)
     assert history.saved == [SavedReport(20, "a")]
@@ -207,18 +257,30 @@ def test_saving_beside_the_training_may_report_late(tmp_path: Path) -> None:
 
 
 def test_files_of_the_first_version_can_be_read(tmp_path: Path) -> None:
-    lines = [json.loads(encode_event(event)) for event in (STARTED, train(10), SavedReport(10, "a"))]
+    lines = [
+        json.loads(encode_event(event)) for event in (STARTED, train(10), SavedReport(10, "a"))
+    ]
     for line, later in zip(lines, (("step", "attempt"), (), ("pause_s", "write_s")), strict=True):
         for key in later:
             del line[key]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     history = read_metrics(tmp_path)
-    assert (history.started, history.train, history.saved) == (STARTED, [train(10)], [SavedReport(10, "a")])
+    assert (history.started, history.train, history.saved) == (
+        STARTED,
+        [train(10)],
+        [SavedReport(10, "a")],
+    )
 
 
 def test_warnings_are_in_the_file_and_disturb_nothing(tmp_path: Path) -> None:
-    append(tmp_path / "metrics.jsonl", [STARTED, train(10), Warned(10, "the disk is nearly full"), train(20)])
-    assert '"warned", "step": 10, "message": "the disk is nearly full"' in (tmp_path / "metrics.jsonl").read_text()
+    append(
+        tmp_path / "metrics.jsonl",
+        [STARTED, train(10), Warned(10, "the disk is nearly full"), train(20)],
+    )
+    assert (
+        '"warned", "step": 10, "message": "the disk is nearly full"'
+        in (tmp_path / "metrics.jsonl").read_text()
+    )
     assert [report.step for report in read_metrics(tmp_path).train] == [10, 20]
 
 
@@ -243,7 +305,11 @@ def test_lines_that_cannot_be_read_are_told_by_their_place(tmp_path: Path) -> No
     ]
     file.write_text("\n".join(damaged))
     found = read_metrics(file)
-    assert found.unreadable == [2, 5, 6, 7, 8], "not what is empty, of a later version, or torn at the very end"
+    assert found.unreadable == [2, 5, 6, 7, 8], (
+        "not what is empty, of a later version, or torn at the very end"
+    )
     assert without_times(found) == without_times(whole)
     file.write_text("\n".join(damaged) + "\n")
-    assert read_metrics(file).unreadable[-1] == len(damaged), "a line that was ended is not still being written"
+    assert read_metrics(file).unreadable[-1] == len(damaged), (
+        "a line that was ended is not still being written"
+    )

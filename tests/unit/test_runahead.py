@@ -25,7 +25,9 @@ class Device:
         self.most = self.stays
 
     def run(self, ahead: RunAhead, *sizes: int) -> int:
-        """A step whose micro-batches have so many tokens and need ten bytes for each; the limit while it ran."""
+        """A step whose micro-batches have so many tokens and need ten bytes for each; the limit
+        while it ran.
+        """
         ahead.before(max(sizes, default=0))
         during = self.limit
         self.most = max(self.most, self.stays + 10 * max(sizes, default=0))
@@ -35,7 +37,9 @@ class Device:
 
 def made(memory: int = 600) -> tuple[Device, RunAhead]:
     device = Device()
-    return device, RunAhead(memory, set_limit=device.set_limit, begin=device.begin, peak=lambda: device.most)
+    return device, RunAhead(
+        memory, set_limit=device.set_limit, begin=device.begin, peak=lambda: device.most
+    )
 
 
 def test_in_the_first_step_nothing_runs_ahead_and_it_gives_the_limit() -> None:
@@ -66,7 +70,9 @@ def test_a_rank_without_samples_has_the_limit_of_those_that_need_nothing() -> No
     assert device.run(ahead) == 360
     assert (device.limit, ahead.need) == (360, 0)
     assert device.run(ahead, 5) == 0
-    assert device.limit == 360  # 0.6 of the device: there is room for more than the 150 bytes needed
+    assert (
+        device.limit == 360
+    )  # 0.6 of the device: there is room for more than the 150 bytes needed
 
 
 def test_the_limit_is_given_back() -> None:
@@ -95,9 +101,15 @@ def test_the_limit_for_a_need(need: float, device: int, limit: float) -> None:
     assert limit_for(int(need * GB), device * GB) == pytest.approx(limit * GB, rel=1e-6)
 
 
-@pytest.mark.parametrize(("need", "memory", "limit"), [(20, 141, 40), (5, 141, 17.5), (20, 24, 20.4), (23, 24, 21.39)])
-def test_where_ranks_exchange_there_is_room_for_twice_the_need(need: float, memory: float, limit: float) -> None:
-    assert limit_for(int(need * GB), int(memory * GB), exchanging=True) == pytest.approx(limit * GB, abs=2)
+@pytest.mark.parametrize(
+    ("need", "memory", "limit"), [(20, 141, 40), (5, 141, 17.5), (20, 24, 20.4), (23, 24, 21.39)]
+)
+def test_where_ranks_exchange_there_is_room_for_twice_the_need(
+    need: float, memory: float, limit: float
+) -> None:
+    assert limit_for(int(need * GB), int(memory * GB), exchanging=True) == pytest.approx(
+        limit * GB, abs=2
+    )
     assert limit_for(int(need * GB), int(memory * GB)) <= limit * GB
 
 

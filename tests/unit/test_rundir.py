@@ -19,7 +19,12 @@ from allhands.errors import ModelError
 from allhands.run.context import RunContext
 from allhands.run.starting import starting_weights
 
-FILES = ("metrics.jsonl", "loss.png", "0000200_adapters.safetensors", "0000400_adapters.safetensors")
+FILES = (
+    "metrics.jsonl",
+    "loss.png",
+    "0000200_adapters.safetensors",
+    "0000400_adapters.safetensors",
+)
 ANSWERS = "answers.json"
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
@@ -46,12 +51,21 @@ def names(directory: Path) -> list[str]:
 
 
 def restored(path: Path, step: int) -> Restored:
-    return Restored({"step": step, "iteration": 2 * step}, {}, {}, str(path.resolve()), "old", own=True)
+    return Restored(
+        {"step": step, "iteration": 2 * step}, {}, {}, str(path.resolve()), "old", own=True
+    )
 
 
 def test_a_new_run_sets_everything_aside_under_one_number(run: Path) -> None:
     (note,) = make_room(run, None, "new")
-    kept = ["adapters.1", "answers.1.json", "best.1", "checkpoints.1", "loss.1.png", "metrics.1.jsonl"]
+    kept = [
+        "adapters.1",
+        "answers.1.json",
+        "best.1",
+        "checkpoints.1",
+        "loss.1.png",
+        "metrics.1.jsonl",
+    ]
     # The adapter to use stays until there is a new one; what is not of a run is not touched.
     assert names(run) == sorted([".run", *ADAPTER, "notes.txt", *kept])
     assert names(run / "adapters.1") == list(FILES[2:])
@@ -83,7 +97,9 @@ def test_a_restart_and_a_resumed_run_keep_all(run: Path) -> None:
 
 
 def test_a_copy_at_another_path_is_the_runs_own_too(run: Path, tmp_path: Path) -> None:
-    """Computers work in directories of their own: what rank 0 goes on from has another path on each."""
+    """Computers work in directories of their own: what rank 0 goes on from has another path on
+    each.
+    """
     elsewhere = shutil.copytree(run, tmp_path / "home" / "work" / "run")
     before = names(run)
     found = find(str(run), run)
@@ -99,8 +115,12 @@ def test_a_copy_at_another_path_is_the_runs_own_too(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("place", ["elsewhere", "aside"])
-def test_what_is_not_gone_on_from_is_set_aside_on_every_computer(place: str, run: Path, tmp_path: Path) -> None:
-    """Rank 0 goes on from another directory, or from what was set aside: that holds for the copies, too."""
+def test_what_is_not_gone_on_from_is_set_aside_on_every_computer(
+    place: str, run: Path, tmp_path: Path
+) -> None:
+    """Rank 0 goes on from another directory, or from what was set aside: that holds for the copies,
+    too.
+    """
     copy = shutil.copytree(run, tmp_path / "home" / "run")
     source = shutil.copytree(run / "checkpoints", tmp_path / "old" / "checkpoints")
     if place == "aside":
@@ -118,7 +138,9 @@ def test_what_is_not_gone_on_from_is_set_aside_on_every_computer(place: str, run
 
     notes = run_ranks(2, go_on)
     number = 2 if place == "aside" else 1
-    assert all(f"checkpoints.{number}" in note[0] for note in notes if isinstance(note, list)), notes
+    assert all(f"checkpoints.{number}" in note[0] for note in notes if isinstance(note, list)), (
+        notes
+    )
     assert checkpoints_in(run) == checkpoints_in(copy) == []
     assert len(checkpoints_in(copy / f"checkpoints.{number}")) == (1 if place == "aside" else 2)
 
@@ -156,7 +178,9 @@ def test_an_adapter_that_no_checkpoint_holds_outlives_the_new_one(
     for name in ADAPTER:
         (run / name).with_suffix(".draft").write_text("new")
         (run / name).with_suffix(".draft").replace(run / name)
-    assert {name: (run / "adapters.1" / name).read_text() for name in ADAPTER} == {n: f"old {n}" for n in ADAPTER}
+    assert {name: (run / "adapters.1" / name).read_text() for name in ADAPTER} == {
+        n: f"old {n}" for n in ADAPTER
+    }
     assert names(run / "adapters.1") == sorted([*ADAPTER, *FILES[2:]])
 
 
@@ -169,16 +193,22 @@ def test_one_that_has_another_name_already_is_not_kept_again(run: Path) -> None:
     assert (run / "adapters.safetensors").read_text() == "old adapters.safetensors"
 
 
-# --- weights to start from that were set aside -------------------------------------------------------
+# --- weights to start from that were set aside ----------------------------------------------------
 
 
-STARTS = ("0000200_adapters.safetensors", "best/adapters.safetensors", "checkpoints/step-0000200/adapters.safetensors")
+STARTS = (
+    "0000200_adapters.safetensors",
+    "best/adapters.safetensors",
+    "checkpoints/step-0000200/adapters.safetensors",
+)
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_restart_starts_from_the_same_weights(start: str, run: Path) -> None:
     """The first attempt has set them aside; what is in their place now is the new run's."""
-    config = build_config({"train": True, "adapter_path": str(run), "resume_adapter_file": str(run / start)})
+    config = build_config(
+        {"train": True, "adapter_path": str(run), "resume_adapter_file": str(run / start)}
+    )
     content = (run / start).read_bytes()
     first = starting_weights(config, run, RunContext(run_id="new"))
     assert first == run / start
@@ -188,7 +218,11 @@ def test_a_restart_starts_from_the_same_weights(start: str, run: Path) -> None:
     assert second.read_bytes() == content
     (run / start).parent.mkdir(parents=True, exist_ok=True)
     (run / start).write_text("the new run's")
-    assert starting_weights(config, run, RunContext(run_id="new", attempt=3)) == second == kept_as(run, run / start)
+    assert (
+        starting_weights(config, run, RunContext(run_id="new", attempt=3))
+        == second
+        == kept_as(run, run / start)
+    )
     # For another run it is the file of that name.
     assert starting_weights(config, run, RunContext(run_id="other", attempt=2)) == run / start
     assert starting_weights(config, run, RunContext(run_id="new")) == run / start
@@ -196,7 +230,9 @@ def test_a_restart_starts_from_the_same_weights(start: str, run: Path) -> None:
 
 def test_a_person_is_told_where_they_are_now(run: Path) -> None:
     start = run / STARTS[0]
-    config = build_config({"train": True, "adapter_path": str(run), "resume_adapter_file": str(start)})
+    config = build_config(
+        {"train": True, "adapter_path": str(run), "resume_adapter_file": str(start)}
+    )
     make_room(run, None, "new")
     with pytest.raises(ModelError, match="no such file") as caught:
         starting_weights(config, run, RunContext())
@@ -204,9 +240,14 @@ def test_a_person_is_told_where_they_are_now(run: Path) -> None:
     missing = config.model_copy(update={"resume_adapter_file": str(run.parent / "nowhere")})
     with pytest.raises(ModelError, match="no such file") as caught:
         starting_weights(missing, run, RunContext())
-    assert caught.value.hint == "give the adapters.safetensors, or a numbered one, of an earlier run"
+    assert (
+        caught.value.hint == "give the adapters.safetensors, or a numbered one, of an earlier run"
+    )
     fresh = PretrainConfig(
-        tokenizer="t", data="d", adapter_path=str(run), resume_adapter_file=str(run.parent / "nowhere")
+        tokenizer="t",
+        data="d",
+        adapter_path=str(run),
+        resume_adapter_file=str(run.parent / "nowhere"),
     )
     with pytest.raises(ModelError, match="no such file") as caught:
         starting_weights(fresh, run, RunContext())

@@ -41,7 +41,9 @@ def test_what_the_supervisor_tells_of_an_error_is_known(
     assert not any(files.tells_error(rank, line) for line in lines)
     worker._write_error_file(error, 3)
     assert [files.tells_error(rank, line) for line in lines] == [hidden] * len(lines)
-    assert not any(files.tells_error(rank, line) for line in (b"", b"step 3/9  loss 2.0", b"\xff\xfe"))
+    assert not any(
+        files.tells_error(rank, line) for line in (b"", b"step 3/9  loss 2.0", b"\xff\xfe")
+    )
 
 
 def test_marks_and_beats_arrive(tmp_path: Path) -> None:
@@ -120,7 +122,9 @@ def test_an_error_file_that_cannot_be_read_is_none(tmp_path: Path, content: str 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
     assert tail(tmp_path / "absent.log") == ()
     log = tmp_path / "rank-1.log"
-    log.write_bytes(b"x" * 100_000 + b"\n" + b"".join(b"line %d\n" % number for number in range(30)) + b"\xff")
+    log.write_bytes(
+        b"x" * 100_000 + b"\n" + b"".join(b"line %d\n" % number for number in range(30)) + b"\xff"
+    )
     assert tail(log) == (*(f"line {number}" for number in range(11, 30)), "\ufffd")
 
 
@@ -131,18 +135,23 @@ def test_counters_of_both_kinds_of_control_group(tmp_path: Path) -> None:
     (proc / "vmstat").write_text("pgfault 12\noom_kill 3\n")
     (proc / "self/cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/box/a:b\n0::/slice/job\n")
     (groups / "memory/box/a:b").mkdir(parents=True)
-    (groups / "memory/box/a:b/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    (groups / "memory/box/a:b/memory.oom_control").write_text(
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
+    )
     (groups / "slice/job").mkdir(parents=True)
     events = groups / "slice/job/memory.events"
     events.write_text("low 0\nhigh 9\nmax 3\noom 2\noom_kill 1\noom_group_kill 0\n")
-    # Those of the group, whose processes are ours: on the whole computer other programs may be killed.
+    # Those of the group, whose processes are ours: on the whole computer other programs may be
+    # killed.
     assert oom_counters(proc, groups) == [groups / "memory/box/a:b/memory.oom_control", events]
     (proc / "self/cgroup").write_text("9:name=systemd:/\n0::/nothing/counted\n")
     assert oom_counters(proc, groups) == [proc / "vmstat"]
 
 
 class Kernel:
-    """A counter of processes that were killed for want of memory, and the clock by which ranks are watched."""
+    """A counter of processes that were killed for want of memory, and the clock by which ranks are
+    watched.
+    """
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file = tmp_path / "memory.events"
@@ -153,7 +162,9 @@ class Kernel:
 
     def kills(self, count: int) -> None:
         # Of the other lines none is the end of a process.
-        self.file.write_text(f"low 0\nhigh {count + 9}\nmax 3\noom {count + 2}\noom_kill {count}\noom_group_kill 0\n")
+        self.file.write_text(
+            f"low 0\nhigh {count + 9}\nmax 3\noom {count + 2}\noom_kill {count}\noom_group_kill 0\n"
+        )
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds * 20)):
@@ -161,7 +172,9 @@ class Kernel:
             self.files.look_at_kills()
 
 
-@pytest.mark.parametrize(("before_s", "told"), [(0.0, True), (0.5, True), (3.0, True), (8.0, False), (3600.0, False)])
+@pytest.mark.parametrize(
+    ("before_s", "told"), [(0.0, True), (0.5, True), (3.0, True), (8.0, False), (3600.0, False)]
+)
 def test_only_a_kill_for_want_of_memory_just_before_is_why_a_rank_ended(
     before_s: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +190,9 @@ def test_only_a_kill_for_want_of_memory_just_before_is_why_a_rank_ended(
     assert kernel.files.out_of_memory(0) is False
 
 
-def test_a_rank_that_is_killed_by_hand_is_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_killed_by_hand_is_not_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel(tmp_path, monkeypatch)
     kernel.wait(2.0)
     kernel.files.note_end(0)
@@ -197,13 +212,27 @@ def test_a_rank_that_ends_at_once_is_judged_by_what_was_before_its_start(
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[", "[" * 5000, "null", "1", "[]", "{}", '{"a": 1}', '{"type": "x"}', '{"type": 1, "message": "x"}'),
+        *(
+            "",
+            "[",
+            "[" * 5000,
+            "null",
+            "1",
+            "[]",
+            "{}",
+            '{"a": 1}',
+            '{"type": "x"}',
+            '{"type": 1, "message": "x"}',
+        ),
         *(
             '{"type": "x", "message": null}',
             '{"type": "x", "message": "y", "text": 3}',
             '{"type": NaN, "message": "y"}',
         ),
-        *('{"type": "x", "message": "y", "more": ' + "[" * 100 + "]" * 100 + "}", '{"type": "x", "type": "message"}'),
+        *(
+            '{"type": "x", "message": "y", "more": ' + "[" * 100 + "]" * 100 + "}",
+            '{"type": "x", "type": "message"}',
+        ),
     ],
 )
 def test_an_error_file_that_is_none_is_none(tmp_path: Path, text: str) -> None:
@@ -218,7 +247,10 @@ def test_an_error_file_that_is_none_is_none(tmp_path: Path, text: str) -> None:
     [
         *("", "[", "[]", '{"step": 1}', '{"step": "1", "phase": "load", "count": 9}'),
         *('{"step": 1, "phase": 2, "count": 9}', '{"step": true, "phase": "load", "count": 9}'),
-        *('{"step": 1, "phase": "load", "count": 1e400}', '{"step": 1, "phase": "load", "count": 9, "waited_s": "x"}'),
+        *(
+            '{"step": 1, "phase": "load", "count": 1e400}',
+            '{"step": 1, "phase": "load", "count": 9, "waited_s": "x"}',
+        ),
     ],
 )
 def test_a_beat_that_is_none_leaves_the_last_one(tmp_path: Path, text: str) -> None:

@@ -1,4 +1,6 @@
-"""Data as other programs save them: Arrow, by ``save_to_disk``, compressed, under a key, written by columns."""
+"""Data as other programs save them: Arrow, by ``save_to_disk``, compressed, under a key, written by
+columns.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def saved(folder: Path, parts: dict[str, int], shards: int = 1) -> Path:
     return folder
 
 
-# --- save_to_disk -----------------------------------------------------------------------------------
+# --- save_to_disk ---------------------------------------------------------------------------------
 
 
 def test_a_saved_dataset_dict_is_read_with_its_splits(tmp_path: Path) -> None:
@@ -59,7 +61,10 @@ def test_shards_follow_each_other_and_none_may_be_missing(tmp_path: Path) -> Non
     folder = saved(tmp_path / "data", {"train": 5}, shards=3)
     assert len(load_split(folder, "train", DEFAULT, required=True)) == 5
     next((folder / "train").glob("data-00001*")).unlink()
-    for read in (lambda: load_split(folder, "train", DEFAULT, required=True), lambda: find_sources([str(folder)])):
+    for read in (
+        lambda: load_split(folder, "train", DEFAULT, required=True),
+        lambda: find_sources([str(folder)]),
+    ):
         with pytest.raises(DataError) as caught:
             read()
         assert "data-00001-of-00003.arrow" in caught.value.message
@@ -83,14 +88,20 @@ def test_copies_that_the_library_keeps_are_no_rows(tmp_path: Path) -> None:
     arrow = next((folder / "train").glob("*.arrow"))
     (folder / "train" / "cache-0123456789abcdef.arrow").write_bytes(arrow.read_bytes())
     (source,) = find_sources([str(folder)])
-    assert len(rows_of(list(source.rows()))) == len(load_split(folder, "train", DEFAULT, required=True)) == 5
+    assert (
+        len(rows_of(list(source.rows())))
+        == len(load_split(folder, "train", DEFAULT, required=True))
+        == 5
+    )
     assert any("cache-" in problem.source for problem in source.skipped)
 
 
 def test_a_selection_that_only_the_library_can_make_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "data", {"train": 5}) / "train"
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]})
+    )
     with pytest.raises(DataError) as caught:
         load_split(folder.parent, "train", DEFAULT, required=True)
     assert "load_from_disk" in (caught.value.hint or "")
@@ -101,7 +112,7 @@ def test_splits_of_alignment_data_are_known_by_their_folders(tmp_path: Path) -> 
     assert {source.split for source in find_sources([str(folder)])} == {"train", "test"}
 
 
-# --- arrow ------------------------------------------------------------------------------------------
+# --- arrow ----------------------------------------------------------------------------------------
 
 
 def _stream(path: Path, table: pa.Table) -> None:
@@ -129,7 +140,9 @@ def _packed(path: Path, table: pa.Table) -> None:
     ("name", "write"),
     [("a.arrow", _stream), ("a.arrow", _file), ("a.feather", _feather), ("a.arrow.gz", _packed)],
 )
-def test_arrow_files_of_every_kind_are_read(tmp_path: Path, name: str, write: Callable[[Path, pa.Table], None]) -> None:
+def test_arrow_files_of_every_kind_are_read(
+    tmp_path: Path, name: str, write: Callable[[Path, pa.Table], None]
+) -> None:
     write(tmp_path / name, pa.Table.from_pylist(ROWS))
     items = list(read_rows(tmp_path / name))
     assert rows_of(items) == ROWS
@@ -146,7 +159,7 @@ def test_a_torn_arrow_file_is_a_problem(tmp_path: Path) -> None:
     assert isinstance(next(iter(read_rows(tmp_path / "b.arrow"))), RowProblem)
 
 
-# --- compressed -------------------------------------------------------------------------------------
+# --- compressed -----------------------------------------------------------------------------------
 
 
 def _zstd(data: bytes) -> bytes:
@@ -174,8 +187,12 @@ def test_compressed_files_are_read(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_compressed_files_that_are_cut_or_something_else_are_said(tmp_path: Path, suffix: str) -> None:
-    lines = "".join(json.dumps({"text": f"{number} {'x' * (number % 97)}"}) + "\n" for number in range(20000)).encode()
+def test_compressed_files_that_are_cut_or_something_else_are_said(
+    tmp_path: Path, suffix: str
+) -> None:
+    lines = "".join(
+        json.dumps({"text": f"{number} {'x' * (number % 97)}"}) + "\n" for number in range(20000)
+    ).encode()
     whole = PACKERS[suffix](lines)
     (tmp_path / f"cut.jsonl.{suffix}").write_bytes(whole[: len(whole) // 2])
     last = list(read_rows(tmp_path / f"cut.jsonl.{suffix}"))[-1]
@@ -203,7 +220,7 @@ def test_training_says_the_way_too(tmp_path: Path, where: str) -> None:
     assert "CSV" in (caught.value.hint or "")
 
 
-# --- JSON -------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -211,16 +228,28 @@ def test_training_says_the_way_too(tmp_path: Path, where: str) -> None:
     "wrap",
     [
         lambda rows: {"data": rows},
-        lambda rows: {"version": "1.1", "meta": {"rows": 5, "by": ["a"]}, "data": rows, "end": [1, 2]},
+        lambda rows: {
+            "version": "1.1",
+            "meta": {"rows": 5, "by": ["a"]},
+            "data": rows,
+            "end": [1, 2],
+        },
         lambda rows: {"train": rows},
-        lambda rows: {"features": [{"name": "prompt"}], "rows": [{"row_idx": 0, "row": row} for row in rows]},
+        lambda rows: {
+            "features": [{"name": "prompt"}],
+            "rows": [{"row_idx": 0, "row": row} for row in rows],
+        },
     ],
 )
-def test_rows_under_a_key_are_read(tmp_path: Path, wrap: Callable[[Any], Any], indent: int | None) -> None:
+def test_rows_under_a_key_are_read(
+    tmp_path: Path, wrap: Callable[[Any], Any], indent: int | None
+) -> None:
     path = tmp_path / "train.json"
     path.write_text(json.dumps(wrap(ROWS), indent=indent), encoding="utf-8")
     records = load_split(tmp_path, "train", DEFAULT, required=True)
-    assert [(record.prompt, record.completion) for record in records] == [tuple(row.values()) for row in ROWS]
+    assert [(record.prompt, record.completion) for record in records] == [
+        tuple(row.values()) for row in ROWS
+    ]
     assert len(notes_of(path)) == 1
 
 
@@ -257,15 +286,22 @@ def test_long_documents_with_rows_under_a_key_are_streamed(tmp_path: Path) -> No
 
 def test_broken_rows_under_a_key_are_told_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text('{"data": [\n {"text": "a"},\n {"text" "b"},\n {"text": "c"}\n]}\n', encoding="utf-8")
+    path.write_text(
+        '{"data": [\n {"text": "a"},\n {"text" "b"},\n {"text": "c"}\n]}\n', encoding="utf-8"
+    )
     first, problem, last = read_rows(path)
-    assert (rows_of([first, last]), isinstance(problem, RowProblem)) == ([{"text": "a"}, {"text": "c"}], True)
+    assert (rows_of([first, last]), isinstance(problem, RowProblem)) == (
+        [{"text": "a"}, {"text": "c"}],
+        True,
+    )
     assert problem.line == 3
 
 
 def test_splits_under_keys_are_splits(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
-    path.write_text(json.dumps({"train": ROWS, "validation": ROWS[:2], "test": ROWS[:1]}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"train": ROWS, "validation": ROWS[:2], "test": ROWS[:1]}), encoding="utf-8"
+    )
     found = {source.split: rows_of(list(source.rows())) for source in find_sources([str(path)])}
     assert found == {"train": ROWS, "valid": ROWS[:2], "test": ROWS[:1]}
     # As a training set it would be trained on its own test.
@@ -291,7 +327,7 @@ def test_a_table_by_columns_says_how_to_write_it_by_rows(tmp_path: Path, table: 
     assert "orient='records'" in (problem.hint or "")
 
 
-# --- records one level down --------------------------------------------------------------------------
+# --- records one level down -----------------------------------------------------------------------
 
 
 def _record(value: Any, columns: ColumnNames = DEFAULT) -> Record:
@@ -302,19 +338,31 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize(
-    "value", [{"conversation": CHAT}, {"row_idx": 3, "row": CHAT, "truncated_cells": []}, {"id": 1, "json": CHAT}]
+    "value",
+    [
+        {"conversation": CHAT},
+        {"row_idx": 3, "row": CHAT, "truncated_cells": []},
+        {"id": 1, "json": CHAT},
+    ],
 )
 def test_a_record_under_a_key_is_read(value: Any) -> None:
     assert [message["content"] for message in _record(value).messages or ()] == ["a", "b"]
 
 
 def test_what_stands_beside_a_record_under_a_key_belongs_to_it() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
     assert _record({"sample": CHAT, "tools": [tool]}).tools == [tool]
 
 
 def test_two_records_under_keys_are_none_and_cut_ones_are_said() -> None:
-    for value in ({"a": CHAT, "b": CHAT}, {"row": CHAT, "truncated_cells": ["messages"]}, {"a": {"b": CHAT}}):
+    for value in (
+        {"a": CHAT, "b": CHAT},
+        {"row": CHAT, "truncated_cells": ["messages"]},
+        {"a": {"b": CHAT}},
+    ):
         with pytest.raises(AllhandsError):
             _record(value)
 

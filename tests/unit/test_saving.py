@@ -39,17 +39,22 @@ def test_a_save_that_ends_while_it_is_asked_for_is_told_the_next_time(tmp_path: 
     saver.close()
 
 
-# --- a run that is resumed and has not changed -------------------------------------------------------
+# --- a run that is resumed and has not changed ----------------------------------------------------
 
 
 def tensors(first: int) -> dict[str, list[Tensor]]:
-    return {name: [Tensor("w", "U8", (3,), bytes([first, 1, 2]))] for name in (WEIGHTS_FILE, "optimizer.safetensors")}
+    return {
+        name: [Tensor("w", "U8", (3,), bytes([first, 1, 2]))]
+        for name in (WEIGHTS_FILE, "optimizer.safetensors")
+    }
 
 
 def save(directory: Path, kind: SaveKind, first: int = 0, keep_last: int = 2) -> list[SavedReport]:
     """What one save of step 5, of two batches each, says it has written."""
     plan = SavePlan(directory, "run", 0, keep_last, None, True, {"rank": 8}, dict)
-    saver = Saver(plan, lambda: lambda: tensors(first), lambda state: {"iteration": state.iteration})
+    saver = Saver(
+        plan, lambda: lambda: tensors(first), lambda state: {"iteration": state.iteration}
+    )
     saver.save(LoopState(step=5, iteration=10), kind)
     reports = saver.saved(True)
     saver.close()
@@ -59,7 +64,10 @@ def save(directory: Path, kind: SaveKind, first: int = 0, keep_last: int = 2) ->
 
 def stamps(directory: Path) -> dict[str, tuple[int, int]]:
     files = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(file.relative_to(directory)): (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
+    return {
+        str(file.relative_to(directory)): (file.stat().st_ino, file.stat().st_mtime_ns)
+        for file in files
+    }
 
 
 @pytest.mark.parametrize("keep_last", [0, 2])

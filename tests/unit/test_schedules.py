@@ -1,4 +1,6 @@
-"""Schedules of a pipeline: nobody waits for ever, nothing is computed before what it needs, memory and idle time."""
+"""Schedules of a pipeline: nobody waits for ever, nothing is computed before what it needs, memory
+and idle time.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,26 @@ from allhands.parallel.schedules import Action, Schedule, ScheduleName, make_sch
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
 
 
-def made(name: ScheduleName, ranks: int, batches: int, per_rank: int, first_trained: int = 0) -> Schedule:
-    return make_schedule(name, ranks, batches, max(2, per_rank) if name == "interleaved" else 1, first_trained)
+def made(
+    name: ScheduleName, ranks: int, batches: int, per_rank: int, first_trained: int = 0
+) -> Schedule:
+    return make_schedule(
+        name, ranks, batches, max(2, per_rank) if name == "interleaved" else 1, first_trained
+    )
 
 
 def run(schedule: Schedule) -> list[tuple[int, Action]]:
-    """What happens, in an order in which it can: a message takes place when both ends have come to it.
+    """What happens, in an order in which it can: a message takes place when both ends have come to
+    it.
 
     Raises AssertionError where ranks wait for each other for ever, or take one message for another.
     """
     places, happened = [0] * len(schedule.ranks), list[tuple[int, Action]]()
 
     def now(rank: int) -> Action | None:
-        return schedule.ranks[rank][places[rank]] if places[rank] < len(schedule.ranks[rank]) else None
+        return (
+            schedule.ranks[rank][places[rank]] if places[rank] < len(schedule.ranks[rank]) else None
+        )
 
     while any(now(rank) for rank in range(len(places))):
         moved = False
@@ -35,7 +44,11 @@ def run(schedule: Schedule) -> list[tuple[int, Action]]:
                 other = now(action.peer)
                 if other is None or (other.kind, other.peer) != ("receive", rank):
                     continue
-                assert (other.stage, other.micro_batch, other.to) == (action.stage, action.micro_batch, action.to)
+                assert (other.stage, other.micro_batch, other.to) == (
+                    action.stage,
+                    action.micro_batch,
+                    action.to,
+                )
                 happened.append((action.peer, other))
                 places[action.peer] += 1
             happened.append((rank, action))
@@ -105,7 +118,9 @@ def test_stages_that_train_nothing_run_ahead_by_as_many_micro_batches_as_there_a
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
 @settings(max_examples=60, deadline=None)
 @given(ranks=st.integers(1, 6), batches=st.integers(1, 13))
-def test_no_rank_holds_more_micro_batches_than_there_are_ranks(name: ScheduleName, ranks: int, batches: int) -> None:
+def test_no_rank_holds_more_micro_batches_than_there_are_ranks(
+    name: ScheduleName, ranks: int, batches: int
+) -> None:
     schedule = made(name, ranks, batches, 1)
     for rank, actions in enumerate(schedule.ranks):
         alive, most = 0, 0
@@ -119,7 +134,9 @@ def test_no_rank_holds_more_micro_batches_than_there_are_ranks(name: ScheduleNam
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_the_idle_time_is_that_of_the_papers(ranks: int, rounds: int) -> None:
     batches = ranks * rounds
-    assert made("1f1b", ranks, batches, 1).idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
+    assert made("1f1b", ranks, batches, 1).idle == pytest.approx(
+        (ranks - 1) / (batches + ranks - 1)
+    )
     for per_rank in (2, 3):
         bubble = (ranks - 1) / (per_rank * batches + ranks - 1)
         assert made("interleaved", ranks, batches, per_rank).idle == pytest.approx(bubble)

@@ -1,4 +1,6 @@
-"""What the code must never do, and what a run must never leave behind: read off the source, and off a real run."""
+"""What the code must never do, and what a run must never leave behind: read off the source, and off
+a real run.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,55 @@ from allhands.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
-# --- the source: nothing runs what it reads -----------------------------------------------------------
+# --- the source: nothing runs what it reads -------------------------------------------------------
 
 # Formats that run code when they are read, and libraries whose files are made of them.
-FORMATS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+FORMATS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "jsonpickle",
+}
 # Processes that talk in pickles. One is allowed, in one module: see the test about helpers below.
-TRANSPORTS = {"multiprocessing", "loky", "concurrent.futures.ProcessPoolExecutor", "xmlrpc", "Pyro5"}
+TRANSPORTS = {
+    "multiprocessing",
+    "loky",
+    "concurrent.futures.ProcessPoolExecutor",
+    "xmlrpc",
+    "Pyro5",
+}
 HELPERS = ("src/allhands/data/tokenise.py", "loky")
 CALLS = {
-    *("eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "commands.getoutput"),
+    *(
+        "eval",
+        "exec",
+        "builtins.eval",
+        "builtins.exec",
+        "os.system",
+        "os.popen",
+        "commands.getoutput",
+    ),
     *("subprocess.getoutput", "subprocess.getstatusoutput", "asyncio.create_subprocess_shell"),
-    *("torch.load", "torch.save", "numpy.save", "numpy.savez", "numpy.lib.format.read_array", "pandas.read_pickle"),
-    *("tempfile.mktemp", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"),
+    *(
+        "torch.load",
+        "torch.save",
+        "numpy.save",
+        "numpy.savez",
+        "numpy.lib.format.read_array",
+        "pandas.read_pickle",
+    ),
+    *(
+        "tempfile.mktemp",
+        "yaml.unsafe_load",
+        "yaml.unsafe_load_all",
+        "yaml.full_load",
+        "yaml.full_load_all",
+    ),
 }
 # Keywords that switch a guard off, with the only constant that leaves it on.
 GUARDS = {"shell": False, "allow_pickle": False, "weights_only": True, "trust_remote_code": False}
@@ -59,9 +98,13 @@ def places_of_names(tree: ast.AST) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found |= {alias.asname: alias.name} if alias.asname else {alias.name.split(".")[0]: ""}
+                found |= (
+                    {alias.asname: alias.name} if alias.asname else {alias.name.split(".")[0]: ""}
+                )
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return found
 
 
@@ -86,10 +129,16 @@ def dangers(source: str, path: str = "some.py") -> list[str]:
             case ast.Call():
                 found += _called(node, names, path)
             case ast.Constant(value=str(text)):
-                shared = text in SHARED_DIRECTORIES or text.startswith(tuple(f"{p}/" for p in SHARED_DIRECTORIES))
+                shared = text in SHARED_DIRECTORIES or text.startswith(
+                    tuple(f"{p}/" for p in SHARED_DIRECTORIES)
+                )
                 found += [f"the directory {text}"] * (shared and (path, text) not in PLACES)
             case ast.Dict():
-                found += [name for key, value in zip(node.keys, node.values, strict=True) if (name := _off(key, value))]
+                found += [
+                    name
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if (name := _off(key, value))
+                ]
             case ast.keyword(arg=str(name)):
                 found += [text] if (text := _off(ast.Constant(name), node.value)) else []
             case ast.FunctionDef() | ast.Lambda():
@@ -111,14 +160,27 @@ def _called(node: ast.Call, names: dict[str, str], path: str) -> list[str]:
         return [name]
     if name in ("yaml.load", "yaml.load_all", "yaml.compose", "yaml.parse"):
         loaders = [*node.args[1:2], *(key.value for key in node.keywords if key.arg == "Loader")]
-        safe = any(full_name(loader, names) in SAFE_LOADERS or _own_loader(loader, path) for loader in loaders)
+        safe = any(
+            full_name(loader, names) in SAFE_LOADERS or _own_loader(loader, path)
+            for loader in loaders
+        )
         return [] if safe else [f"{name} without a safe loader"]
     if name == "os.open" and "O_CREAT" in ast.unparse(node) and path != OWNER_OF_MODES:
         mode = node.args[2] if len(node.args) > 2 else None
-        return [] if isinstance(mode, ast.Constant) and mode.value == 0o600 else ["os.open without mode 0600"]
+        return (
+            []
+            if isinstance(mode, ast.Constant) and mode.value == 0o600
+            else ["os.open without mode 0600"]
+        )
     if name.endswith((".chmod", ".fchmod", ".umask")):
-        numbers = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, int)]
-        wide = [number for number in numbers if (~number if name.endswith("umask") else number) & 0o077]
+        numbers = [
+            arg.value
+            for arg in node.args
+            if isinstance(arg, ast.Constant) and isinstance(arg.value, int)
+        ]
+        wide = [
+            number for number in numbers if (~number if name.endswith("umask") else number) & 0o077
+        ]
         return [f"{name} for others than the owner"] * bool(wide)
     return []
 
@@ -128,19 +190,27 @@ def _own_loader(loader: ast.expr, path: str) -> bool:
 
 
 def _off(key: ast.expr | None, value: ast.expr) -> str | None:
-    """That a guard is switched off by a constant; ``shell`` and ``allow_pickle`` not even by a variable."""
+    """That a guard is switched off by a constant; ``shell`` and ``allow_pickle`` not even by a
+    variable.
+    """
     name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
     if name not in GUARDS:
         return None
     if isinstance(value, ast.Constant):
-        return None if value.value is GUARDS[name] or value.value is None else f"{name}={value.value}"
+        return (
+            None if value.value is GUARDS[name] or value.value is None else f"{name}={value.value}"
+        )
     return None if name == "trust_remote_code" else f"{name} as a variable"
 
 
 def _defaults(arguments: ast.arguments) -> list[str]:
     plain = [*arguments.posonlyargs, *arguments.args]
     pairs = [*zip(plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True)]
-    pairs += [(a, default) for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default]
+    pairs += [
+        (a, default)
+        for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default
+    ]
     return [text for argument, value in pairs if (text := _off(ast.Constant(argument.arg), value))]
 
 
@@ -158,17 +228,51 @@ def test_nothing_that_is_read_is_run_and_no_shell_and_no_public_file() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        *("import pickle", "from pickle import loads", "import dill as d", "import joblib.numpy_pickle"),
-        *("from multiprocessing import Pool", "import loky", "from concurrent.futures import ProcessPoolExecutor"),
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "import dill as d",
+            "import joblib.numpy_pickle",
+        ),
+        *(
+            "from multiprocessing import Pool",
+            "import loky",
+            "from concurrent.futures import ProcessPoolExecutor",
+        ),
         *("eval('1')", "exec(text)", "import os\nos.system(x)", "from os import popen as p\np(x)"),
-        *("import subprocess\nsubprocess.run(x, shell=True)", "import subprocess as s\ns.getoutput(x)"),
-        *("import torch\ntorch.load(f)", "import torch\ntorch.jit.load(f, weights_only=False)", "run(x, shell=flag)"),
+        *(
+            "import subprocess\nsubprocess.run(x, shell=True)",
+            "import subprocess as s\ns.getoutput(x)",
+        ),
+        *(
+            "import torch\ntorch.load(f)",
+            "import torch\ntorch.jit.load(f, weights_only=False)",
+            "run(x, shell=flag)",
+        ),
         *("import numpy as np\nnp.load(f, allow_pickle=True)", "import numpy as np\nnp.save(f, x)"),
-        *("import yaml\nyaml.load(t)", "import yaml\nyaml.load(t, yaml.Loader)", "import yaml\nyaml.unsafe_load(t)"),
-        *("import yaml\nyaml.load(t, _yaml_loader())", "from yaml import load, FullLoader\nload(t, Loader=FullLoader)"),
-        *("f(trust_remote_code=True)", "f({'trust_remote_code': True})", "def f(*, trust_remote_code=True): ..."),
-        *("def f(a, trust_remote_code: bool = True): ...", "import tempfile\ntempfile.mktemp()", "open('/tmp/a')"),
-        *("import os\nos.open(p, os.O_CREAT)", "import os\nos.open(p, os.O_WRONLY | os.O_CREAT, 0o644)"),
+        *(
+            "import yaml\nyaml.load(t)",
+            "import yaml\nyaml.load(t, yaml.Loader)",
+            "import yaml\nyaml.unsafe_load(t)",
+        ),
+        *(
+            "import yaml\nyaml.load(t, _yaml_loader())",
+            "from yaml import load, FullLoader\nload(t, Loader=FullLoader)",
+        ),
+        *(
+            "f(trust_remote_code=True)",
+            "f({'trust_remote_code': True})",
+            "def f(*, trust_remote_code=True): ...",
+        ),
+        *(
+            "def f(a, trust_remote_code: bool = True): ...",
+            "import tempfile\ntempfile.mktemp()",
+            "open('/tmp/a')",
+        ),
+        *(
+            "import os\nos.open(p, os.O_CREAT)",
+            "import os\nos.open(p, os.O_WRONLY | os.O_CREAT, 0o644)",
+        ),
         *("p.chmod(0o644)", "import os\nos.fchmod(1, 0o660)", "import os\nos.umask(0)"),
     ],
 )
@@ -179,12 +283,34 @@ def test_each_danger_would_be_found(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        *("model.eval()", "import mlx.core as mx\nmx.eval(x)", "import re\nre.compile(x)", "import json\njson.load(f)"),
-        *("import numpy as np\nnp.load(f)", "import numpy as np\nnp.load(f, allow_pickle=False)", "exec.run()"),
+        *(
+            "model.eval()",
+            "import mlx.core as mx\nmx.eval(x)",
+            "import re\nre.compile(x)",
+            "import json\njson.load(f)",
+        ),
+        *(
+            "import numpy as np\nnp.load(f)",
+            "import numpy as np\nnp.load(f, allow_pickle=False)",
+            "exec.run()",
+        ),
         *("import yaml\nyaml.load(t, Loader=yaml.SafeLoader)", "import yaml\nyaml.safe_load(t)"),
-        *("f(trust_remote_code=config.trust)", "def f(trust_remote_code=False): ...", "f(shell=False)", "x = 'tmp'"),
-        *("import os\nos.open(p, os.O_RDONLY)", "import os\nos.open(p, os.O_CREAT, 0o600)", "p.chmod(0o700)"),
-        *("import os\nos.umask(0o077)", "from concurrent.futures import ThreadPoolExecutor", "import safetensors"),
+        *(
+            "f(trust_remote_code=config.trust)",
+            "def f(trust_remote_code=False): ...",
+            "f(shell=False)",
+            "x = 'tmp'",
+        ),
+        *(
+            "import os\nos.open(p, os.O_RDONLY)",
+            "import os\nos.open(p, os.O_CREAT, 0o600)",
+            "p.chmod(0o700)",
+        ),
+        *(
+            "import os\nos.umask(0o077)",
+            "from concurrent.futures import ThreadPoolExecutor",
+            "import safetensors",
+        ),
     ],
 )
 def test_what_is_no_danger_is_let_through(code: str) -> None:
@@ -192,13 +318,17 @@ def test_what_is_no_danger_is_let_through(code: str) -> None:
 
 
 def test_helpers_get_pickles_from_their_own_parent_only() -> None:
-    """Why loky is allowed, and only there: the helper processes that render chats are children of the process that
-    starts them, on one host, of one user. Records and token lists go through pipes that only the two have; nothing
-    that was pickled is written to a file, comes from one, or crosses a network. What is sent is one function of
-    this package with plain data. It cannot be JSON, because records may hold arrays of any kind."""
+    """Why loky is allowed, and only there: the helper processes that render chats are children of
+    the process that starts them, on one host, of one user. Records and token lists go through pipes
+    that only the two have; nothing that was pickled is written to a file, comes from one, or
+    crosses a network. What is sent is one function of this package with plain data. It cannot be
+    JSON, because records may hold arrays of any kind.
+    """
     path, package = HELPERS
     text = (ROOT / path).read_text(encoding="utf-8")
-    users = [other for other, source in files() if f"import {package}" in dangers(source, "not " + other)]
+    users = [
+        other for other, source in files() if f"import {package}" in dangers(source, "not " + other)
+    ]
     users += [other for other, source in files() if f"from {package}" in source]
     assert users == [path]
     submitted = [
@@ -211,7 +341,11 @@ def test_helpers_get_pickles_from_their_own_parent_only() -> None:
 
 def test_yaml_makes_plain_values_only(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for tag in (f"!!python/object/apply:os.mkdir [{mark}]", "!!python/name:os.system", "!!python/tuple [1]"):
+    for tag in (
+        f"!!python/object/apply:os.mkdir [{mark}]",
+        "!!python/name:os.system",
+        "!!python/tuple [1]",
+    ):
         file = tmp_path / "config.yaml"
         file.write_text(f"model: {tag}\n")
         with pytest.raises(ConfigError):
@@ -224,7 +358,7 @@ def test_a_models_own_code_is_not_run_unless_asked_for() -> None:
     assert build_config({"train": True, "model": "m", "data": "d"}).trust_remote_code is False
 
 
-# --- a real run: what it listens on, writes and tells -------------------------------------------------
+# --- a real run: what it listens on, writes and tells ---------------------------------------------
 
 SECRETS = {
     name: f"secret-of-{name.lower()}-0123456789"
@@ -255,7 +389,10 @@ class Observed:
 
     def _look(self, supervisor: int) -> None:
         try:
-            family = [psutil.Process(supervisor), *psutil.Process(supervisor).children(recursive=True)]
+            family = [
+                psutil.Process(supervisor),
+                *psutil.Process(supervisor).children(recursive=True),
+            ]
         except psutil.NoSuchProcess:
             return
         for process in family:
@@ -274,15 +411,22 @@ class Observed:
 
 
 def ours(scratch: Path) -> list[Path]:
-    """What there is besides the directory in which MLX keeps the kernels that it compiles for the CPU."""
+    """What there is besides the directory in which MLX keeps the kernels that it compiles for the
+    CPU.
+    """
     return [path for path in scratch.iterdir() if path.name != "mlx"]
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Observed:
+def observed(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path
+) -> Observed:
     seen = Observed(tmp_path_factory.mktemp("run"))
     (seen.place / "scratch").mkdir()
-    places = {"ALLHANDS_TOKEN_CACHE": str(seen.place / "cache" / "tokens"), "TMPDIR": str(seen.place / "scratch")}
+    places = {
+        "ALLHANDS_TOKEN_CACHE": str(seen.place / "cache" / "tokens"),
+        "TMPDIR": str(seen.place / "scratch"),
+    }
     arguments = f"train --train --test --model {tiny_model} --data {tiny_data} --adapter-path {seen.place / 'run'}"
     arguments += " -n 2 --backend ring --cores-per-rank 1 --iters 6 --batch-size 4 --num-layers 2 --save-every 2"
     arguments += " --steps-per-report 1 --steps-per-eval 3 --val-batches 1 --test-batches 1 --log-level verbose"
@@ -311,7 +455,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_da
 def modes(place: Path) -> dict[str, str]:
     """Of every file and directory in ``place``, itself included."""
     paths = [place, *place.rglob("*")]
-    return {str(path.relative_to(place.parent)): f"{path.lstat().st_mode & 0o777:o}" for path in paths}
+    return {
+        str(path.relative_to(place.parent)): f"{path.lstat().st_mode & 0o777:o}" for path in paths
+    }
 
 
 def wrong_modes(place: Path) -> dict[str, str]:
@@ -325,9 +471,17 @@ def wrong_modes(place: Path) -> dict[str, str]:
 def test_what_a_run_leaves_is_for_its_owner_alone(observed: Observed) -> None:
     # That it was a whole run, on which nothing was spared.
     names = set(modes(observed.place / "run"))
-    expected = {"adapters.safetensors", "adapter_config.json", "metrics.jsonl", "events.jsonl", "loss.png"}
+    expected = {
+        "adapters.safetensors",
+        "adapter_config.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "loss.png",
+    }
     assert {f"run/{name}" for name in expected} <= names
-    assert any(name.startswith("run/checkpoints/") and name.endswith("state.json") for name in names)
+    assert any(
+        name.startswith("run/checkpoints/") and name.endswith("state.json") for name in names
+    )
     assert wrong_modes(observed.place / "run") == {}
 
 
@@ -344,18 +498,30 @@ def test_temporary_directories_are_private_and_gone_at_the_end(observed: Observe
 
 def test_ranks_listen_on_this_computer_only(observed: Observed) -> None:
     listening = {local for status, local, _ in observed.connections if status == psutil.CONN_LISTEN}
-    joined = {remote for status, _, remote in observed.connections if status == psutil.CONN_ESTABLISHED}
+    joined = {
+        remote for status, _, remote in observed.connections if status == psutil.CONN_ESTABLISHED
+    }
     assert joined == {"127.0.0.1"}  # the ring was seen at work
     assert listening <= {"127.0.0.1"}
     assert {local for _, local, _ in observed.connections} == {"127.0.0.1"}
 
 
 def test_keys_in_the_environment_are_told_to_nobody(observed: Observed) -> None:
-    texts: dict[str, Any] = {"the terminal": observed.output, "a command line": "\n".join(observed.commands)}
+    texts: dict[str, Any] = {
+        "the terminal": observed.output,
+        "a command line": "\n".join(observed.commands),
+    }
     for path in observed.place.rglob("*"):
         if path.is_file():
-            texts[str(path.relative_to(observed.place))] = path.read_bytes().decode(errors="replace")
+            texts[str(path.relative_to(observed.place))] = path.read_bytes().decode(
+                errors="replace"
+            )
     assert len(texts) > 10
-    assert [(name, key) for name, text in texts.items() for key, value in SECRETS.items() if value in text] == []
+    assert [
+        (name, key)
+        for name, text in texts.items()
+        for key, value in SECRETS.items()
+        if value in text
+    ] == []
     # Nor are they told by their names, as a dump of the whole environment would.
     assert [name for name, text in texts.items() if "AWS_SECRET_ACCESS_KEY" in text] == []

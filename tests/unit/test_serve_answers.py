@@ -1,4 +1,6 @@
-"""What OpenAI's clients get: stop words wherever they are, likelihoods of tokens, refusals, and leaving early."""
+"""What OpenAI's clients get: stop words wherever they are, likelihoods of tokens, refusals, and
+leaving early.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,24 @@ from allhands.model.tokenizer import positions_of
 
 openai = pytest.importorskip("openai")
 
-WORDS = ("Ġdried", "Ġleaves", "Ġand", "herbs", ",Ġ", "Ã©tÃ©", "ðŁ", "æ°´", "Ġwater", "inĠthe", "Ġa", "bcd")
+WORDS = (
+    "Ġdried",
+    "Ġleaves",
+    "Ġand",
+    "herbs",
+    ",Ġ",
+    "Ã©tÃ©",
+    "ðŁ",
+    "æ°´",
+    "Ġwater",
+    "inĠthe",
+    "Ġa",
+    "bcd",
+)
 QUESTION = [{"role": "user", "content": "What is tea?"}]
 
 
-# --- stop words in any text ---------------------------------------------------------------------------
+# --- stop words in any text -----------------------------------------------------------------------
 
 
 def cut_at(text: str, words: list[str]) -> str:
@@ -48,7 +63,9 @@ def cut_at(text: str, words: list[str]) -> str:
     st.lists(st.text("abc", max_size=4), max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_text_is_cut_at_the_first_stop_word_however_it_comes(pieces: list[str], words: list[str]) -> None:
+def test_text_is_cut_at_the_first_stop_word_however_it_comes(
+    pieces: list[str], words: list[str]
+) -> None:
     stop, passed = StopWords(words), ""
     for piece in pieces:
         passed += stop.add(piece)
@@ -69,7 +86,7 @@ def test_what_cannot_become_a_stop_word_is_not_held_back() -> None:
     assert stop.found
 
 
-# --- a model whose tokens are words and parts of characters -------------------------------------------
+# --- a model whose tokens are words and parts of characters ---------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +101,24 @@ def wordy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.mkdir()
     write_tokenizer(directory, merges)
     config = {
-        **{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 0},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        **{"architectures": ["LlamaForCausalLM"], "eos_token_id": 2, "max_position_embeddings": 200},
+        **{
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "vocab_size": 0,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        **{
+            "architectures": ["LlamaForCausalLM"],
+            "eos_token_id": 2,
+            "max_position_embeddings": 200,
+        },
         "vocab_size": len(SPECIAL) + 256 + len(merges),
     }
     mx.random.seed(4)
@@ -131,12 +163,22 @@ def streamed(pieces: Any) -> tuple[str, str | None, list[Any]]:
 def test_stop_words_end_answers_wherever_they_begin(
     client: Any, wordy_model: Path, likely: dict[str, float], sampled: dict[str, Any]
 ) -> None:
-    asked: dict[str, Any] = {"model": str(wordy_model), "messages": QUESTION, "logit_bias": likely, **sampled}
+    asked: dict[str, Any] = {
+        "model": str(wordy_model),
+        "messages": QUESTION,
+        "logit_bias": likely,
+        **sampled,
+    }
     asked |= {"max_tokens": 60, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
     text, tokens = whole.choices[0].message.content, whole.choices[0].logprobs.content
     assert whole.choices[0].finish_reason == "length"
-    assert bytes(b for token in tokens for b in token.bytes).decode("utf-8", "replace").removeprefix(" ") == text
+    assert (
+        bytes(b for token in tokens for b in token.bytes)
+        .decode("utf-8", "replace")
+        .removeprefix(" ")
+        == text
+    )
     found = {text[start : start + size] for start in range(0, 40, 3) for size in (1, 2, 4, 9)}
     for number, word in enumerate(sorted(found)):
         expected = text[: text.index(word)]
@@ -147,22 +189,41 @@ def test_stop_words_end_answers_wherever_they_begin(
         # No more than was needed to complete the word.
         needed = text.index(word) + len(word)
         assert answer.usage.completion_tokens <= 60
-        known = bytes(b for token in tokens[: answer.usage.completion_tokens - 1] for b in token.bytes)
+        known = bytes(
+            b for token in tokens[: answer.usage.completion_tokens - 1] for b in token.bytes
+        )
         assert len(known.decode("utf-8", "ignore").removeprefix(" ")) < needed
         piecewise, finish, seen = streamed(client.chat.completions.create(**asked, stream=True))
         assert (piecewise, finish) == (expected, "stop")
         assert [token.token for token in seen] == [token.token for token in choice.logprobs.content]
-        said = bytes(b for token in seen for b in token.bytes).decode("utf-8", "replace").removeprefix(" ")
+        said = (
+            bytes(b for token in seen for b in token.bytes)
+            .decode("utf-8", "replace")
+            .removeprefix(" ")
+        )
         assert expected.startswith(said)
 
 
-def test_a_stop_word_in_the_first_token(client: Any, wordy_model: Path, likely: dict[str, float]) -> None:
+def test_a_stop_word_in_the_first_token(
+    client: Any, wordy_model: Path, likely: dict[str, float]
+) -> None:
     tokenizer: Any = load_tokenizer(str(wordy_model)).tokenizer
     (leaves,) = tokenizer.encode(" leaves", add_special_tokens=False)
-    asked: dict[str, Any] = {"model": str(wordy_model), "prompt": "dried", "max_tokens": 20, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": str(wordy_model),
+        "prompt": "dried",
+        "max_tokens": 20,
+        "temperature": 0,
+    }
     asked["logit_bias"] = {str(leaves): 100}
     assert client.completions.create(**asked).choices[0].text.startswith("leaves leaves")
-    for word, expected in ((" leaves", "leaves"), ("leaves", ""), ("eave", "l"), ("s l", "leave"), ("vesl", None)):
+    for word, expected in (
+        (" leaves", "leaves"),
+        ("leaves", ""),
+        ("eave", "l"),
+        ("s l", "leave"),
+        ("vesl", None),
+    ):
         answer = client.completions.create(**asked, stop=word)
         if expected is None:
             assert answer.choices[0].finish_reason == "length"
@@ -173,21 +234,37 @@ def test_a_stop_word_in_the_first_token(client: Any, wordy_model: Path, likely: 
         assert "".join(piece.choices[0].text for piece in pieces) == expected
 
 
-def test_likelihoods_are_those_of_tokens_as_text(client: Any, wordy_model: Path, likely: dict[str, float]) -> None:
-    asked: dict[str, Any] = {"model": str(wordy_model), "messages": QUESTION, "max_tokens": 40, "temperature": 1}
+def test_likelihoods_are_those_of_tokens_as_text(
+    client: Any, wordy_model: Path, likely: dict[str, float]
+) -> None:
+    asked: dict[str, Any] = {
+        "model": str(wordy_model),
+        "messages": QUESTION,
+        "max_tokens": 40,
+        "temperature": 1,
+    }
     asked |= {"seed": 5, "logit_bias": likely, "logprobs": True, "top_logprobs": 3}
     tokens = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(tokens) == 40
     for one in tokens:
         assert not {"Ġ", "Ã", "ðŁ"} & {one.token, *(top.token for top in one.top_logprobs)}
-        assert [top.logprob for top in one.top_logprobs] == sorted((t.logprob for t in one.top_logprobs), reverse=True)
+        assert [top.logprob for top in one.top_logprobs] == sorted(
+            (t.logprob for t in one.top_logprobs), reverse=True
+        )
         for top in one.top_logprobs:
             assert bytes(top.bytes).decode("utf-8", "backslashreplace") == top.token
     assert any("\\x" in one.token for one in tokens), "no half of a character"
     assert any(one.token.startswith(" ") for one in tokens)
-    legacy = client.completions.create(model=str(wordy_model), prompt="Tea is", max_tokens=4, logprobs=2)
+    legacy = client.completions.create(
+        model=str(wordy_model), prompt="Tea is", max_tokens=4, logprobs=2
+    )
     likelihoods = legacy.choices[0].logprobs
-    assert len(likelihoods.tokens) == len(likelihoods.token_logprobs) == len(likelihoods.text_offset) == 4
+    assert (
+        len(likelihoods.tokens)
+        == len(likelihoods.token_logprobs)
+        == len(likelihoods.text_offset)
+        == 4
+    )
     assert all(0 < len(top) <= 2 for top in likelihoods.top_logprobs)
 
 
@@ -213,9 +290,12 @@ def test_tokens_of_sentencepiece_are_bytes_and_spaces() -> None:
     assert tokens.shown(9) == "<｜end｜>"
 
 
-# --- what is not done ---------------------------------------------------------------------------------
+# --- what is not done -----------------------------------------------------------------------------
 
-TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +306,15 @@ TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type":
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [TOOL["function"]]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {}},
+                }
+            },
+            "response_format",
+        ),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
@@ -254,7 +342,12 @@ def test_what_is_not_done_is_refused_as_openai_does(
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            **{"model": str(wordy_model), "messages": QUESTION, "stream": stream, "extra_body": more}
+            **{
+                "model": str(wordy_model),
+                "messages": QUESTION,
+                "stream": stream,
+                "extra_body": more,
+            }
         )
     assert caught.value.body["type"] == "invalid_request_error"
     assert caught.value.body["code"]
@@ -264,14 +357,37 @@ def test_what_is_not_done_is_refused_as_openai_does(
 @pytest.mark.parametrize(
     "more",
     [
-        *({"n": 1}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}, {"response_format": {"type": "text"}}),
-        *({"stop": None}, {"stop": ["a", "b", "c", "d"]}, {"temperature": 2}, {"top_p": 0}, {"functions": []}),
-        *({"logprobs": True, "top_logprobs": 20}, {"modalities": ["text"]}, {"metadata": {}}, {"service_tier": "auto"}),
+        *(
+            {"n": 1},
+            {"tools": []},
+            {"tools": [TOOL], "tool_choice": "none"},
+            {"response_format": {"type": "text"}},
+        ),
+        *(
+            {"stop": None},
+            {"stop": ["a", "b", "c", "d"]},
+            {"temperature": 2},
+            {"top_p": 0},
+            {"functions": []},
+        ),
+        *(
+            {"logprobs": True, "top_logprobs": 20},
+            {"modalities": ["text"]},
+            {"metadata": {}},
+            {"service_tier": "auto"},
+        ),
         {"messages": [{"role": "developer", "content": "Be brief."}, *QUESTION]},
     ],
 )
-def test_what_changes_nothing_or_is_done_is_taken(client: Any, wordy_model: Path, more: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {"model": str(wordy_model), "messages": QUESTION, "max_tokens": 2, "extra_body": more}
+def test_what_changes_nothing_or_is_done_is_taken(
+    client: Any, wordy_model: Path, more: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {
+        "model": str(wordy_model),
+        "messages": QUESTION,
+        "max_tokens": 2,
+        "extra_body": more,
+    }
     assert client.chat.completions.create(**asked).choices
 
 
@@ -282,7 +398,10 @@ def test_unknown_paths_methods_and_models(client: Any, server: Served, wordy_mod
     ):
         with pytest.raises(openai.NotFoundError) as caught:
             call()
-        assert (caught.value.body["code"], caught.value.body["param"]) == ("model_not_found", "model")
+        assert (caught.value.body["code"], caught.value.body["param"]) == (
+            "model_not_found",
+            "model",
+        )
     assert client.models.retrieve(str(wordy_model)).id == str(wordy_model)
     for call in (
         lambda: client.embeddings.create(model=str(wordy_model), input="x"),
@@ -322,14 +441,20 @@ def test_roles_that_the_template_has_not(wordy_model: Path, tmp_path: Path) -> N
         assert status(*QUESTION) == 200
         assert status({"role": "system", "content": "Be brief."}, *QUESTION) == 200
         developer = said({"role": "developer", "content": "Be brief."}, *QUESTION)
-        assert developer["usage"] == said({"role": "system", "content": "Be brief."}, *QUESTION)["usage"]
+        assert (
+            developer["usage"]
+            == said({"role": "system", "content": "Be brief."}, *QUESTION)["usage"]
+        )
         assert status(*QUESTION, {"role": "tool", "content": "12:00", "tool_call_id": "1"}) == 400
-        assert status(*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION) == 400
+        assert (
+            status(*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION)
+            == 400
+        )
         assert status(*QUESTION, {"role": "assistant", "content": "Leaves."}, *QUESTION) == 200
         assert status(*QUESTION, tools=[TOOL]) == 400
 
 
-# --- long prompts, and clients that leave -------------------------------------------------------------
+# --- long prompts, and clients that leave ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,20 +468,37 @@ def test_roles_that_the_template_has_not(wordy_model: Path, tmp_path: Path) -> N
             {
                 "max_position_embeddings": 131072,
                 "rope_scaling": {
-                    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+                    **{
+                        "rope_type": "llama3",
+                        "factor": 8.0,
+                        "original_max_position_embeddings": 8192,
+                    },
                 },
             },
             131072,
         ),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        (
+            {"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            8192,
+        ),
         (
             {
                 "max_position_embeddings": 32768,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
             },
             131072,
         ),
-        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            2048,
+        ),
     ],
 )
 def test_positions_of_configurations(config: dict[str, Any], positions: int | None) -> None:
@@ -371,7 +513,10 @@ def test_a_prompt_beyond_the_models_positions(client: Any, wordy_model: Path) ->
         if refused:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(**asked, messages=chat)
-            assert (caught.value.body["code"], caught.value.body["param"]) == ("context_length_exceeded", "messages")
+            assert (caught.value.body["code"], caught.value.body["param"]) == (
+                "context_length_exceeded",
+                "messages",
+            )
             continue
         answer = client.chat.completions.create(**asked, messages=chat, max_tokens=10**6)
         assert answer.usage.total_tokens == 200
@@ -393,9 +538,16 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"seed": 3, "temperature": 0.5}])
 @pytest.mark.parametrize("phase", ["prompt", "answer"])
-def test_a_client_that_leaves_stops_its_computing(slow: Served, more: dict[str, Any], phase: str) -> None:
+def test_a_client_that_leaves_stops_its_computing(
+    slow: Served, more: dict[str, Any], phase: str
+) -> None:
     words = f"{phase}{more} " + "What is dew? " * (2000 if phase == "prompt" else 1)
-    asked = {"messages": [{"role": "user", "content": words}], "max_tokens": 10**6, "logit_bias": {"2": -100}, **more}
+    asked = {
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": 10**6,
+        "logit_bias": {"2": -100},
+        **more,
+    }
     body = json.dumps(asked).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     short = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -415,7 +567,11 @@ def test_a_client_that_leaves_stops_its_computing(slow: Served, more: dict[str, 
 
 def test_a_client_that_only_listens_gets_its_answer(slow: Served) -> None:
     """It has closed its side for sending, and waits: it has not left."""
-    asked = {"messages": [{"role": "user", "content": "Listening. " * 60}], "max_tokens": 80, "logit_bias": {"2": -100}}
+    asked = {
+        "messages": [{"role": "user", "content": "Listening. " * 60}],
+        "max_tokens": 80,
+        "logit_bias": {"2": -100},
+    }
     status, _, answer = slow.ask("POST", "/v1/chat/completions", asked)
     assert (status, answer["usage"]["completion_tokens"]) == (200, 80)
     streamed_too = slow.ask("POST", "/v1/chat/completions", {**asked, "stream": True})[2]
@@ -444,7 +600,7 @@ def test_a_short_question_does_not_wait_for_somebody_elses_long_prompt(slow: Ser
     assert done == [200]
 
 
-# --- thinking and calls ---------------------------------------------------------------------------------
+# --- thinking and calls ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -457,7 +613,9 @@ def test_thinking_and_calls_are_told_apart_however_the_text_comes(size: int) -> 
             "tool": [("</call>", "normal")],
         }
     )
-    context = SimpleNamespace(text_sm=machine, initial_state="normal", tool_parser=lambda text, _: json.loads(text))
+    context = SimpleNamespace(
+        text_sm=machine, initial_state="normal", tool_parser=lambda text, _: json.loads(text)
+    )
     call = '{"name": "clock", "arguments": {"zone": "CET"}}'
 
     def answered(text: str, stop: list[str], end: str = "stop") -> tuple[Piece, str | None]:
@@ -468,7 +626,11 @@ def test_thinking_and_calls_are_told_apart_however_the_text_comes(size: int) -> 
         ends = [(number, None) for number in range(len(pieces))] + [(-1, "stop")]
         ends[-2:] = ends[-2:] if end == "stop" else [(len(pieces) - 1, "length")]
         for token, finish in ends:
-            whole.add(answer.take(SimpleNamespace(token=token, finish_reason=finish, logprob=0.0, top_tokens=())))
+            whole.add(
+                answer.take(
+                    SimpleNamespace(token=token, finish_reason=finish, logprob=0.0, top_tokens=())
+                )
+            )
             if whole.finish is not None:
                 break
         return whole, whole.finish

@@ -1,4 +1,6 @@
-"""A web page of somebody else's in a real browser, against ``serve`` and the dashboard on the same computer."""
+"""A web page of somebody else's in a real browser, against ``serve`` and the dashboard on the same
+computer.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def opened(browser: Any, address: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-def test_a_page_of_another_origin_gets_nothing(browser: Any, elsewhere: int, tiny_model: Path, name: str) -> None:
+def test_a_page_of_another_origin_gets_nothing(
+    browser: Any, elsewhere: int, tiny_model: Path, name: str
+) -> None:
     with served("--model", tiny_model) as running:
         server = f"http://127.0.0.1:{running.port}"
         page = opened(browser, f"http://{name}:{elsewhere}/")
@@ -104,8 +108,14 @@ def test_a_page_of_another_origin_gets_nothing(browser: Any, elsewhere: int, tin
 
 
 @pytest.mark.parametrize("token", [None, "correct-horse"])
-def test_a_page_that_may_ask_works(browser: Any, elsewhere: int, tiny_model: Path, token: str | None) -> None:
-    words = ["--allow-origin", f"http://localhost:{elsewhere}", *(["--token", token] if token else [])]
+def test_a_page_that_may_ask_works(
+    browser: Any, elsewhere: int, tiny_model: Path, token: str | None
+) -> None:
+    words = [
+        "--allow-origin",
+        f"http://localhost:{elsewhere}",
+        *(["--token", token] if token else []),
+    ]
     with served("--model", tiny_model, *words) as running:
         server = f"http://127.0.0.1:{running.port}"
         got = opened(browser, f"http://localhost:{elsewhere}/").evaluate(TRIES, [server, token])
@@ -119,7 +129,9 @@ def test_a_page_that_may_ask_works(browser: Any, elsewhere: int, tiny_model: Pat
         assert {key: value for key, value in got.items() if value} == {}
 
 
-def test_the_dashboard_tells_other_pages_nothing(browser: Any, elsewhere: int, tmp_path: Path) -> None:
+def test_the_dashboard_tells_other_pages_nothing(
+    browser: Any, elsewhere: int, tmp_path: Path
+) -> None:
     write_run(tmp_path / "run")
     with dashboard(tmp_path) as running:
         server = running.address.rstrip("/")

@@ -36,10 +36,14 @@ def read(body: bytes, path: str = "/v1/chat/completions") -> dict[str, Any] | No
 
 
 def check_bodies(count: int, seed: int) -> int:
-    """How many of so many were taken: they hold what mlx_lm computes with, and nothing that it would load."""
+    """How many of so many were taken: they hold what mlx_lm computes with, and nothing that it
+    would load.
+    """
     source, taken = random.Random(seed), 0
     for number in range(count):
-        found = read(some_body(source), ("/v1/chat/completions", "/v1/completions")[number % 8 == 0])
+        found = read(
+            some_body(source), ("/v1/chat/completions", "/v1/completions")[number % 8 == 0]
+        )
         if found is not None:
             taken += 1
             assert found["model"] == "tiny"
@@ -75,7 +79,9 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ({"role": "alien", "content": "Hello"}, False),
     ],
 )
-def test_messages_without_words_or_of_unknown_roles_are_refused(message: dict[str, Any], taken: bool) -> None:
+def test_messages_without_words_or_of_unknown_roles_are_refused(
+    message: dict[str, Any], taken: bool
+) -> None:
     body = json.dumps({"messages": [message, {"role": "user", "content": "And?"}]}).encode()
     assert (read(body) is not None) == taken
 
@@ -118,8 +124,16 @@ WRONG: dict[str, list[Any]] = {
         name: [*NOT_WHOLE, -1, 10**30]
         for name in ("repetition_context_size", "presence_context_size", "num_draft_tokens")
     },
-    **{"frequency_context_size": [*NOT_WHOLE, -1], "top_k": [*NOT_WHOLE, -2, 10**30], "n": [*NOT_WHOLE, 0, 2]},
-    **{"seed": [*NOT_WHOLE, 2**64], "top_logprobs": [*NOT_WHOLE, 21, -2], "temperature": [*NO_NUMBER, -1, 2.1]},
+    **{
+        "frequency_context_size": [*NOT_WHOLE, -1],
+        "top_k": [*NOT_WHOLE, -2, 10**30],
+        "n": [*NOT_WHOLE, 0, 2],
+    },
+    **{
+        "seed": [*NOT_WHOLE, 2**64],
+        "top_logprobs": [*NOT_WHOLE, 21, -2],
+        "temperature": [*NO_NUMBER, -1, 2.1],
+    },
     **{name: [*NO_NUMBER, -0.1, 1.1] for name in ("top_p", "min_p", "xtc_probability")},
     **{"xtc_threshold": [*NO_NUMBER, 0.6], "repetition_penalty": [*NO_NUMBER, -1]},
     **{name: [*NO_NUMBER, 1e300, -1e300] for name in ("presence_penalty", "frequency_penalty")},
@@ -127,11 +141,21 @@ WRONG: dict[str, list[Any]] = {
         "stream_options": [*NO_OBJECT, {"include_usage": 3}],
         "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}, {STRANGE: 1}],
     },
-    **{"stop": [True, 3, {"x": 3}, [3], [""], "", [], ["a"] * 5], "tools": ["x", 3, {"x": 3}, ["f"]]},
+    **{
+        "stop": [True, 3, {"x": 3}, [3], [""], "", [], ["a"] * 5],
+        "tools": ["x", 3, {"x": 3}, ["f"]],
+    },
     **dict.fromkeys(("model", "adapters", "draft_model"), NO_MODEL),
     **{"prompt": [True, 1, {"x": "x"}, ["x", "y"], [259], [True], [["x"]], [[1], [2]]]},
-    **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": [*NO_OBJECT, {"type": "json_object"}]},
-    **{"chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}], "role_mapping": [*NO_OBJECT, {"user": 3}]},
+    **{
+        "user": NO_TEXT,
+        "tool_choice": [True, 3, ["x"]],
+        "response_format": [*NO_OBJECT, {"type": "json_object"}],
+    },
+    **{
+        "chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}],
+        "role_mapping": [*NO_OBJECT, {"user": 3}],
+    },
 }
 
 
@@ -157,7 +181,7 @@ def test_no_request_makes_the_server_load_anything(name: str) -> None:
     )
 
 
-# --- over the network ---------------------------------------------------------------------------------
+# --- over the network -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +191,18 @@ def server(tiny_model: Path) -> Any:
 
 
 ROUTES = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/chat/completions"), ("POST", "OPTIONS")),
+    **dict.fromkeys(
+        ("/v1/chat/completions", "/v1/completions", "/chat/completions"), ("POST", "OPTIONS")
+    ),
     **{"/v1/models": ("GET", "HEAD", "OPTIONS"), "/": ("OPTIONS",)},
 }
-PATHS = ["/v1/chat/completions"] * 9 + ["/v1/completions", "/chat/completions", "/v1/models", "/", "//x"]
+PATHS = ["/v1/chat/completions"] * 9 + [
+    "/v1/completions",
+    "/chat/completions",
+    "/v1/models",
+    "/",
+    "//x",
+]
 
 
 def check_requests(server: Served, requests: Sequence[bytes]) -> Counter[str]:
@@ -205,7 +237,9 @@ def test_garbage_over_the_network(server: Served) -> None:
     still_answers(server)
 
 
-WORDS = st.text("ab é\n{<", max_size=6) | st.sampled_from(["{", '{"a": [1]}', "[1]", "Zq" + "9" * 4400 + "qZ"])
+WORDS = st.text("ab é\n{<", max_size=6) | st.sampled_from(
+    ["{", '{"a": [1]}', "[1]", "Zq" + "9" * 4400 + "qZ"]
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | WORDS,
     lambda of: st.lists(of, max_size=2) | st.dictionaries(WORDS, of, max_size=2),
@@ -219,14 +253,19 @@ def some_function() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def some_message() -> st.SearchStrategy[dict[str, Any]]:
-    calls = st.lists(st.fixed_dictionaries({"function": some_function()}, optional={"id": VALUES}), max_size=2)
+    calls = st.lists(
+        st.fixed_dictionaries({"function": some_function()}, optional={"id": VALUES}), max_size=2
+    )
     more = {"tool_calls": st.none() | calls, "name": VALUES, "reasoning_content": VALUES}
     roles = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
     return st.fixed_dictionaries({"role": roles, "content": WORDS}, optional=more)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(some_message(), min_size=1, max_size=3), st.none() | st.lists(some_function(), max_size=2))
+@given(
+    st.lists(some_message(), min_size=1, max_size=3),
+    st.none() | st.lists(some_function(), max_size=2),
+)
 def test_conversations_of_any_form_are_answered_or_refused(
     server: Served, messages: list[dict[str, Any]], functions: list[dict[str, Any]] | None
 ) -> None:
@@ -245,7 +284,9 @@ def test_a_message_with_nulls_is_one_without_these_fields(server: Served) -> Non
     assert plain[2]["usage"]["prompt_tokens"] == with_nulls[2]["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("head", ["", "Connection: clos", "Connection: close", "Connection: close\r\n"])
+@pytest.mark.parametrize(
+    "head", ["", "Connection: clos", "Connection: close", "Connection: close\r\n"]
+)
 def test_a_head_that_ends_too_early_is_refused(server: Served, head: str) -> None:
     """Perhaps what would have followed forbids it."""
     whole = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{head}"
@@ -254,14 +295,22 @@ def test_a_head_that_ends_too_early_is_refused(server: Served, head: str) -> Non
 
 
 def of_bytes(body: bytes) -> bytes:
-    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
 
 
 @pytest.mark.long
 def test_a_hundred_thousand_inputs_over_the_network(tiny_model: Path) -> None:
     """Into one process, which is alive at the end, as large as it was, and answers."""
-    body = st.dictionaries(st.sampled_from([*FIELDS, "messages"]), JSON).map(lambda fields: {**CHAT, **fields})
-    request = st.one_of(st.binary(), st.binary().map(of_bytes), body.map(json.dumps).map(str.encode).map(of_bytes))
+    body = st.dictionaries(st.sampled_from([*FIELDS, "messages"]), JSON).map(
+        lambda fields: {**CHAT, **fields}
+    )
+    request = st.one_of(
+        st.binary(), st.binary().map(of_bytes), body.map(json.dumps).map(str.encode).map(of_bytes)
+    )
     with served("--model", tiny_model, "--max-tokens", "2") as server:
         check = partial(check_requests, server)
         seen, footprint = ask_a_hundred_thousand(server.process.pid, check, request, some_requests)

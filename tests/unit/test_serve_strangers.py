@@ -1,4 +1,6 @@
-"""Who asks the server: this computer's programs, web pages, other computers, and callers that never finish."""
+"""Who asks the server: this computer's programs, web pages, other computers, and callers that never
+finish.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,26 @@ def closed(tiny_model: Path) -> Iterator[Served]:
 def opened(tiny_model: Path) -> Iterator[Served]:
     """To other computers, and to pages of a friend."""
     with served(
-        "--model", tiny_model, "--host", "0.0.0.0", "--name", "studio.example", "--allow-origin", FRIEND
+        "--model",
+        tiny_model,
+        "--host",
+        "0.0.0.0",
+        "--name",
+        "studio.example",
+        "--allow-origin",
+        FRIEND,
     ) as running:
         yield running
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-def test_every_route_is_guarded(closed: Served, opened: Served, method: str, path: str, body: object) -> None:
+def test_every_route_is_guarded(
+    closed: Served, opened: Served, method: str, path: str, body: object
+) -> None:
     def status(server: Served, **headers: str | None) -> int:
-        return server.ask(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})[0]
+        return server.ask(
+            method, path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+        )[0]
 
     assert status(closed) == 200
     for host in ("localhost", f"localhost:{closed.port}", "127.0.0.2", "[::1]:8080"):
@@ -67,13 +80,25 @@ def test_every_route_is_guarded(closed: Served, opened: Served, method: str, pat
     assert status(opened, Host="evil.example") == 400
     assert status(opened, Origin=FRIEND) == 200
     assert status(opened, Origin="http://evil.example") == 403
-    for wrong in (None, "Bearer wrong", f"Basic {opened.token}", f"Bearer {opened.token}x", "Bearer \xe9"):
+    for wrong in (
+        None,
+        "Bearer wrong",
+        f"Basic {opened.token}",
+        f"Bearer {opened.token}x",
+        "Bearer \xe9",
+    ):
         assert status(opened, Authorization=wrong) == 401
 
 
 def test_what_is_refused_is_said_as_clients_read_it(closed: Served, opened: Served) -> None:
-    status, headers, told = opened.ask("GET", "/v1/models", headers={"Authorization": None, "Origin": FRIEND})
-    assert (status, told["error"]["code"], headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    status, headers, told = opened.ask(
+        "GET", "/v1/models", headers={"Authorization": None, "Origin": FRIEND}
+    )
+    assert (status, told["error"]["code"], headers["www-authenticate"]) == (
+        401,
+        "invalid_api_key",
+        "Bearer",
+    )
     # The friend's page can read it.
     assert headers["access-control-allow-origin"] == FRIEND
     status, headers, told = closed.ask("GET", "/v1/models", headers={"Host": "evil.example"})
@@ -84,7 +109,10 @@ def test_what_is_refused_is_said_as_clients_read_it(closed: Served, opened: Serv
 
 
 def test_preflights(closed: Served, opened: Served) -> None:
-    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    wanted = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     status, headers, _ = opened.ask(
         "OPTIONS", ROUTES[0][1], headers={**wanted, "Origin": FRIEND, "Authorization": None}
     )
@@ -93,7 +121,9 @@ def test_preflights(closed: Served, opened: Served) -> None:
     assert "POST" in headers["access-control-allow-methods"]
     assert headers["vary"] == "Origin"
     for server in (closed, opened):
-        status, headers, _ = server.ask("OPTIONS", ROUTES[0][1], headers={**wanted, "Origin": "http://evil.example"})
+        status, headers, _ = server.ask(
+            "OPTIONS", ROUTES[0][1], headers={**wanted, "Origin": "http://evil.example"}
+        )
         assert status == 403
         assert not [name for name in headers if name.startswith("access-control")]
 
@@ -136,11 +166,19 @@ def test_an_unknown_path_is_told_what_there_is(closed: Served, method: str) -> N
 
 
 def test_a_token_of_ones_own(tiny_model: Path) -> None:
-    for words, env in ((["--token", "correct-horse"], {}), ([], {"ALLHANDS_TOKEN": "correct-horse"})):
+    for words, env in (
+        (["--token", "correct-horse"], {}),
+        ([], {"ALLHANDS_TOKEN": "correct-horse"}),
+    ):
         with served("--model", tiny_model, *words, env={**os.environ, **env}) as running:
             assert running.token is None
             assert running.ask("GET", "/v1/models")[0] == 401
-            assert running.ask("GET", "/v1/models", headers={"Authorization": "Bearer correct-horse"})[0] == 200
+            assert (
+                running.ask("GET", "/v1/models", headers={"Authorization": "Bearer correct-horse"})[
+                    0
+                ]
+                == 200
+            )
             assert "correct-horse" not in running.said()
 
 
@@ -163,12 +201,14 @@ def test_wrong_options_are_one_message(tiny_model: Path, words: list[str], named
 def test_every_page_may_ask_if_asked_for_with_a_warning(tiny_model: Path) -> None:
     with served("--model", tiny_model, "--allow-origin", "*") as running:
         assert "warning" in running.said()
-        status, headers, _ = running.ask("POST", ROUTES[0][1], CHAT, {"Origin": "http://evil.example"})
+        status, headers, _ = running.ask(
+            "POST", ROUTES[0][1], CHAT, {"Origin": "http://evil.example"}
+        )
         assert (status, headers["access-control-allow-origin"]) == (200, "*")
         assert running.ask("POST", ROUTES[0][1], CHAT, {"Host": "evil.example"})[0] == 400
 
 
-# --- bodies -------------------------------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +245,7 @@ def test_bodies_in_pieces_are_refused_and_large_ones_hear_why(closed: Served) ->
     assert closed.ask("POST", "/v1/completions", b"x" * (15 * 2**20))[0] == 400
 
 
-# --- callers that never finish ------------------------------------------------------------------------
+# --- callers that never finish --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -285,7 +325,9 @@ def test_where_all_wait_for_answers_another_is_told_so(impatient: Served) -> Non
     assert impatient.ask("GET", "/health")[0] == 200
 
 
-def test_a_model_that_failed_begins_anew(impatient: Served, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_failed_begins_anew(
+    impatient: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
     impatient.server._generator.requests.put("garbage")  # type: ignore[attr-defined]
     time.sleep(0.5)
     assert impatient.ask("POST", ROUTES[0][1], CHAT)[0] == 200

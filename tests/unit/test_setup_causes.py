@@ -67,7 +67,11 @@ NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (
         ),
         (
             CommandDone(
-                1, "", OFFLINE_PIP.replace("[Errno -3] Temporary failure in name resolution", "what nobody knows")
+                1,
+                "",
+                OFFLINE_PIP.replace(
+                    "[Errno -3] Temporary failure in name resolution", "what nobody knows"
+                ),
             ),
             "it cannot reach the package index (ERROR: No matching distribution found for mlx==0.32.4)",
             NO_NETWORK,
@@ -88,19 +92,28 @@ NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (
             "ensurepip of its Python does not work, which puts pip into an environment",
             "mend that Python, install uv there, or name another Python with --python",
         ),
-        (CommandDone(1, "it is too warm today\n\nFailing command: /e/bin/python"), "it is too warm today", ""),
+        (
+            CommandDone(1, "it is too warm today\n\nFailing command: /e/bin/python"),
+            "it is too warm today",
+            "",
+        ),
         (CommandDone(1, "Failing command: /e/bin/python"), "Failing command: /e/bin/python", ""),
         (CommandDone(None), "no answer in time", ""),
     ],
     ids=["pip", "uv", "unknown", "absent", "full", "debian", "venv", "before", "alone", "late"],
 )
-def test_the_cause_is_told_and_not_what_follows_from_it(done: CommandDone, text: str, hint: str) -> None:
+def test_the_cause_is_told_and_not_what_follows_from_it(
+    done: CommandDone, text: str, hint: str
+) -> None:
     assert cause_of(done) == (text, hint)
 
 
 def test_a_step_that_failed_has_a_remedy_in_any_case() -> None:
     step = Step("node1", "install MLX", ("pip", "install", "mlx"))
-    offline, absent = Failed(step, CommandDone(1, "", OFFLINE_PIP)), Failed(step, CommandDone(1, "", ABSENT_PIP))
+    offline, absent = (
+        Failed(step, CommandDone(1, "", OFFLINE_PIP)),
+        Failed(step, CommandDone(1, "", ABSENT_PIP)),
+    )
     assert str(offline).startswith("install MLX: it cannot reach the package index")
     assert offline.hint == f"{NO_NETWORK}, then run this again; by hand: pip install mlx"
     assert absent.hint == "run it by hand: pip install mlx"

@@ -1,4 +1,6 @@
-"""The road of set-up with computers that exist only on paper: what is asked, and what becomes of the answers."""
+"""The road of set-up with computers that exist only on paper: what is asked, and what becomes of
+the answers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from allhands.cluster.setup.flow import SetUp
 from allhands.cluster.setup.outcome import Mode, SetupReport, Wishes
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell
-from allhands.cluster.setup.state import CannotSetUp, Installed, SetupHostState, SetupSource, WantedSetup
+from allhands.cluster.setup.state import (
+    CannotSetUp,
+    Installed,
+    SetupHostState,
+    SetupSource,
+    WantedSetup,
+)
 from allhands.errors import ConfigError
 
 HAS = {"allhands": "1.2", "mlx": "0.32.4", "mlx-metal": "0.32.4"}
@@ -41,7 +49,9 @@ def mac(number: int, peer: int, devices: Sequence[str] = ()) -> SetupHostState:
     }
     installed = Installed("/env/bin/python", (3, 11, 1), HAS)
     facts = HostFacts.model_validate(content)
-    return SetupHostState(f"mac{number}", f"mac{number}", "Darwin", installed=(installed,), facts=facts, cwd="/work")
+    return SetupHostState(
+        f"mac{number}", f"mac{number}", "Darwin", installed=(installed,), facts=facts, cwd="/work"
+    )
 
 
 @dataclass(frozen=True)
@@ -93,13 +103,21 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def wishes_for(place: Path, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED) -> Wishes:
+def wishes_for(
+    place: Path, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED
+) -> Wishes:
     surveyor: Any = OnPaper({state.name: state for state in states})
-    return Wishes([state.name for state in states], place / "hosts.json", wanted, surveyor, mode=mode)
+    return Wishes(
+        [state.name for state in states], place / "hosts.json", wanted, surveyor, mode=mode
+    )
 
 
 def set_up(
-    place: Path, person: Answers, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED
+    place: Path,
+    person: Answers,
+    *states: SetupHostState,
+    mode: Mode = "ask",
+    wanted: WantedSetup = WANTED,
 ) -> SetupReport:
     return SetUp(wishes_for(place, *states, mode=mode, wanted=wanted), person).run()
 
@@ -109,7 +127,7 @@ def addresses(place: Path) -> dict[str, list[str]]:
     return {entry["ssh"]: entry["ips"] for entry in content["hosts"]}
 
 
-# --- Thunderbolt ----------------------------------------------------------------------------------------
+# --- Thunderbolt ----------------------------------------------------------------------------------
 
 CONFIGURATOR = """#!{python}
 import json, sys
@@ -155,12 +173,17 @@ def test_macs_whose_ports_shall_stay_as_they_are(place: Path, configurator: Path
     assert addresses(place) == {"mac1": ["10.0.0.1"], "mac2": ["10.0.0.2"]}
 
 
-def test_a_configurator_that_fails_is_told_and_harms_nothing(place: Path, configurator: Path) -> None:
+def test_a_configurator_that_fails_is_told_and_harms_nothing(
+    place: Path, configurator: Path
+) -> None:
     configurator.write_text("#!/bin/sh\nexit 3\n")
     person = Answers()
     report = set_up(place, person, mac(1, 2), mac(2, 1), mode="yes")
     assert "by hand:" in person.told[0]
-    assert "mlx.distributed_config --hosts mac1,mac2 --over thunderbolt --backend ring" in person.told[0]
+    assert (
+        "mlx.distributed_config --hosts mac1,mac2 --over thunderbolt --backend ring"
+        in person.told[0]
+    )
     assert addresses(place) == {"mac1": ["10.0.0.1"], "mac2": ["10.0.0.2"]}
     assert "over Wi-Fi" in (report.warning or "")
 
@@ -180,7 +203,7 @@ def test_what_is_only_shown_is_not_run(place: Path, configurator: Path, mode: Mo
     assert not (place / "hosts.json").exists()
 
 
-# --- one computer's trouble -----------------------------------------------------------------------------
+# --- one computer's trouble -----------------------------------------------------------------------
 
 
 def test_one_that_cannot_be_set_up_does_not_stop_the_others(place: Path) -> None:
@@ -209,7 +232,9 @@ def test_refused_changes_are_not_made(place: Path) -> None:
 def test_a_step_that_fails_is_told_with_its_last_word_and_how_to_run_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) echo "disk full" >&2; exit 1;; esac\n')
+    (place / "ssh").write_text(
+        '#!/bin/sh\ncase "$*" in *mkdir*) echo "disk full" >&2; exit 1;; esac\n'
+    )
     report = set_up(place, Answers(), mac(1, 9), replace(mac(2, 9), cwd_exists=False))
     assert report.outcomes[0].trouble is None
     assert report.outcomes[1].trouble == "make the directory to work in: disk full"
@@ -217,7 +242,9 @@ def test_a_step_that_fails_is_told_with_its_last_word_and_how_to_run_it(
 
 
 def test_nobody_can_be_used(place: Path) -> None:
-    report = set_up(place, Answers(), replace(mac(1, 9), facts=None, installed=(), env_dir="/home/me/env"))
+    report = set_up(
+        place, Answers(), replace(mac(1, 9), facts=None, installed=(), env_dir="/home/me/env")
+    )
     assert report.outcomes[0].trouble
     assert report.text is None
     assert not (place / "hosts.json").exists()
@@ -247,11 +274,15 @@ def test_hosts_with_gpus_get_a_rank_for_each(place: Path) -> None:
     facts = HostFacts.model_validate(state.facts.model_dump() | {"gpus": [gpu, gpu]})
     versions = {"allhands": "1.2", "mlx": "0.32.4", "mlx-cuda-13": "0.32.4"}
     installed = Installed("/env/bin/python", (3, 11, 1), versions)
-    set_up(place, Answers(), replace(state, system="Linux", driver="580.1", facts=facts, installed=(installed,)))
+    set_up(
+        place,
+        Answers(),
+        replace(state, system="Linux", driver="580.1", facts=facts, installed=(installed,)),
+    )
     assert json.loads((place / "hosts.json").read_text())["hosts"][0]["slots"] == 2
 
 
-# --- what is told at the end ----------------------------------------------------------------------------
+# --- what is told at the end ----------------------------------------------------------------------
 
 
 class Typed(io.StringIO):
@@ -289,7 +320,10 @@ def test_a_refusal_writes_no_hostfile_and_says_so(
     assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY)) == 7
     assert not (place / "hosts.json").exists()
     said = capsys.readouterr()
-    assert "hosts.json is not written, because you did not agree to the changes needed on mac2" in said.err
+    assert (
+        "hosts.json is not written, because you did not agree to the changes needed on mac2"
+        in said.err
+    )
     assert "what to do: run this again and agree, or leave mac2 out of --hosts" in said.err
     assert "train" not in said.out + said.err
 
@@ -297,7 +331,9 @@ def test_a_refusal_writes_no_hostfile_and_says_so(
 def test_who_fails_is_missing_from_the_hostfile_and_that_is_told(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) echo "disk full" >&2; exit 1;; esac\n')
+    (place / "ssh").write_text(
+        '#!/bin/sh\ncase "$*" in *mkdir*) echo "disk full" >&2; exit 1;; esac\n'
+    )
     assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mac(3, 9), mode="yes")) == 7
     assert list(addresses(place)) == ["mac1", "mac3"]
     said = capsys.readouterr().out
@@ -320,12 +356,16 @@ def test_one_that_is_left_alone_is_not_sent_to_train(
     )
 
 
-def test_one_that_was_asked_for_alone_may_train(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_asked_for_alone_may_train(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_init(wishes_for(place, mac(1, 9), mode="yes")) == 0
     assert capsys.readouterr().out.startswith("hosts.json written\nnext:\n")
 
 
-def test_only_shown_it_says_who_would_be_missing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_shown_it_says_who_would_be_missing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lacking = replace(mac(2, 9), installed=(), env_dir="/home/me/env", home="/home/me")
     assert run_init(wishes_for(place, mac(1, 9), lacking, mac(3, 9), mode="dry-run")) == 7
     assert f"# {place}/hosts.json without mac2\ncat > " in capsys.readouterr().out
@@ -336,12 +376,16 @@ OLD = {"mac1": "10.0.0.1", "mac2": "10.0.0.2", "far": "10.0.9.1", "farther": "10
 
 def earlier(place: Path) -> str:
     """A hostfile of an earlier run, over more computers."""
-    entries = [hostfile.host_entry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
+    entries = [
+        hostfile.host_entry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()
+    ]
     (place / "hosts.json").write_text(hostfile.compose(entries))
     return (place / "hosts.json").read_text()
 
 
-def test_who_else_is_in_the_hostfile_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_else_is_in_the_hostfile_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = earlier(place)
     assert run_init(wishes_for(place, mac(1, 9), mac(2, 9), mode="yes")) == 0
     assert (place / "hosts.json").read_text() == before
@@ -349,7 +393,9 @@ def test_who_else_is_in_the_hostfile_is_told(place: Path, capsys: pytest.Capture
     assert said.startswith("hosts.json is up to date\nit also has far, farther, as before\nnext:\n")
 
 
-def test_one_that_fails_stays_in_an_earlier_hostfile(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_fails_stays_in_an_earlier_hostfile(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = earlier(place)
     (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) exit 1;; esac\n')
     assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="yes")) == 7
@@ -364,7 +410,10 @@ def test_a_plan_has_no_step_that_changes_nothing(place: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="refuse"))
     lines = caught.value.message.splitlines()[1:]
-    assert lines == ["  # mac2: make the directory to work in", f"  {place}/ssh mac2 'mkdir -p -- /work'"]
+    assert lines == [
+        "  # mac2: make the directory to work in",
+        f"  {place}/ssh mac2 'mkdir -p -- /work'",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +421,10 @@ def test_a_plan_has_no_step_that_changes_nothing(place: Path) -> None:
     [
         ({"place_named": True}, "--env-dir is"),
         ({"wanted": replace(WANTED, python_path="/no/python3.11")}, "--python is"),
-        ({"place_named": True, "wanted": replace(WANTED, python_path="/no/python3.11")}, "--env-dir and --python are"),
+        (
+            {"place_named": True, "wanted": replace(WANTED, python_path="/no/python3.11")},
+            "--env-dir and --python are",
+        ),
         ({}, None),
         ({"wanted": replace(WANTED, python_path="/env/bin/python")}, None),
     ],
@@ -395,7 +447,7 @@ def test_an_environment_in_the_named_place_is_what_was_asked_for(
     assert "kept" not in capsys.readouterr().err
 
 
-# --- the command ----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -408,7 +460,9 @@ def test_an_environment_in_the_named_place_is_what_was_asked_for(
         ("--hosts a --from nothing", "--from"),
     ],
 )
-def test_wrong_options_are_refused_before_anybody_is_asked(place: Path, arguments: str, where: str) -> None:
+def test_wrong_options_are_refused_before_anybody_is_asked(
+    place: Path, arguments: str, where: str
+) -> None:
     (place / "ssh").write_text(f"#!/bin/sh\ntouch {place}/asked\n")
     app = typer.Typer()
     app.command()(function_of("cluster.ClusterInit cluster_init:cluster_init"))

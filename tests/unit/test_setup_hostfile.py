@@ -1,4 +1,6 @@
-"""The hostfile that set-up writes, also beside an earlier one and with what MLX's Thunderbolt configurator found."""
+"""The hostfile that set-up writes, also beside an earlier one and with what MLX's Thunderbolt
+configurator found.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.setup import thunderbolt
 from allhands.cluster.setup.hostfile import check_output, compose, host_entry, read_old, write
-from allhands.cluster.setup.thunderbolt import Wiring, backend_of, configure_step, joined, read_wiring
+from allhands.cluster.setup.thunderbolt import (
+    Wiring,
+    backend_of,
+    configure_step,
+    joined,
+    read_wiring,
+)
 from allhands.errors import ConfigError
 
 A = host_entry("a", ("10.0.0.1",), 1, "/env/bin/python", "/work")
@@ -59,7 +67,11 @@ def test_what_a_person_has_chosen_stays(tmp_path: Path) -> None:
     text = compose([A, B], old=old)
     found = {host.name: host for host in hosts_of(text, tmp_path)}
     assert list(found) == ["z", "a", "me@b"]
-    assert (found["a"].slots, found["a"].ips, found["a"].python) == (2, ("10.0.0.1",), "/env/bin/python")
+    assert (found["a"].slots, found["a"].ips, found["a"].python) == (
+        2,
+        ("10.0.0.1",),
+        "/env/bin/python",
+    )
     assert dict(found["a"].envs) == {"OLD": "1", "X": "y"}
     assert found["z"].cwd == "/z"
     assert json.loads(text)["backend"] == "ring"
@@ -70,7 +82,9 @@ def test_what_a_person_has_chosen_stays(tmp_path: Path) -> None:
 def test_the_configurators_addresses_and_order_win(tmp_path: Path) -> None:
     rdma = {"me@b": ((None, "rdma_en3")), "a": (("rdma_en2", "rdma_en4"), None)}
     wiring = Wiring(
-        "jaccl", ("MLX_METAL_FAST_SYNCH=1",), {name: ((f"192.168.0.{i}",), rdma[name]) for i, name in enumerate(rdma)}
+        "jaccl",
+        ("MLX_METAL_FAST_SYNCH=1",),
+        {name: ((f"192.168.0.{i}",), rdma[name]) for i, name in enumerate(rdma)},
     )
     text = compose([A, B], wiring, old={"hosts": [{"ssh": "z"}]})
     (tmp_path / "hosts.json").write_text(text)
@@ -91,7 +105,9 @@ def test_the_configurators_addresses_and_order_win(tmp_path: Path) -> None:
         ("a slots=2\nb  # comment\n", ["a", "b"]),
     ],
 )
-def test_every_form_of_an_earlier_hostfile_is_read(tmp_path: Path, text: str, names: list[str]) -> None:
+def test_every_form_of_an_earlier_hostfile_is_read(
+    tmp_path: Path, text: str, names: list[str]
+) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     old = read_old(path)
@@ -114,10 +130,13 @@ def test_the_earlier_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     assert write(path, "1") is None
     assert write(path, "2") == tmp_path / "hosts.json.bak"
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"hosts.json": "2", "hosts.json.bak": "1"}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "hosts.json": "2",
+        "hosts.json.bak": "1",
+    }
 
 
-# --- Thunderbolt ----------------------------------------------------------------------------------------
+# --- Thunderbolt ----------------------------------------------------------------------------------
 
 
 def mac(domain: str, *peers: str, devices: tuple[str, ...] = ()) -> HostFacts:
@@ -154,8 +173,14 @@ def test_the_configurator_knows_the_options(tmp_path: Path) -> None:
     step = configure_step(["a", "me@b"], "jaccl", tmp_path / "out.json")
     assert step.terminal
     assert step.changes
-    # The installed one, with hosts that cannot be reached: it complains of these, not of its options.
-    argv = [sys.executable, "-c", "from mlx._distributed_utils.config import main; main()", *step.argv[1:]]
+    # The installed one, with hosts that cannot be reached: it complains of these, not of its
+    # options.
+    argv = [
+        sys.executable,
+        "-c",
+        "from mlx._distributed_utils.config import main; main()",
+        *step.argv[1:],
+    ]
     env = {**os.environ, "PATH": str(tmp_path)}
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
     (tmp_path / "ssh").chmod(0o700)
@@ -168,7 +193,11 @@ def test_what_the_configurator_writes(tmp_path: Path) -> None:
     """In the form of MLX's ``Hostfile.to_json``."""
     path = tmp_path / "out.json"
     hosts = [
-        {"ssh": "b", "ips": ["192.168.0.1", "192.168.0.5"], "rdma": [None, ["rdma_en2", "rdma_en3"]]},
+        {
+            "ssh": "b",
+            "ips": ["192.168.0.1", "192.168.0.5"],
+            "rdma": [None, ["rdma_en2", "rdma_en3"]],
+        },
         {"ssh": "localhost", "ips": ["192.168.0.2"], "rdma": ["rdma_en4", None]},
     ]
     path.write_text(json.dumps({"backend": "jaccl", "envs": ["A=b"], "hosts": hosts}, indent=4))

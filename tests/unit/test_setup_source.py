@@ -1,4 +1,6 @@
-"""Where set-up takes allhands from, and the wheel that it packs: pip installs it, and every byte is there."""
+"""Where set-up takes allhands from, and the wheel that it packs: pip installs it, and every byte is
+there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def package_bytes() -> dict[str, bytes]:
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
     return {str(path.relative_to(PACKAGE.parent)): path.read_bytes() for path in files}
 
 
@@ -38,7 +42,9 @@ def test_the_wheel_holds_what_runs_here(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         content = {name: archive.read(name) for name in archive.namelist()}
-    assert {name: data for name, data in content.items() if name.startswith("allhands/")} == package_bytes()
+    assert {
+        name: data for name, data in content.items() if name.startswith("allhands/")
+    } == package_bytes()
     assert f"Version: {VERSION}" in content[f"allhands-{VERSION}.dist-info/METADATA"].decode()
 
 
@@ -48,7 +54,9 @@ def test_the_same_files_give_the_same_wheel(wheel: Path, tmp_path: Path) -> None
     assert (tmp_path / "again").stat().st_mode & 0o077 == 0
 
 
-def test_pip_installs_it_and_its_fingerprint_is_the_same_everywhere(wheel: Path, tmp_path: Path) -> None:
+def test_pip_installs_it_and_its_fingerprint_is_the_same_everywhere(
+    wheel: Path, tmp_path: Path
+) -> None:
     argv = [
         sys.executable,
         "-m",
@@ -66,7 +74,9 @@ def test_pip_installs_it_and_its_fingerprint_is_the_same_everywhere(wheel: Path,
     assert find_source(str(wheel), tmp_path).fingerprint == expected
     code = "import allhands.__main__; print(allhands.__file__)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "there"), "ALLHANDS_BLAS": "off"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    )
     assert done.stdout.strip() == str(tmp_path / "there" / "allhands" / "__init__.py")
     (tmp_path / "there" / "allhands" / "errors.py").write_text("")
     assert fingerprint(str(tmp_path / "there" / "allhands")) != expected
@@ -76,11 +86,15 @@ def test_the_fingerprint_by_hand(tmp_path: Path) -> None:
     (tmp_path / "b" / "__pycache__").mkdir(parents=True)
     for name in ("b/c.py", "a.py", "b/__pycache__/c.pyc", "stray.pyc"):
         (tmp_path / name).write_text(name)
-    sums = "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name}\n" for name in ("a.py", "b/c.py"))
+    sums = "".join(
+        f"{hashlib.sha256(name.encode()).hexdigest()} {name}\n" for name in ("a.py", "b/c.py")
+    )
     assert fingerprint(str(tmp_path)) == hashlib.sha256(sums.encode()).hexdigest()
 
 
-def test_a_checkout_is_packed_unless_it_is_a_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkout_is_packed_unless_it_is_a_release(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Found:
         version = "9.8"
 
@@ -93,8 +107,15 @@ def test_a_checkout_is_packed_unless_it_is_a_release(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Found(None))
     release = find_source(None, tmp_path)
-    assert (release.version, release.wheel, release.fingerprint, release.made_by) == ("9.8", None, None, ())
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Found('{"url": "file:///here"}'))
+    assert (release.version, release.wheel, release.fingerprint, release.made_by) == (
+        "9.8",
+        None,
+        None,
+        (),
+    )
+    monkeypatch.setattr(
+        importlib.metadata, "distribution", lambda name: Found('{"url": "file:///here"}')
+    )
     own = find_source(None, tmp_path)
     assert own.wheel == tmp_path / "allhands-9.8-py3-none-any.whl"
     assert own.made_by == (sys.executable, "-m", "allhands.cluster.setup.pack", str(own.wheel))
@@ -106,13 +127,21 @@ def test_what_the_person_names(wheel: Path, tmp_path: Path) -> None:
     assert find_source("0.4.0", tmp_path).version == "0.4.0"
     assert find_source("1.0rc1", tmp_path).version == "1.0rc1"
     found = find_source(str(wheel), tmp_path)
-    assert (found.version, found.wheel, found.size, found.made_by) == (VERSION, wheel, wheel.stat().st_size, ())
+    assert (found.version, found.wheel, found.size, found.made_by) == (
+        VERSION,
+        wheel,
+        wheel.stat().st_size,
+        (),
+    )
     root = tmp_path / "checkout"
     (root / "src" / "allhands").mkdir(parents=True)
     (root / "src" / "allhands" / "__init__.py").write_text("")
     (root / "pyproject.toml").write_text('[project]\nname = "allhands"\nversion = "7.0"\n')
     checkout = find_source(str(root), tmp_path / "store")
-    assert (checkout.version, checkout.wheel) == ("7.0", tmp_path / "store" / "allhands-7.0-py3-none-any.whl")
+    assert (checkout.version, checkout.wheel) == (
+        "7.0",
+        tmp_path / "store" / "allhands-7.0-py3-none-any.whl",
+    )
     assert checkout.made_by[-3:] == ("--wheel-dir", str(tmp_path / "store"), str(root))
     assert checkout.fingerprint == fingerprint(str(root / "src" / "allhands"))
 
@@ -123,7 +152,14 @@ def test_what_is_no_source(wheel: Path, tmp_path: Path) -> None:
     broken.write_bytes(wheel.read_bytes()[:1000])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "pyproject.toml").write_text('[project]\nname = "other"\nversion = "1"\n')
-    for text in ("latest", "git+https://a.b", "-r x", "", *map(str, tmp_path.iterdir()), str(tmp_path / "none.whl")):
+    for text in (
+        "latest",
+        "git+https://a.b",
+        "-r x",
+        "",
+        *map(str, tmp_path.iterdir()),
+        str(tmp_path / "none.whl"),
+    ):
         with pytest.raises(ConfigError) as caught:
             find_source(text, tmp_path)
         assert (caught.value.where or "").startswith("--from")

@@ -1,4 +1,6 @@
-"""What set-up makes of what computers say: by the real scripts on this computer, and by recorded words."""
+"""What set-up makes of what computers say: by the real scripts on this computer, and by recorded
+words.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from allhands.errors import ConfigError
 from allhands.runtime.versions import fingerprint
 
 PRETENDED = '#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\n%s\nexec /bin/sh -c "$*"\n'
-SAID = (("home", "/home/me"), ("system", "Linux"), ("driver", ""), ("place", "/home/me/env"), ("end", ""))
+SAID = (
+    ("home", "/home/me"),
+    ("system", "Linux"),
+    ("driver", ""),
+    ("place", "/home/me/env"),
+    ("end", ""),
+)
 
 
 @pytest.fixture
@@ -56,7 +64,9 @@ def test_a_bare_computer(home: Path) -> None:
     assert versions == sorted(versions, key=lambda version: -version[1])
     for one in state.pythons:
         code = "import sys; print(*sys.version_info[:3])"
-        said = subprocess.run([one.path, "-c", code], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [one.path, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         assert tuple(map(int, said.split())) == one.version
     assert state.facts is not None
     assert list(home.iterdir()) == []
@@ -85,7 +95,9 @@ def test_this_interpreter_as_a_candidate(home: Path) -> None:
         (None, ["precious"], "foreign"),
     ],
 )
-def test_what_stands_at_the_place(home: Path, note: str | None, inside: list[str] | None, expected: str) -> None:
+def test_what_stands_at_the_place(
+    home: Path, note: str | None, inside: list[str] | None, expected: str
+) -> None:
     if inside is not None:
         (home / "env").mkdir()
         for name in inside:
@@ -98,7 +110,9 @@ def test_what_stands_at_the_place(home: Path, note: str | None, inside: list[str
 
 
 @pytest.mark.usefixtures("few_pythons")
-def test_the_directory_below_home_is_that_below_the_other_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_below_home_is_that_below_the_other_home(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/root-of-mine")
     state = looked(cwd="/root-of-mine/projects/llm")
     assert (state.cwd, state.cwd_exists) == (f"{home}/projects/llm", False)
@@ -111,7 +125,9 @@ def test_a_directory_outside_of_home_is_found_where_it_was_made(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/root-of-mine")
-    elsewhere = tmp_path / "data disk" / "work"  # not on the other computer: that is a directory of the same name
+    elsewhere = (
+        tmp_path / "data disk" / "work"
+    )  # not on the other computer: that is a directory of the same name
     state = looked(cwd=str(elsewhere))
     assert (state.cwd, state.cwd_exists) == (f"{home}/work", False)
     (home / "work").mkdir()
@@ -130,14 +146,23 @@ def test_the_home_itself_is_the_other_home(home: Path, monkeypatch: pytest.Monke
 
 
 def test_pythons_are_told_with_what_they_can_do() -> None:
-    lines = [*SAID, ("python", "3.11.2 no /usr/bin/python3.11"), ("python", "3.13.0 yes /opt/my pythons/python3.13")]
+    lines = [
+        *SAID,
+        ("python", "3.11.2 no /usr/bin/python3.11"),
+        ("python", "3.13.0 yes /opt/my pythons/python3.13"),
+    ]
     lines += [("python", "3.8.1 yes /old"), ("has", "/a b/python"), ("uv", "/opt/uv")]
     state, others = state_from(SetupHostState("a", "a"), lines, Path("/work"))
     assert [(one.path, one.version, one.makes) for one in state.pythons] == [
         ("/opt/my pythons/python3.13", (3, 13, 0), True),
         ("/usr/bin/python3.11", (3, 11, 2), False),
     ]
-    assert (state.uv, others, state.system, state.driver) == ("/opt/uv", ["/a b/python"], "Linux", "")
+    assert (state.uv, others, state.system, state.driver) == (
+        "/opt/uv",
+        ["/a b/python"],
+        "Linux",
+        "",
+    )
 
 
 def test_a_shell_that_stops_midway_is_no_answer() -> None:
@@ -145,13 +170,15 @@ def test_a_shell_that_stops_midway_is_no_answer() -> None:
         state_from(SetupHostState("a", "a"), SAID[:-1], Path("/work"))
 
 
-def test_a_computer_that_runs_no_commands(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_computer_that_runs_no_commands(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\necho 'This account is \033[31mlocked.' >&2\nexit 1\n")
     with pytest.raises(CannotSetUp, match=r"does not run commands: This account is \[31mlocked\."):
         looked()
 
 
-# --- ssh's own settings ---------------------------------------------------------------------------------
+# --- ssh's own settings ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,15 +219,21 @@ def test_the_persons_key(tmp_path: Path) -> None:
         (CommandDone(3), "it ended with code 3"),
         (CommandDone(1, "out\n", "first\n\nlast\x1b[2J  \n\n"), "last[2J"),
         (CommandDone(1, "out\n"), "out"),
-        (CommandDone(1, "", "ERROR: a\nERROR: no mlx==9\n\nnote: see the\nmanual"), "ERROR: no mlx==9"),
-        (CommandDone(2, "", "  \u00d7 No interpreter found\n  hint: look\n"), "\u00d7 No interpreter found"),
+        (
+            CommandDone(1, "", "ERROR: a\nERROR: no mlx==9\n\nnote: see the\nmanual"),
+            "ERROR: no mlx==9",
+        ),
+        (
+            CommandDone(2, "", "  \u00d7 No interpreter found\n  hint: look\n"),
+            "\u00d7 No interpreter found",
+        ),
     ],
 )
 def test_the_last_word_of_a_command(done: CommandDone, said: str) -> None:
     assert done.last_line == said
 
 
-# --- what the person asks for ---------------------------------------------------------------------------
+# --- what the person asks for ---------------------------------------------------------------------
 
 
 def test_names_of_computers() -> None:
@@ -211,7 +244,9 @@ def test_names_of_computers() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "a,a", "localhost,127.0.0.1", "-oProxyCommand=x", "a;b"])
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a,a", "localhost,127.0.0.1", "-oProxyCommand=x", "a;b"]
+)
 def test_what_are_no_names(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         hosts_of(text)

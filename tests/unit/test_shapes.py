@@ -18,7 +18,9 @@ from allhands.data.render import Renderer
 from allhands.data.shapes import Example, parse_example, remedy_of_warning
 from allhands.errors import DataError
 
-DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(
+    os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")
+)
 DEFAULT = ColumnNames()
 
 
@@ -31,7 +33,11 @@ def rows_of(name: str) -> list[Any]:
     if not path.exists():
         pytest.skip("no test data: set ALLHANDS_TEST_DATA")
     text = path.read_text()
-    value = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    value = (
+        [json.loads(line) for line in text.splitlines()]
+        if path.suffix == ".jsonl"
+        else json.loads(text)
+    )
     return value if isinstance(value, list) else [value]
 
 
@@ -105,7 +111,10 @@ def test_real_alpaca() -> None:
     for row, one in zip(rows, made, strict=True):
         question = row["instruction"] + ("\n\n" + row["input"] if row["input"] else "")
         assert one == {"prompt": question, "completion": row["output"]}
-    assert made[-1]["prompt"] == "Paraphrase the sentence to remove the cliche.\n\nTime waits for no one."
+    assert (
+        made[-1]["prompt"]
+        == "Paraphrase the sentence to remove the cliche.\n\nTime waits for no one."
+    )
     assert made[0]["prompt"] == "Describe a process of making crepes."
 
 
@@ -117,7 +126,12 @@ def test_real_sharegpt() -> None:
 
 
 def test_real_tool_calls() -> None:
-    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    roles = {
+        "human": "user",
+        "gpt": "assistant",
+        "function_call": "assistant",
+        "observation": "tool",
+    }
     num_calls = num_with_tools = 0
     for row in rows_of("glaive_toolcall_en_demo.json"):
         example = parse(row)
@@ -128,16 +142,23 @@ def test_real_tool_calls() -> None:
             assert message["role"] == roles[given_message["from"]]
             if given_message["from"] == "function_call":
                 assert message == answer(
-                    "", tool_calls=[{"type": "function", "function": json.loads(given_message["value"])}]
+                    "",
+                    tool_calls=[
+                        {"type": "function", "function": json.loads(given_message["value"])}
+                    ],
                 )
                 num_calls += 1
             else:
                 assert message["content"] == given_message["value"]
     assert num_calls == 211
-    assert num_with_tools == sum(bool(json.loads(row["tools"])) for row in rows_of("glaive_toolcall_en_demo.json"))
+    assert num_with_tools == sum(
+        bool(json.loads(row["tools"])) for row in rows_of("glaive_toolcall_en_demo.json")
+    )
     first = parse(rows_of("glaive_toolcall_en_demo.json")[0])
     arguments = {"ingredients": ["chicken", "bell peppers", "rice"]}
-    assert first.to_json()["messages"][3] == answer("", tool_calls=[call("search_recipes", arguments)])
+    assert first.to_json()["messages"][3] == answer(
+        "", tool_calls=[call("search_recipes", arguments)]
+    )
     assert first.to_json()["tools"][0]["name"] == "search_recipes"
 
 
@@ -155,7 +176,11 @@ def test_real_ratings_never_become_training_data() -> None:
     rows = rows_of("kto_en_demo.json")
     for row in rows:
         *prompt, last = [say(m["role"], m["content"]) for m in row["messages"]]
-        assert parse(row).preference == {"prompt": prompt, "completion": [last], "label": row["label"]}
+        assert parse(row).preference == {
+            "prompt": prompt,
+            "completion": [last],
+            "label": row["label"],
+        }
         with pytest.raises(DataError, match="rated answers"):
             parse_record(row, DEFAULT, source="f", line=1)
     assert Counter(row["label"] for row in rows)[False] > 100
@@ -182,16 +207,26 @@ def test_shapes_of_mlx_lm() -> None:
 
 
 def test_alpaca_with_history_or_system_is_a_chat() -> None:
-    row = {"instruction": "Three?", "input": "", "output": "3", "history": [["One?", "1"], ["Two?", "2"]]}
+    row = {
+        "instruction": "Three?",
+        "input": "",
+        "output": "3",
+        "history": [["One?", "1"], ["Two?", "2"]],
+    }
     before = [user("One?"), answer("1"), user("Two?"), answer("2")]
     assert parse(row).to_json() == {"messages": [*before, user("Three?"), answer("3")]}
     row["system"] = "Count."
-    assert parse(row).to_json() == {"messages": [say("system", "Count."), *before, user("Three?"), answer("3")]}
+    assert parse(row).to_json() == {
+        "messages": [say("system", "Count."), *before, user("Three?"), answer("3")]
+    }
     plain = {"prompt": "Three?", "completion": "3"}
     assert parse({**row, "history": [], "system": " "}).to_json() == plain
     assert parse({**row, "history": None, "system": None, "input": None}).to_json() == plain
     tools = [{"name": "f"}]
-    assert parse({**row, "history": "", "system": "", "tools": tools}).to_json() == {**plain, "tools": tools}
+    assert parse({**row, "history": "", "system": "", "tools": tools}).to_json() == {
+        **plain,
+        "tools": tools,
+    }
 
 
 @pytest.mark.parametrize(
@@ -238,7 +273,10 @@ def test_roles_of_sharegpt(name: str, role: str) -> None:
 
 
 def test_sharegpt_keeps_other_keys_and_takes_the_system_column() -> None:
-    row = {"conversations": [human(), {**gpt(), "weight": 0.5, "note": None}], "system": "Be brief."}
+    row = {
+        "conversations": [human(), {**gpt(), "weight": 0.5, "note": None}],
+        "system": "Be brief.",
+    }
     messages = [say("system", "Be brief."), user(), answer(weight=0.5)]
     assert parse(row).to_json() == {"messages": messages}
     # The same once more in the conversation is no second one.
@@ -260,12 +298,22 @@ def test_sharegpt_keeps_other_keys_and_takes_the_system_column() -> None:
 def test_function_calls_of_sharegpt() -> None:
     one, two = {"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": '{"y": [2]}'}
     calls = [call("f", {"x": 1}), call("g", {"y": [2]}), call("h", {})]
-    for value in ([one, two, {"name": "h"}], [call("f", {"x": 1}), two, {"name": "h", "arguments": None}]):
+    for value in (
+        [one, two, {"name": "h"}],
+        [call("f", {"x": 1}), two, {"name": "h", "arguments": None}],
+    ):
         for written in (value, json.dumps(value)):
-            turns = [human(), {"from": "function_call", "value": written}, {"from": "observation", "value": "4"}, gpt()]
+            turns = [
+                human(),
+                {"from": "function_call", "value": written},
+                {"from": "observation", "value": "4"},
+                gpt(),
+            ]
             messages = parse({"conversations": turns}).to_json()["messages"]
             assert messages == [user(), answer("", tool_calls=calls), say("tool", "4"), answer()]
-    single = parse({"conversations": [human(), {"from": "function_call", "value": json.dumps(one)}]})
+    single = parse(
+        {"conversations": [human(), {"from": "function_call", "value": json.dumps(one)}]}
+    )
     assert single.to_json()["messages"][1]["tool_calls"] == calls[:1]
     assert single.warnings == ()
 
@@ -283,7 +331,10 @@ def test_function_calls_of_sharegpt() -> None:
         ('{"name": " "}', "tool call 1 has no name"),
         ('[{"name": "f"}, {"name": 3}]', "tool call 2 has no name"),
         ('{"name": "f", "arguments": [1]}', "the arguments of the call are a list"),
-        ('{"name": "f", "arguments": "x"}', "the arguments of the call is a string that is not JSON"),
+        (
+            '{"name": "f", "arguments": "x"}',
+            "the arguments of the call is a string that is not JSON",
+        ),
         ('{"name": "f", "arguments": {"x": NaN}}', "holds something that JSON cannot write"),
         ('{"name": "f", "arguments": {"x": "\\ud800"}}', "half a surrogate pair"),
     ],
@@ -327,19 +378,32 @@ def test_preferences_split_where_the_answers_begin_to_differ() -> None:
     found = parse(row).preference
     assert found == {"prompt": head, "chosen": [answer("b")], "rejected": row["rejected"][4:]}
     # One ends within what both share: it goes on from the last question that both answer.
-    row = {"chosen": [user("1"), answer("a"), user("2"), answer("b")], "rejected": [user("1"), answer("a")]}
+    row = {
+        "chosen": [user("1"), answer("a"), user("2"), answer("b")],
+        "rejected": [user("1"), answer("a")],
+    }
     found = parse(row).preference
     assert found == {"prompt": [user("1")], "chosen": row["chosen"][1:], "rejected": [answer("a")]}
 
 
 def test_preferences_with_more_columns() -> None:
-    row = {"prompt": "Hi", "chosen": "Ahoy!", "rejected": "Hello.", "system": "s", "tools": '[{"name": "f"}]'}
+    row = {
+        "prompt": "Hi",
+        "chosen": "Ahoy!",
+        "rejected": "Hello.",
+        "system": "s",
+        "tools": '[{"name": "f"}]',
+    }
     tools = [{"name": "f"}]
     assert parse(row).preference == {**PAIR, "prompt": [say("system", "s"), user()], "tools": tools}
     row = {"q": "Hi", "good": "Ahoy!", "bad": "Hello.", "text": "t"}
     mapped = parse(row, prompt_feature="q", chosen_feature="good", rejected_feature="bad")
     assert mapped.preference == PAIR
-    whole = {"prompt": "Bye", "chosen": [user(), answer("Ahoy!")], "rejected": [user(), answer("Hello.")]}
+    whole = {
+        "prompt": "Bye",
+        "chosen": [user(), answer("Ahoy!")],
+        "rejected": [user(), answer("Hello.")],
+    }
     assert (parse(whole).preference, parse(whole).warnings) == (PAIR, (shapes.PROMPT_DIFFERS,))
 
 
@@ -354,9 +418,16 @@ def test_preferences_with_more_columns() -> None:
         ({"prompt": "p", "chosen": [user()], "rejected": "b"}, '"chosen" has no assistant message'),
         ({"prompt": [], "chosen": "a", "rejected": "b"}, '"prompt" has no message'),
         ({"chosen": "a", "rejected": "b"}, "have no question before them"),
-        ({"chosen": [user("1"), answer("a")], "rejected": [user("2"), answer("b")]}, "do not answer the same question"),
         (
-            {"prompt": "p", "chosen": [answer("a")], "rejected": [answer("b"), user(), say("tool", "t")]},
+            {"chosen": [user("1"), answer("a")], "rejected": [user("2"), answer("b")]},
+            "do not answer the same question",
+        ),
+        (
+            {
+                "prompt": "p",
+                "chosen": [answer("a")],
+                "rejected": [answer("b"), user(), say("tool", "t")],
+            },
             '"rejected" has a tool\'s answer that no assistant message asked for',
         ),
     ],
@@ -420,7 +491,10 @@ CALLED = answer("", tool_calls=[call("f", {})])
         ([user(" "), answer()], (shapes.EMPTY_QUESTION,)),
         ([user(), CALLED, user(), answer()], (shapes.UNANSWERED_CALL,)),
         # Calls may be written in the words, as Hermes does.
-        ([user(), answer("<tool_call>f</tool_call>"), say("tool", "4"), answer()], (shapes.UNCALLED_TOOL,)),
+        (
+            [user(), answer("<tool_call>f</tool_call>"), say("tool", "4"), answer()],
+            (shapes.UNCALLED_TOOL,),
+        ),
         ([user(), answer("", tool_calls=[call("f", "no JSON")])], (shapes.ARGUMENTS_NOT_JSON,)),
         ([user(), answer("", tool_calls=[call("f", '{"x": 1}')])], ()),
         (
@@ -429,7 +503,9 @@ CALLED = answer("", tool_calls=[call("f", {})])
         ),
     ],
 )
-def test_what_is_suspicious_is_kept_and_said(messages: list[Any], warnings: tuple[str, ...]) -> None:
+def test_what_is_suspicious_is_kept_and_said(
+    messages: list[Any], warnings: tuple[str, ...]
+) -> None:
     example = parse({"messages": messages})
     assert example.to_json() == {"messages": messages}
     assert example.warnings == warnings
@@ -438,12 +514,28 @@ def test_what_is_suspicious_is_kept_and_said(messages: list[Any], warnings: tupl
 @pytest.mark.parametrize(
     ("row", "columns", "warning"),
     [
-        ({"instruction": "i", "output": "o", "text": "t"}, {}, "read as text, so its columns of the shape alpaca"),
-        ({"messages": [user(), answer()], "chosen": "a", "rejected": "b"}, {}, "of the shape preference are not used"),
-        ({"messages": [user(), answer()], "system": "s"}, {}, '"system" is not used in the shape chat'),
+        (
+            {"instruction": "i", "output": "o", "text": "t"},
+            {},
+            "read as text, so its columns of the shape alpaca",
+        ),
+        (
+            {"messages": [user(), answer()], "chosen": "a", "rejected": "b"},
+            {},
+            "of the shape preference are not used",
+        ),
+        (
+            {"messages": [user(), answer()], "system": "s"},
+            {},
+            '"system" is not used in the shape chat',
+        ),
         ({"text": "t", "tools": [{}]}, {}, '"tools" is not used in the shape text'),
         ({"text": "t", "label": "class 1"}, {}, '"label" is not used'),
-        ({"prompt": "p", "completion": "c"}, {"system_feature": "sys"}, 'the mapped column "sys" is not there'),
+        (
+            {"prompt": "p", "completion": "c"},
+            {"system_feature": "sys"},
+            'the mapped column "sys" is not there',
+        ),
         (
             {"instruction": "i", "input": "lost", "output": "o"},
             {"prompt_feature": "instruction", "completion_feature": "output"},
@@ -451,7 +543,9 @@ def test_what_is_suspicious_is_kept_and_said(messages: list[Any], warnings: tupl
         ),
     ],
 )
-def test_columns_that_are_not_used_are_named(row: Any, columns: dict[str, str], warning: str) -> None:
+def test_columns_that_are_not_used_are_named(
+    row: Any, columns: dict[str, str], warning: str
+) -> None:
     (said,) = parse(row, **columns).warnings
     assert warning in said
 
@@ -459,7 +553,13 @@ def test_columns_that_are_not_used_are_named(row: Any, columns: dict[str, str], 
 def test_all_words_of_an_example() -> None:
     assert parse({"text": "a\nb"}).texts() == "a\nb"
     assert parse({"prompt": "p", "completion": "c"}).texts() == "p\nc"
-    row = {"messages": [user("é"), answer("", tool_calls=[call("f", {"x": "ü"}), call("g", "{}")]), say("tool", "4")]}
+    row = {
+        "messages": [
+            user("é"),
+            answer("", tool_calls=[call("f", {"x": "ü"}), call("g", "{}")]),
+            say("tool", "4"),
+        ]
+    }
     assert parse({**row, "tools": [{"name": "unsaid"}]}).texts() == 'é\nf {"x": "ü"}\ng {}\n4'
 
 
@@ -480,11 +580,19 @@ def test_a_real_template_takes_what_the_shapes_become() -> None:
     said = [m["value"] for m in row["conversations"] if m["from"] == "gpt"]
     assert rendered(parse(row).record)[1] == "".join(answer + "<|im_end|>" for answer in said)
     text, trained = rendered(parse(rows_of("glaive_toolcall_en_demo.json")[0]).record)
-    assert '<tool_call>\n{"name": "search_recipes", "arguments": {"ingredients": ["chicken", ' in trained
+    assert (
+        '<tool_call>\n{"name": "search_recipes", "arguments": {"ingredients": ["chicken", '
+        in trained
+    )
     assert '"description": "Search for recipes based on ingredients"' in text
     assert "<tool_response>" in text.replace(trained, "")
-    assert rendered(parse({"text": "Once upon a time"}).record, mask_prompt=False)[0].startswith("Once upon a time")
-    for row, key in ((rows_of("dpo_en_demo.json")[0], "chosen"), (rows_of("kto_en_demo.json")[0], "completion")):
+    assert rendered(parse({"text": "Once upon a time"}).record, mask_prompt=False)[0].startswith(
+        "Once upon a time"
+    )
+    for row, key in (
+        (rows_of("dpo_en_demo.json")[0], "chosen"),
+        (rows_of("kto_en_demo.json")[0], "completion"),
+    ):
         found = parse(row).preference or {}
         record = Record("completion", prompt=found["prompt"], completion=found[key])
         assert rendered(record)[1] == found[key][0]["content"] + "<|im_end|>"

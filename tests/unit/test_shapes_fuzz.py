@@ -1,4 +1,6 @@
-"""Any JSON at all is an example of one shape or a clear error, and what is written is read as the same."""
+"""Any JSON at all is an example of one shape or a clear error, and what is written is read as the
+same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from allhands.errors import AllhandsError, DataError
 DEFAULT = ColumnNames()
 
 
-def example_or_error(row: Any, columns: ColumnNames = DEFAULT, *, empty_texts: bool = True) -> Example | DataError:
+def example_or_error(
+    row: Any, columns: ColumnNames = DEFAULT, *, empty_texts: bool = True
+) -> Example | DataError:
     try:
         return parse_example(row, columns, source="f", line=7, empty_texts=empty_texts)
     except DataError as error:
@@ -31,12 +35,27 @@ def say(role: str, content: str) -> dict[str, Any]:
 
 
 # Half surrogates too: JSON can carry them.
-TEXTS = st.text(st.characters(exclude_categories=()), max_size=4) | st.sampled_from(["x", "", " ", "true", "[]", "{}"])
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=4) | st.sampled_from(
+    ["x", "", " ", "true", "[]", "{}"]
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
-VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3), max_leaves=6)
-ROLES = ["system", "user", "assistant", "tool", "human", "gpt", "function_call", "observation", "nobody"]
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3), max_leaves=6
+)
+ROLES = [
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "human",
+    "gpt",
+    "function_call",
+    "observation",
+    "nobody",
+]
 CALLS = st.lists(
-    st.fixed_dictionaries({}, optional={"name": TEXTS, "arguments": VALUES, "function": VALUES}), max_size=2
+    st.fixed_dictionaries({}, optional={"name": TEXTS, "arguments": VALUES, "function": VALUES}),
+    max_size=2,
 )
 MESSAGE = st.fixed_dictionaries(
     {},
@@ -46,14 +65,36 @@ MESSAGE = st.fixed_dictionaries(
         "content": TEXTS | VALUES,
         "value": TEXTS | VALUES,
         **dict.fromkeys(("tool_calls", "function_call", "tool_call"), CALLS | VALUES),
-        **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "name", "images", "note"), VALUES),
+        **dict.fromkeys(
+            ("reasoning", "reasoning_content", "thinking", "name", "images", "note"), VALUES
+        ),
     },
 )
-GOOD_MESSAGE = st.builds(say, st.sampled_from(["user", "assistant", "tool"]), TEXTS.map(lambda text: text + "."))
-MESSAGES = st.lists(GOOD_MESSAGE, min_size=1, max_size=4) | st.lists(MESSAGE | GOOD_MESSAGE, max_size=3)
+GOOD_MESSAGE = st.builds(
+    say, st.sampled_from(["user", "assistant", "tool"]), TEXTS.map(lambda text: text + ".")
+)
+MESSAGES = st.lists(GOOD_MESSAGE, min_size=1, max_size=4) | st.lists(
+    MESSAGE | GOOD_MESSAGE, max_size=3
+)
 KEYS = [name.removesuffix("_feature") for name in ColumnNames.__dataclass_fields__]
-KEYS += ["messages", "conversations", "conversation", "kto_tag", "input_ids", "functions", "images", "reasoning"]
-PART = st.just("words") | TEXTS | MESSAGES | MESSAGE | VALUES | st.lists(st.lists(TEXTS, max_size=2), max_size=2)
+KEYS += [
+    "messages",
+    "conversations",
+    "conversation",
+    "kto_tag",
+    "input_ids",
+    "functions",
+    "images",
+    "reasoning",
+]
+PART = (
+    st.just("words")
+    | TEXTS
+    | MESSAGES
+    | MESSAGE
+    | VALUES
+    | st.lists(st.lists(TEXTS, max_size=2), max_size=2)
+)
 # Rows that are almost right, so that what comes after the first check is met as well.
 WORDS = TEXTS.map(lambda text: text + "!") | st.lists(GOOD_MESSAGE, min_size=1, max_size=3)
 MORE: dict[str, st.SearchStrategy[Any]] = {
@@ -119,12 +160,15 @@ def test_anything_is_an_example_or_a_data_error(row: Any, columns: ColumnNames) 
 @given(ROWS)
 def test_whatever_is_read_is_rendered_or_refused(row: Any) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHATML.replace(
-        "message['content'] +", "message['content'] + message.tool_calls | default('', true) | string +"
+        "message['content'] +",
+        "message['content'] + message.tool_calls | default('', true) | string +",
     )
     record = getattr(example_or_error(row), "record", None)
     for tokenizer in (tiny(template), tiny(THINKING)):
         for mask in (False, True) if record is not None else ():
-            (found,) = Renderer(tokenizer, mask_prompt=mask, max_seq_length=99).render_many([record])
+            (found,) = Renderer(tokenizer, mask_prompt=mask, max_seq_length=99).render_many(
+                [record]
+            )
             if isinstance(found, AllhandsError):
                 str(found).encode()
                 continue

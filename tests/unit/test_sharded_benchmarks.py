@@ -1,4 +1,6 @@
-"""Parsing, bars and tables of ``benchmarks/gpu_sharded.py`` and ``activations_gpu.py``, and what they train."""
+"""Parsing, bars and tables of ``benchmarks/gpu_sharded.py`` and ``activations_gpu.py``, and what
+they train.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,15 @@ def bench() -> Iterator[SimpleNamespace]:
 
 
 def figures(speed: float, *peaks: float) -> dict[str, Any]:
-    return {"tokens_per_s": speed, "step_s": 0.5, "peak_bytes": list(peaks), "losses": [10.5, 10.4, 10.3, 10.2]}
+    return {
+        "tokens_per_s": speed,
+        "step_s": 0.5,
+        "peak_bytes": list(peaks),
+        "losses": [10.5, 10.4, 10.3, 10.2],
+    }
 
 
-# --- options ----------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_every_case_measures_first_what_its_bar_compares(bench: Any) -> None:
@@ -78,7 +85,7 @@ def test_sizes_of_messages(bench: Any) -> None:
     assert parse(["--sizes", "64,2.5,64"]).sizes == [2.5, 64]
 
 
-# --- what is trained --------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["7b", "70b"])
@@ -99,7 +106,10 @@ def test_models_of_random_weights_are_read_by_mlx_lm(bench: Any, case: str, tmp_
     else:
         assert arrays["model.layers.3.mlp.down_proj.weight"].dtype == mx.uint32
     cases.write_rows(tmp_path / "data", 3, cases.TINY_ROW, cases.TINY["vocab_size"])
-    texts = [json.loads(line)["text"] for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()
+    ]
     rows = [tokenizer.encode(text) for text in texts]
     assert [len(row) for row in rows] == [cases.TINY_ROW] * 3
     assert len({token for row in rows for token in row}) > cases.TINY_ROW
@@ -107,7 +117,10 @@ def test_models_of_random_weights_are_read_by_mlx_lm(bench: Any, case: str, tmp_
 
 
 def test_shapes_are_as_large_as_their_names_say(bench: Any) -> None:
-    sizes = {name: bench.sharded_cases.parameters(case.shape) / 1e9 for name, case in bench.sharded_cases.CASES.items()}
+    sizes = {
+        name: bench.sharded_cases.parameters(case.shape) / 1e9
+        for name, case in bench.sharded_cases.CASES.items()
+    }
     assert sizes == {
         "7b": pytest.approx(7.24, abs=0.01),
         "13b": pytest.approx(13.02, abs=0.01),
@@ -117,15 +130,24 @@ def test_shapes_are_as_large_as_their_names_say(bench: Any) -> None:
 
 def test_commands_divide_the_batch_among_all_gpus(bench: Any, tmp_path: Path) -> None:
     options = bench.gpu_sharded.parse(["--gpus", "4", "--steps", "7", "--micro-batch-rows", "2"])
-    words = bench.sharded_runs.words_of(options, "70b", tmp_path, tmp_path, tmp_path, ["--strategy", "fsdp"])
+    words = bench.sharded_runs.words_of(
+        options, "70b", tmp_path, tmp_path, tmp_path, ["--strategy", "fsdp"]
+    )
     given = dict(pairwise(words))
-    assert {name: given[f"--{name}"] for name in ("batch-size", "iters", "max-seq-length", "micro-batch-tokens")} == {
+    assert {
+        name: given[f"--{name}"]
+        for name in ("batch-size", "iters", "max-seq-length", "micro-batch-tokens")
+    } == {
         "batch-size": "16",
         "iters": "10",
         "max-seq-length": "1025",
         "micro-batch-tokens": "2048",
     }
-    assert (given["--fine-tune-type"], given["--num-layers"], given["--strategy"]) == ("lora", "16", "fsdp")
+    assert (given["--fine-tune-type"], given["--num-layers"], given["--strategy"]) == (
+        "lora",
+        "16",
+        "fsdp",
+    )
     words = bench.sharded_runs.words_of(options, "13b", tmp_path, tmp_path, tmp_path, [])
     assert words[words.index("--fine-tune-type") + 1] == "full"
 
@@ -145,7 +167,7 @@ def test_a_rank_takes_one_gpu(bench: Any, before: dict[str, str], visible: str) 
     assert before["CUDA_VISIBLE_DEVICES"] == visible
 
 
-# --- runs -------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 STARTS_ANOTHER = """
 import pathlib, subprocess, sys, time
@@ -163,7 +185,9 @@ def test_a_run_is_ended_with_all_that_it_has_started(
     monkeypatch.setattr(runs, "_GONE_S", 0.5)
     command, began = [sys.executable, "-c", STARTS_ANOTHER, str(told)], time.monotonic()
     if in_time:
-        runs.run_until(command, tmp_path / "log", {}, 60.0, lambda: told.exists() and told.read_text() != "")
+        runs.run_until(
+            command, tmp_path / "log", {}, 60.0, lambda: told.exists() and told.read_text() != ""
+        )
     else:
         with pytest.raises(runs.BenchmarkError, match="did not finish in time"):
             runs.run_until(command, tmp_path / "log", {}, 6.0, lambda: False)
@@ -176,19 +200,28 @@ def test_a_run_that_ends_early_is_quoted(bench: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('allhands: error: out of luck'); raise SystemExit(3)"]
     with pytest.raises(bench.sharded_runs.BenchmarkError, match="code 3") as error:
         bench.sharded_runs.run_until(command, tmp_path / "way.log", {}, 60.0, lambda: False)
-    assert bench.sharded_runs.failed(tmp_path, "way", error.value) == {"error": "error: out of luck"}
+    assert bench.sharded_runs.failed(tmp_path, "way", error.value) == {
+        "error": "error: out of luck"
+    }
 
 
 def test_reports_that_are_still_being_written_are_left(bench: Any, tmp_path: Path) -> None:
     assert bench.sharded_runs.reports_in(tmp_path / "none") == []
     lines = [{"event": "start"}, {"event": "train", "step": 1}, {"event": "train", "step": 2}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert [each["step"] for each in bench.sharded_runs.reports_in(tmp_path / "metrics.jsonl")] == [1]
+    assert [each["step"] for each in bench.sharded_runs.reports_in(tmp_path / "metrics.jsonl")] == [
+        1
+    ]
 
 
 def report_of(step: int, elapsed_s: float, tokens: int = 100) -> dict[str, Any]:
     times = {"step_time_s": 0.5, "tokens_per_s": tokens / 0.5, "elapsed_s": elapsed_s}
-    return {**times, "step": step, "loss": 3.0 - step / 10, "peak_mlx_bytes": [10 * step, 20 * step]}
+    return {
+        **times,
+        "step": step,
+        "loss": 3.0 - step / 10,
+        "peak_mlx_bytes": [10 * step, 20 * step],
+    }
 
 
 def test_speed_is_that_of_the_clock_on_the_wall(bench: Any) -> None:
@@ -196,7 +229,10 @@ def test_speed_is_that_of_the_clock_on_the_wall(bench: Any) -> None:
     found = bench.sharded_runs.figures(reports, 2, 100)
     assert (found["tokens_per_s"], found["step_s"], found["peak_bytes"]) == (50.0, 2.0, [40, 80])
     assert found["losses"] == pytest.approx([2.9, 2.8, 2.7, 2.6])
-    with pytest.raises(bench.sharded_runs.BenchmarkError, match="step 3 has 99 tokens, and the benchmark's have 100"):
+    with pytest.raises(
+        bench.sharded_runs.BenchmarkError,
+        match="step 3 has 99 tokens, and the benchmark's have 100",
+    ):
         bench.sharded_runs.figures([*reports[:2], report_of(3, 33.0, 99)], 2, 100)
 
 
@@ -211,7 +247,9 @@ def counted(bench: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]
             raise bench.gpu_sharded.BenchmarkError("out of memory")
         return [report_of(step, float(step), 8 * 64) for step in range(1, 6)]
 
-    def train_torch(_options: Any, _work: Path, name: str, asked: Any, _timeout_s: float) -> dict[str, Any]:
+    def train_torch(
+        _options: Any, _work: Path, name: str, asked: Any, _timeout_s: float
+    ) -> dict[str, Any]:
         seen["torch"].append(name)
         size = bench.sharded_cases.parameters(asked["shape"]) - (name.endswith("checkpoint"))
         return {"seconds": 2.0, "peak_bytes": [1, 1], "losses": [3.0] * 5, "parameters": size}
@@ -222,10 +260,14 @@ def counted(bench: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]
     return seen
 
 
-def test_a_way_that_fails_is_a_row(bench: Any, counted: dict[str, list[str]], tmp_path: Path) -> None:
+def test_a_way_that_fails_is_a_row(
+    bench: Any, counted: dict[str, list[str]], tmp_path: Path
+) -> None:
     options = bench.gpu_sharded.parse(["--shape", "tiny", "--gpus", "2", "--steps", "2"])
     found = bench.gpu_sharded.run_case(options, tmp_path, "13b")
-    ours = [f"13b-{way}" for way in bench.sharded_cases.CASES["13b"].ways if not way.startswith("torch")]
+    ours = [
+        f"13b-{way}" for way in bench.sharded_cases.CASES["13b"].ways if not way.startswith("torch")
+    ]
     assert [line.split()[0] for line in counted["ours"]] == ours
     assert "13b-tp --tp 2" in counted["ours"]
     assert found["zero1"] == {"error": "out of memory"}
@@ -234,7 +276,9 @@ def test_a_way_that_fails_is_a_row(bench: Any, counted: dict[str, list[str]], tm
     assert "PyTorch's model has" in found["torch-compiled-checkpoint"]["error"]
     options.ways = ("torch",)
     assert bench.gpu_sharded.run_case(options, tmp_path, "7b")["torch"]["tokens_per_s"] == 512.0
-    assert bench.gpu_sharded.run_case(options, tmp_path, "70b")["torch"]["error"].startswith("left out")
+    assert bench.gpu_sharded.run_case(options, tmp_path, "70b")["torch"]["error"].startswith(
+        "left out"
+    )
     options.limit = 1.0
     assert bench.gpu_sharded.run_case(options, tmp_path, "7b")["torch"] == {
         "error": "left out: the time of --limit is over"
@@ -242,20 +286,27 @@ def test_a_way_that_fails_is_a_row(bench: Any, counted: dict[str, list[str]], tm
 
 
 def test_a_python_that_does_not_run_is_no_end(bench: Any, tmp_path: Path) -> None:
-    options = bench.gpu_sharded.parse(["--python", f"torch={tmp_path / 'none'}", "--gpus", "2", "--ways", "torch"])
+    options = bench.gpu_sharded.parse(
+        ["--python", f"torch={tmp_path / 'none'}", "--gpus", "2", "--ways", "torch"]
+    )
     found = bench.gpu_sharded.measure(options, tmp_path, MACHINE)
     assert "No such file" in found["runs"]["7b"]["torch"]["error"]
     assert found["versions"]["torch"] == {}
 
 
-# --- bars and tables --------------------------------------------------------------------------------------
+# --- bars and tables ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("speed", "peak", "met", "missed"),
     [
         (1050.0, 40e9, ["1.050 times", "40.0 GB, at most the 42.6 GB"], []),
-        (1049.0, 40e9, ["40.0 GB"], ["1.049 times the tokens/s of PyTorch FSDP2, blocks compiled, at least 1.05"]),
+        (
+            1049.0,
+            40e9,
+            ["40.0 GB"],
+            ["1.049 times the tokens/s of PyTorch FSDP2, blocks compiled, at least 1.05"],
+        ),
         (1200.0, 43e9, ["1.200 times"], ["43.0 GB, at most the 42.6 GB"]),
         (900.0, 43e9, [], ["0.900 times", "43.0 GB"]),
     ],
@@ -272,22 +323,41 @@ def test_the_bar_is_speed_at_no_more_memory(
 
 def test_a_bar_without_figures_is_missed_and_one_without_a_peer_is_none(bench: Any) -> None:
     verdicts, mine = bench.gpu_sharded.verdicts, figures(1.0, 1.0)
-    told = verdicts(1.05, "13b", {"torch-compiled-checkpoint": {"error": "no GPU"}, "fsdp-checkpoint": mine})
-    assert told == {"met": [], "missed": ["13b: PyTorch FSDP2, blocks compiled, checkpointing: no GPU"]}
-    assert verdicts(1.05, "13b", {"torch-compiled": mine, "fsdp": mine}) == {"met": [], "missed": []}
+    told = verdicts(
+        1.05, "13b", {"torch-compiled-checkpoint": {"error": "no GPU"}, "fsdp-checkpoint": mine}
+    )
+    assert told == {
+        "met": [],
+        "missed": ["13b: PyTorch FSDP2, blocks compiled, checkpointing: no GPU"],
+    }
+    assert verdicts(1.05, "13b", {"torch-compiled": mine, "fsdp": mine}) == {
+        "met": [],
+        "missed": [],
+    }
     assert verdicts(1.05, "70b", {"fsdp": mine, "pipeline": mine}) == {"met": [], "missed": []}
 
 
 def found_of(bench: Any, ways: dict[str, Any], **more: Any) -> dict[str, Any]:
     settings = {"gpus": 2, "shape": "full", "rows": None, "warmup": 3, "steps": 1}
-    found = {"settings": settings, "machine": MACHINE, "runs": {"7b": ways}, "met": [], "missed": []}
+    found = {
+        "settings": settings,
+        "machine": MACHINE,
+        "runs": {"7b": ways},
+        "met": [],
+        "missed": [],
+    }
     return found | {"date": "2026-01-01", "commit": "abc", "versions": {"python": "3"}} | more
 
 
 def test_table_of_sharded_training(bench: Any) -> None:
-    ways = {"torch-compiled": figures(20_000.0, 42e9, 42.5e9), "fsdp": figures(21_500.4, 30e9, 31e9)}
+    ways = {
+        "torch-compiled": figures(20_000.0, 42e9, 42.5e9),
+        "fsdp": figures(21_500.4, 30e9, 31e9),
+    }
     ways["tp"] = {"error": "out of memory"}
-    lines = bench.gpu_sharded.report(found_of(bench, ways, met=["speed"], missed=["memory"])).splitlines()
+    lines = bench.gpu_sharded.report(
+        found_of(bench, ways, met=["speed"], missed=["memory"])
+    ).splitlines()
     assert lines[0] == (
         "full training of a 7B shape: 7.24 billion numbers, 2 GPUs, 4 x 1,024 tokens on each; 1 steps count, after 3"
     )
@@ -303,7 +373,11 @@ def test_table_of_sharded_training(bench: Any) -> None:
 
 
 def test_rows_of_sharded_training_have_ratios(bench: Any) -> None:
-    ways = {"torch-compiled": figures(20_000.0, 42e9), "fsdp": figures(21_000.0, 21e9), "tp": {"error": "no"}}
+    ways = {
+        "torch-compiled": figures(20_000.0, 42e9),
+        "fsdp": figures(21_000.0, 21e9),
+        "tp": {"error": "no"},
+    }
     found = found_of(bench, ways)
     rows = bench.records.make_record("gpu_sharded", found, bench.gpu_sharded.rows(found))["rows"]
     assert [(row["who"], row["unit"]) for row in rows] == [
@@ -318,7 +392,7 @@ def test_rows_of_sharded_training_have_ratios(bench: Any) -> None:
     ]
 
 
-# --- activations ------------------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 def message(mb: float, both: bool, alone: float, **more: float) -> dict[str, Any]:
@@ -344,14 +418,22 @@ def test_tables_of_activations(bench: Any) -> None:
         "nccl-gather": {"messages": [message(4.0, False, 0.0011), message(4.0, True, 0.001)]},
         "mpi": {"error": "no Open MPI"},
     }
-    found = found_of(bench, {}, messages=told, pipelines={"nccl": figures(6800.0, 35e9, 34e9), "ring": {"error": "no"}})
+    found = found_of(
+        bench,
+        {},
+        messages=told,
+        pipelines={"nccl": figures(6800.0, 35e9, 34e9), "ring": {"error": "no"}},
+    )
     lines = module.report(found).splitlines()
     assert lines[2] == (
         "| NCCL, sum with zeros | 4 | one way | 4.00 GB/s (1.00 ms) | 2.00 GB/s (2.00 ms) | 0.50 of 8.0 ms |"
     )
     assert "| Open MPI, message | no Open MPI | | | | |" in lines
     assert "4 MB, one way: NCCL, sum with zeros, 1.10 times as fast as NCCL, all-gather" in lines
-    assert "4 MB, both ways at once: NCCL, all-gather, 2.00 times as fast as NCCL, sum with zeros" in lines
+    assert (
+        "4 MB, both ways at once: NCCL, all-gather, 2.00 times as fast as NCCL, sum with zeros"
+        in lines
+    )
     assert "| --backend nccl | 6,800 | 500 ms | 35.00 GB, 34.00 GB | 10.5000, 10.2000 |" in lines
     rows = list(module.rows(found))
     assert len(rows) == 4 * 3 + 1
@@ -385,7 +467,9 @@ def test_pipelines_are_measured_once_for_each_backend(
 ) -> None:
     module, seen = bench.activations_gpu, list[str]()
 
-    def pipeline(_options: argparse.Namespace, _work: Path, way: str, timeout_s: float) -> dict[str, Any]:
+    def pipeline(
+        _options: argparse.Namespace, _work: Path, way: str, timeout_s: float
+    ) -> dict[str, Any]:
         seen.append(way)
         if way == "ring":
             raise module.BenchmarkError("no ring")

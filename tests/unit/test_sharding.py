@@ -1,4 +1,6 @@
-"""Each rank's part of a dataset: disjoint, whole, in one order for any number of ranks, resumable on any number."""
+"""Each rank's part of a dataset: disjoint, whole, in one order for any number of ranks, resumable
+on any number.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,19 @@ class Stream:
             yield number
 
 
-def loaders(size: int, dataset: Any, batch_size: int, **options: Any) -> list[DistributedLoader[int]]:
-    return [DistributedLoader(dataset, batch_size, world=world(rank, size), **options) for rank in range(size)]
+def loaders(
+    size: int, dataset: Any, batch_size: int, **options: Any
+) -> list[DistributedLoader[int]]:
+    return [
+        DistributedLoader(dataset, batch_size, world=world(rank, size), **options)
+        for rank in range(size)
+    ]
 
 
 def global_batches(parts: Iterable[Iterable[list[int]]]) -> list[set[int]]:
-    """The batches that the ranks' parts make up, which must be as many on each rank, disjoint and even."""
+    """The batches that the ranks' parts make up, which must be as many on each rank, disjoint and
+    even.
+    """
     batches = []
     for of_ranks in zip(*parts, strict=True):
         together = [sample for part in of_ranks for sample in part]
@@ -57,7 +66,9 @@ def global_batches(parts: Iterable[Iterable[list[int]]]) -> list[set[int]]:
     seed=st.integers(0, 5),
     drop_last=st.booleans(),
 )
-def test_ranks_make_up_the_batches_of_one(count: int, batch_size: int, size: int, seed: int, drop_last: bool) -> None:
+def test_ranks_make_up_the_batches_of_one(
+    count: int, batch_size: int, size: int, seed: int, drop_last: bool
+) -> None:
     options: dict[str, Any] = {"seed": seed, "drop_last": drop_last}
     if drop_last and count < batch_size:
         with pytest.raises(ConfigError, match="has 0 samples"):
@@ -82,17 +93,31 @@ def test_ranks_make_up_the_batches_of_one(count: int, batch_size: int, size: int
         assert alone.epoch == epoch + 1
 
 
-@given(count=st.integers(4, 60), batch_size=st.integers(8, 20), size=st.integers(1, 4), drop_last=st.booleans())
-def test_a_stream_has_the_batches_of_numbered_samples(count: int, batch_size: int, size: int, drop_last: bool) -> None:
+@given(
+    count=st.integers(4, 60),
+    batch_size=st.integers(8, 20),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+)
+def test_a_stream_has_the_batches_of_numbered_samples(
+    count: int, batch_size: int, size: int, drop_last: bool
+) -> None:
     expected = [set(batch) for batch in _plain(count, batch_size, drop_last)]
     for _ in range(2):
-        assert global_batches(loaders(size, Stream(count), batch_size, drop_last=drop_last)) == expected
+        assert (
+            global_batches(loaders(size, Stream(count), batch_size, drop_last=drop_last))
+            == expected
+        )
 
 
 def _plain(count: int, batch_size: int, drop_last: bool) -> list[list[int]]:
     """Cut one by one: full batches; what is left and the batch before it are halved."""
     left, batches = list(range(count)), []
-    while len(left) >= 2 * batch_size or len(left) == batch_size or (drop_last and len(left) > batch_size):
+    while (
+        len(left) >= 2 * batch_size
+        or len(left) == batch_size
+        or (drop_last and len(left) > batch_size)
+    ):
         batches.append(left[:batch_size])
         left = left[batch_size:]
     if drop_last or not left:
@@ -116,8 +141,11 @@ def test_it_goes_on_with_another_number_of_ranks(after: int, stream: bool) -> No
     three = loaders(3, dataset, 8)
     for loader in three:
         loader.load_state_dict(states[0])
-    # 50 in batches of 8 are 5 full ones and two of 5: after those seven there is nothing left of the first epoch.
-    rest = global_batches(list(loader) for loader in three) + global_batches(list(loader) for loader in three)
+    # 50 in batches of 8 are 5 full ones and two of 5: after those seven there is nothing left of
+    # the first epoch.
+    rest = global_batches(list(loader) for loader in three) + global_batches(
+        list(loader) for loader in three
+    )
     assert (global_batches(began) + rest)[: len(expected)] == expected
 
 
@@ -186,9 +214,17 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "seed": ([1] * 9, {"seed": -1}, "seed is -1"),
     "too few for the ranks": ([1] * 9, {"batch_size": 2}, "has 1 sample for 2 ranks"),
     "no data": ([], {}, "has 0 samples for 2 ranks"),
-    "less than a batch": (range(3), {"batch_size": 8, "drop_last": True}, "3 samples has 0 samples for 2 ranks"),
+    "less than a batch": (
+        range(3),
+        {"batch_size": 8, "drop_last": True},
+        "3 samples has 0 samples for 2 ranks",
+    ),
     "shuffled stream": (Stream(4), {"shuffle": True}, "an iterable cannot be shuffled"),
-    "short batches of a stream": (Stream(4), {"batch_size": 2}, "at the end of the stream has 1 sample for 2 ranks"),
+    "short batches of a stream": (
+        Stream(4),
+        {"batch_size": 2},
+        "at the end of the stream has 1 sample for 2 ranks",
+    ),
 }
 
 

@@ -68,7 +68,10 @@ class Simulation:
                 cut = balance.cut(batch)
                 assert cut.begin == step * every
                 shares = divide(order.batch(batch), work, cut.weights, before=tokens, some=cut.some)
-                tokens = [old + float(work[share].sum()) for old, share in zip(tokens, shares, strict=True)]
+                tokens = [
+                    old + float(work[share].sum())
+                    for old, share in zip(tokens, shares, strict=True)
+                ]
             alike, speeds = max(0.2, 1 + draw.gauss(0, self.common)), self.speeds(step)
             seconds = [
                 alike * max(0.2, 1 + draw.gauss(0, self.noise)) * each / speed
@@ -88,7 +91,9 @@ def test_shares_follow_the_speeds_soon() -> None:
     found = Simulation(lambda step: (3405, 1174)).run(100)
     assert found.efficiency[0] < 0.55
     assert min(found.efficiency[15:]) > 0.97
-    assert [moved.weights for _, moved in found.moves] == [pytest.approx((0.7436, 0.2564), abs=1e-3)]
+    assert [moved.weights for _, moved in found.moves] == [
+        pytest.approx((0.7436, 0.2564), abs=1e-3)
+    ]
     (_, moved) = found.moves[0]
     assert moved.speeds == pytest.approx((3405, 1174))
     assert moved.rows == (True, True)
@@ -96,8 +101,12 @@ def test_shares_follow_the_speeds_soon() -> None:
 
 @pytest.mark.parametrize("slower", [(3405, 587), (1702, 1174)], ids=["slow", "fast"])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_a_rank_that_slows_down_and_recovers_is_followed(slower: tuple[int, int], noise: float) -> None:
-    found = Simulation(lambda step: slower if 60 <= step < 160 else (3405, 1174), rows=64, noise=noise).run(260)
+def test_a_rank_that_slows_down_and_recovers_is_followed(
+    slower: tuple[int, int], noise: float
+) -> None:
+    found = Simulation(
+        lambda step: slower if 60 <= step < 160 else (3405, 1174), rows=64, noise=noise
+    ).run(260)
     least = 0.94 - 2.5 * noise
     for begin, end in ((30, 60), (90, 160), (190, 260)):
         assert float(np.mean(found.efficiency[begin:end])) > least
@@ -107,7 +116,10 @@ def test_a_rank_that_slows_down_and_recovers_is_followed(slower: tuple[int, int]
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_noise_of_equal_ranks_moves_nothing(size: int, noise: float) -> None:
-    rows = [Simulation(lambda step: (1000,) * size, 64, noise=noise, seed=seed).run(600) for seed in range(3)]
+    rows = [
+        Simulation(lambda step: (1000,) * size, 64, noise=noise, seed=seed).run(600)
+        for seed in range(3)
+    ]
     assert sum(len(each.moves) for each in rows) <= 1
 
 
@@ -124,13 +136,17 @@ def test_what_slows_all_ranks_moves_nothing() -> None:
 
 
 def test_one_disturbed_step_moves_nothing() -> None:
-    found = Simulation(lambda step: (1000, 100) if step in (20, 21, 50) else (1000, 1000), noise=0.01).run(100)
+    found = Simulation(
+        lambda step: (1000, 100) if step in (20, 21, 50) else (1000, 1000), noise=0.01
+    ).run(100)
     assert not found.moves
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1])
 def test_moments_in_which_a_computer_is_busy_move_nothing(seconds: float) -> None:
-    """Other programs have half of one's core for 0.7 seconds, again and again; a change that stays is followed."""
+    """Other programs have half of one's core for 0.7 seconds, again and again; a change that stays
+    is followed.
+    """
     speed, busy = 16 * 256 / 2 / seconds, round(0.7 / (2 * seconds))
 
     def speeds(step: int) -> Sequence[float]:
@@ -191,14 +207,18 @@ def test_all_ranks_come_to_the_same_shares_and_go_on_with_them() -> None:
     # Of another number of ranks, or without such a file, they are measured anew.
     assert not Balance((1.0, 1.0, 1.0)).restore(saved)
     assert not Balance((1.0, 1.0)).restore(None)
-    assert not Balance((2.0, 1.0), moves=False).restore(saved), "given shares are not the checkpoint's"
+    assert not Balance((2.0, 1.0), moves=False).restore(saved), (
+        "given shares are not the checkpoint's"
+    )
 
 
 @pytest.mark.parametrize(("accumulation", "begin"), [(1, 0), (4, 0), (4, 3)])
 def test_a_change_holds_from_a_step_that_nobody_has_loaded(accumulation: int, begin: int) -> None:
     balance = Balance((1.0, 1.0), begin=begin, accumulation=accumulation)
     end = begin
-    while not (moved := balance.hear((400.0, 0.1, 0.0, 400.0, 0.3, 0.0), end := end + accumulation)):
+    while not (
+        moved := balance.hear((400.0, 0.1, 0.0, 400.0, 0.3, 0.0), end := end + accumulation)
+    ):
         assert end < 100
     assert (moved.begin - begin) % accumulation == 0
     # The next update's batches may be handed out, and two more loaded.
@@ -209,7 +229,13 @@ def test_a_change_holds_from_a_step_that_nobody_has_loaded(accumulation: int, be
 
 @pytest.mark.parametrize(
     "numbers",
-    [(), (1.0, 2.0, 0.0), (0.0,) * 6, (float("nan"), 1.0, 0.0, 4.0, 1.0, 0.0), (4.0, float("inf"), 0.0) * 2],
+    [
+        (),
+        (1.0, 2.0, 0.0),
+        (0.0,) * 6,
+        (float("nan"), 1.0, 0.0, 4.0, 1.0, 0.0),
+        (4.0, float("inf"), 0.0) * 2,
+    ],
 )
 def test_numbers_that_tell_nothing_change_nothing(numbers: tuple[float, ...]) -> None:
     balance = Balance((1.0, 1.0))
@@ -221,20 +247,30 @@ def test_numbers_that_tell_nothing_change_nothing(numbers: tuple[float, ...]) ->
     ("given", "numbers"),
     [("auto", None), ("equal", None), (None, None), ("[2, 0.5]", [2.0, 0.5]), ((2, 1), [2.0, 1.0])],
 )
-def test_words_and_numbers_that_shares_are_given_by(given: Any, numbers: list[float] | None) -> None:
+def test_words_and_numbers_that_shares_are_given_by(
+    given: Any, numbers: list[float] | None
+) -> None:
     assert build_config({"rank_weights": given}).given_weights == numbers
 
 
 def test_a_slow_ranks_update_takes_longer_too() -> None:
-    """So it gets less than its part of the speed; one whose update takes longer than a step elsewhere gets nothing."""
+    """So it gets less than its part of the speed; one whose update takes longer than a step
+    elsewhere gets nothing.
+    """
     found = Simulation(lambda step: (3000, 1000), rows=64, update_s=2.0).run(60)
     best = (64 * 256 + 2000 + 2000) / 4000
-    assert 64 * 256 / (float(np.mean(found.efficiency[30:])) * 4000) == pytest.approx(best, rel=0.02)
-    assert found.moves[-1][1].weights[1] == pytest.approx((1000 * best - 2000) / (64 * 256), abs=0.01)
+    assert 64 * 256 / (float(np.mean(found.efficiency[30:])) * 4000) == pytest.approx(
+        best, rel=0.02
+    )
+    assert found.moves[-1][1].weights[1] == pytest.approx(
+        (1000 * best - 2000) / (64 * 256), abs=0.01
+    )
     speeds = [Speed(0.9, update=10.0), Speed(0.1, update=10.0)]
     assert even_weights(speeds, 100.0)[1] < 0.05
     assert even_weights(speeds, 50.0)[1] == pytest.approx(0.0, abs=2e-4)
-    assert even_weights([*speeds, Speed(0.9, update=10.0)], 50.0)[::2] == pytest.approx((0.5, 0.5), abs=1e-3)
+    assert even_weights([*speeds, Speed(0.9, update=10.0)], 50.0)[::2] == pytest.approx(
+        (0.5, 0.5), abs=1e-3
+    )
 
 
 def test_given_shares_stay() -> None:
@@ -258,7 +294,7 @@ def test_a_median_is_not_moved_by_an_outlier() -> None:
     assert StepSample(300.0, 2.0).speed == 150.0
 
 
-# --- shares of rows ---------------------------------------------------------------------------------------
+# --- shares of rows -------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None, database=None)
@@ -266,7 +302,9 @@ def test_a_median_is_not_moved_by_an_outlier() -> None:
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7),
     speeds=st.lists(st.sampled_from([1.0, 2.0, 3.5, 20.0]), min_size=2, max_size=3),
 )
-def test_the_cut_is_close_to_the_best_for_the_slowest_rank(lengths: list[int], speeds: list[float]) -> None:
+def test_the_cut_is_close_to_the_best_for_the_slowest_rank(
+    lengths: list[int], speeds: list[float]
+) -> None:
     work = np.asarray(lengths)
     shares = divide(np.arange(len(lengths)), work, tuple(speeds))
     seconds = max(work[share].sum() / speed for share, speed in zip(shares, speeds, strict=True))
@@ -286,20 +324,33 @@ def test_a_rank_on_trial_gets_the_shortest_row_of_another() -> None:
     work = np.array([9, 5, 7, 3])
     shares = divide(np.arange(4), work, (1.0, 1e-4), some=(1,))
     assert [share.tolist() for share in shares] == [[0, 2, 1], [3]]
-    assert divide(np.array([2]), work, (1.0, 1e-4), some=(1,))[1].tolist() == [], "nobody gives its only row away"
+    assert divide(np.array([2]), work, (1.0, 1e-4), some=(1,))[1].tolist() == [], (
+        "nobody gives its only row away"
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_batches_of_one_update_make_up_for_each_other(accumulation: int) -> None:
     """And any batch can be asked for at any time: what was loaded before does not matter."""
-    tokens = TokenSet.of_examples([(np.arange(1, 12), np.ones(11, dtype=np.bool_)) for _ in range(60)])
+    tokens = TokenSet.of_examples(
+        [(np.arange(1, 12), np.ones(11, dtype=np.bool_)) for _ in range(60)]
+    )
     order, weights = GlobalOrder(tokens.work, 2, 0), (3.0, 1.0)
     balance = Balance(weights, accumulation=accumulation, moves=False)
-    loaders = [Loader(tokens, order, Sizing(1000), rank, weights, cut_of=balance.cut) for rank in range(2)]
-    rows = [[sum(len(part.examples) for part in loader.load(batch)) for batch in range(12)] for loader in loaders]
+    loaders = [
+        Loader(tokens, order, Sizing(1000), rank, weights, cut_of=balance.cut) for rank in range(2)
+    ]
+    rows = [
+        [sum(len(part.examples) for part in loader.load(batch)) for batch in range(12)]
+        for loader in loaders
+    ]
     assert [sum(each) for each in zip(*rows, strict=True)] == [2] * 12
     per_update = [sum(rows[1][at : at + accumulation]) for at in range(0, 12, accumulation)]
-    assert per_update == ([0] * 12 if accumulation == 1 else [1 if accumulation == 3 else 0] * (12 // accumulation))
+    assert per_update == (
+        [0] * 12 if accumulation == 1 else [1 if accumulation == 3 else 0] * (12 // accumulation)
+    )
     fresh = Loader(tokens, order, Sizing(1000), 1, weights, cut_of=balance.cut)
     for batch in (7, 2, 11, 8):
-        assert [p.examples.tolist() for p in fresh.load(batch)] == [p.examples.tolist() for p in loaders[1].load(batch)]
+        assert [p.examples.tolist() for p in fresh.load(batch)] == [
+            p.examples.tolist() for p in loaders[1].load(batch)
+        ]

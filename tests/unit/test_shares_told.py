@@ -8,7 +8,14 @@ from pathlib import Path
 
 from test_metrics import STARTED, console, train
 
-from allhands.observe.metrics import ConsoleSink, JsonlSink, SharesChanged, decode_event, encode_event, read_metrics
+from allhands.observe.metrics import (
+    ConsoleSink,
+    JsonlSink,
+    SharesChanged,
+    decode_event,
+    encode_event,
+    read_metrics,
+)
 
 
 def test_a_change_of_shares_is_one_line_with_its_reason(tmp_path: Path) -> None:

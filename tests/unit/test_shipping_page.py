@@ -19,7 +19,16 @@ def test_the_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
     done = call_allhands("data", "demo", "--out", tmp_path / "data" / "pirate")
     assert done.returncode == 0, done.stderr
     shorten(tmp_path / "data" / "pirate")
-    words = ["--model", "models/smollm2", "--data", "data/pirate", "--iters", "4", "--val-batches", "1"]
+    words = [
+        "--model",
+        "models/smollm2",
+        "--data",
+        "data/pirate",
+        "--iters",
+        "4",
+        "--val-batches",
+        "1",
+    ]
     done = run_allhands("train", "--train", *words, "--learning-rate", "1e-2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
@@ -29,7 +38,13 @@ def test_the_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
         for line in block.splitlines():
             command = line if "chat" not in line else f"{line} --max-tokens 4"
             done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+                command,
+                shell=True,
+                cwd=tmp_path,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=120,
             )
             assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran.append(line.split("allhands ")[1].split()[0])

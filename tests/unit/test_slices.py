@@ -1,4 +1,6 @@
-"""Arrays in slices of any cut: saved by ranks that divide them in one way, read by others in another way."""
+"""Arrays in slices of any cut: saved by ranks that divide them in one way, read by others in
+another way.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from allhands.errors import StorageError
 from allhands.io.regions import Box, Flat, Region
 
 FILE = "state.safetensors"
-# Cuts of a (5, 7) array: whole, in rows, 2x2 uneven boxes, ranges across rows, ranges of one number, and both kinds.
+# Cuts of a (5, 7) array: whole, in rows, 2x2 uneven boxes, ranges across rows, ranges of one
+# number, and both kinds.
 CUTS: dict[str, list[Region]] = {
     "whole": [Box((0, 0), (5, 7))],
     "rows": [Box((0, 0), (2, 7)), Box((2, 0), (3, 7))],
@@ -63,7 +66,10 @@ def written(path: Path, array: Any, regions: list[Region]) -> Checkpoint:
             made[file] = [tensor]
             arrays.append((file, region))
         first, *others = made
-        more = [part_of(draft.directory, file, made[file], array.shape, region) for file, region in arrays[1:]]
+        more = [
+            part_of(draft.directory, file, made[file], array.shape, region)
+            for file, region in arrays[1:]
+        ]
         assert len(others) == len(more)
         return draft.publish(1, "run", {}, {first: made[first]}, parts=lambda: more)
 
@@ -76,7 +82,9 @@ def part_of(
     from allhands.io.tensors import safetensors_pieces
 
     stored = write_file(directory / file, safetensors_pieces(tensors), lambda: None)
-    return parts.WrittenPart({file: stored}, [StoredArray("state.w", shape, "F32", (StoredSlice(file, "w", region),))])
+    return parts.WrittenPart(
+        {file: stored}, [StoredArray("state.w", shape, "F32", (StoredSlice(file, "w", region),))]
+    )
 
 
 WANTED: list[Region] = [
@@ -109,7 +117,9 @@ def test_ranges_and_boxes_of_any_array(data: st.DataObject) -> None:
     array, size = values(shape), int(np.prod(shape))
     if shape and data.draw(st.booleans()):
         axis = data.draw(st.integers(0, len(shape) - 1))
-        edges = sorted({0, shape[axis], *data.draw(st.lists(st.integers(0, shape[axis]), max_size=3))})
+        edges = sorted(
+            {0, shape[axis], *data.draw(st.lists(st.integers(0, shape[axis]), max_size=3))}
+        )
         starts = [tuple(a if i == axis else 0 for i in range(len(shape))) for a in edges[:-1]]
         lengths = [b - a for a, b in pairwise(edges)]
         regions: list[Region] = [
@@ -120,7 +130,9 @@ def test_ranges_and_boxes_of_any_array(data: st.DataObject) -> None:
         edges = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
         regions = [Flat(a, b) for a, b in pairwise(edges)]
     begin = tuple(data.draw(st.integers(0, n)) for n in shape)
-    box = Box(begin, tuple(data.draw(st.integers(0, n - at)) for n, at in zip(shape, begin, strict=True)))
+    box = Box(
+        begin, tuple(data.draw(st.integers(0, n - at)) for n, at in zip(shape, begin, strict=True))
+    )
     start = data.draw(st.integers(0, size))
     flat = Flat(start, data.draw(st.integers(start, size)))
     with tempfile.TemporaryDirectory() as place:
@@ -146,11 +158,17 @@ def test_ranges_and_boxes_of_any_array(data: st.DataObject) -> None:
 )
 def test_slices_that_are_not_the_array_are_refused(regions: list[Region], tmp_path: Path) -> None:
     tensors = [Tensor("w", "F32", r.shape, bytes(4 * r.size), ((5, 7), r)) for r in regions]
-    files = {f"{'state' if not n else f'state-{n}'}.safetensors": [t] for n, t in enumerate(tensors)}
+    files = {
+        f"{'state' if not n else f'state-{n}'}.safetensors": [t] for n, t in enumerate(tensors)
+    }
 
     def write() -> None:
         with drafting(tmp_path / "c") as draft:
-            more = [part_of(draft.directory, f, files[f], (5, 7), regions[n]) for n, f in enumerate(files) if n]
+            more = [
+                part_of(draft.directory, f, files[f], (5, 7), regions[n])
+                for n, f in enumerate(files)
+                if n
+            ]
             draft.publish(1, "run", {}, {FILE: files[FILE]}, parts=lambda: more)
 
     with pytest.raises(ValueError, match=r"slice|array"):
@@ -158,7 +176,7 @@ def test_slices_that_are_not_the_array_are_refused(regions: list[Region], tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-# --- ranks that have divided arrays among them --------------------------------------------------------
+# --- ranks that have divided arrays among them ----------------------------------------------------
 
 SHAPES = {"matrix": (6, 5), "row": (11,), "number": ()}
 
@@ -212,7 +230,9 @@ def save(size: int, way: str, directories: list[Path]) -> list[Any]:
                 return None
             with delivery.opened() as draft:
                 tensors = snapshot(exchange.ownership.common(mine()), 0)()
-                return draft.publish(1, "run", {}, tensors, parts=lambda: delivery.collect(lambda: None))
+                return draft.publish(
+                    1, "run", {}, tensors, parts=lambda: delivery.collect(lambda: None)
+                )
         finally:
             exchange.close()
 
@@ -222,7 +242,9 @@ def save(size: int, way: str, directories: list[Path]) -> list[Any]:
 @pytest.mark.parametrize("shared", [True, False], ids=["one directory", "several"])
 @pytest.mark.parametrize("way", ["same", "flat", "boxes", "stages"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_ranks_divide_is_one_checkpoint(size: int, way: str, shared: bool, tmp_path: Path) -> None:
+def test_what_ranks_divide_is_one_checkpoint(
+    size: int, way: str, shared: bool, tmp_path: Path
+) -> None:
     directories = [tmp_path / ("run" if shared else str(rank)) for rank in range(size)]
     results = save(size, way, directories)
     kept = [result for result in results if result is not None]
@@ -231,11 +253,15 @@ def test_what_ranks_divide_is_one_checkpoint(size: int, way: str, shared: bool, 
     assert len(kept) == (1 if shared or way == "same" or size == 1 else size)
     for found in kept:
         checkpoint = open_checkpoint(found.path)
-        read = {name: np.array(stored.read()) for name, stored in local_arrays(checkpoint, FILE).items()}
+        read = {
+            name: np.array(stored.read()) for name, stored in local_arrays(checkpoint, FILE).items()
+        }
         assert {name: array.tobytes() for name, array in read.items()} == {
             name: values(shape).tobytes() for name, shape in SHAPES.items()
         }
-        assert sorted(path.name for path in checkpoint.path.iterdir()) == sorted([*checkpoint.files, "manifest.json"])
+        assert sorted(path.name for path in checkpoint.path.iterdir()) == sorted(
+            [*checkpoint.files, "manifest.json"]
+        )
         assert sum(array.shape != () for array in checkpoint.arrays) == 2
         # Every number lies there once.
         numbers = sum(region.region.size for array in checkpoint.arrays for region in array.slices)
@@ -251,14 +277,18 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, directory, Held(lambda: groups(rank, 2, "flat")), rank == 0)
+        exchange = PartExchange.agreed(
+            communicator, directory, Held(lambda: groups(rank, 2, "flat")), rank == 0
+        )
         assert exchange is not None
         try:
             delivery = exchange.begin(directory / "checkpoints" / "step-0000001")
             if delivery is None:
                 return None
             with delivery.opened() as draft:
-                return draft.publish(1, "run", {}, {FILE: []}, parts=lambda: delivery.collect(lambda: None))
+                return draft.publish(
+                    1, "run", {}, {FILE: []}, parts=lambda: delivery.collect(lambda: None)
+                )
         finally:
             exchange.close()
 
@@ -266,7 +296,11 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
 
     def sometimes(path: Path, pieces: Any, progress: Any) -> Any:
         with lock:
-            return fails(path) if path.name.endswith("-1.safetensors") else real(path, pieces, progress)
+            return (
+                fails(path)
+                if path.name.endswith("-1.safetensors")
+                else real(path, pieces, progress)
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "write_file", sometimes)
@@ -278,28 +312,38 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
     assert list((directory / "checkpoints").iterdir()) == []
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "_AT_THE_END_S", 0.2)
     monkeypatch.setattr(parts.PartExchange, "_write", lambda self, directory, tensors: None)
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0)
+        exchange = PartExchange.agreed(
+            communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0
+        )
         assert exchange is not None
         delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
         exchange.close()
         if delivery is None:
             return None
         with delivery.opened() as draft:
-            return draft.publish(1, "run", {}, {FILE: []}, parts=lambda: delivery.collect(lambda: None))
+            return draft.publish(
+                1, "run", {}, {FILE: []}, parts=lambda: delivery.collect(lambda: None)
+            )
 
     first, _ = run_ranks(2, work)
     assert isinstance(first, StorageError)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_rank_can_wait_for_what_it_writes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it waits for others: over NCCL that would keep its GPU from handing out what rank 0 waits for."""
+def test_a_rank_can_wait_for_what_it_writes_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waits for others: over NCCL that would keep its GPU from handing out what rank 0
+    waits for.
+    """
     real = parts.write_file
 
     def slowly(path: Path, pieces: Any, progress: Any) -> Any:
@@ -310,7 +354,9 @@ def test_a_rank_can_wait_for_what_it_writes_itself(tmp_path: Path, monkeypatch: 
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0)
+        exchange = PartExchange.agreed(
+            communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0
+        )
         assert exchange is not None
         delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
         exchange.settle()
@@ -325,7 +371,7 @@ def test_a_rank_can_wait_for_what_it_writes_itself(tmp_path: Path, monkeypatch: 
     assert all(run_ranks(2, work))
 
 
-# --- memory -------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 MEMORY = """
 import json, sys
@@ -401,7 +447,9 @@ print(json.dumps([4 * EACH, peak() - base - there, mx.get_peak_memory() - mlx - 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="measured by Linux's /proc")
 @pytest.mark.parametrize("way", ["whole", "shared", "sent"])
-def test_saving_and_reading_take_no_more_memory_than_the_largest_array(way: str, tmp_path: Path) -> None:
+def test_saving_and_reading_take_no_more_memory_than_the_largest_array(
+    way: str, tmp_path: Path
+) -> None:
     """384 MiB in arrays of 64, whole or divided among two ranks, which are threads of one process."""
     support = str(Path(__file__).parents[1] / "support")
     for what in ("saved", "read"):
@@ -409,7 +457,8 @@ def test_saving_and_reading_take_no_more_memory_than_the_largest_array(way: str,
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         largest, resident, arrays = json.loads(done.stdout.splitlines()[-1])
-        # Of the ranks that are threads here each has its own, and their exchange copies what passes by.
+        # Of the ranks that are threads here each has its own, and their exchange copies what passes
+        # by.
         room = largest * (2 if way == "sent" else 1)
         assert resident < room + (48 << 20), (what, resident)
         assert arrays <= room, (what, arrays)

@@ -41,4 +41,7 @@ def test_copies_stay_on_the_device_where_it_has_twice_their_room(
     assert places == [there, there]
     assert sum(len(each.content()) for file in found.values() for each in file) == SIZE
     assert set(found) == {WEIGHTS_FILE, OPTIMIZER_FILE}
-    assert np.frombuffer(found[WEIGHTS_FILE][0].content(), np.float32).tolist() == before.ravel().tolist()
+    assert (
+        np.frombuffer(found[WEIGHTS_FILE][0].content(), np.float32).tolist()
+        == before.ravel().tolist()
+    )

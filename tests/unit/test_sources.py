@@ -1,4 +1,6 @@
-"""What is named on the command line: files, directories and Hub datasets; and plain text, document by document."""
+"""What is named on the command line: files, directories and Hub datasets; and plain text, document
+by document.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def failure(kind: type[AllhandsError], *names: Path | str, **options: Any) -> Al
 )
 def test_splits_by_name(tmp_path: Path, name: str, split: str | None) -> None:
     write(tmp_path / "data", name)
-    assert [(s.name, s.split) for s in find(tmp_path / "data")] == [(str(tmp_path / "data" / name), split)]
+    assert [(s.name, s.split) for s in find(tmp_path / "data")] == [
+        (str(tmp_path / "data" / name), split)
+    ]
 
 
 def test_a_named_file_or_directory_counts_its_own_directory(tmp_path: Path) -> None:
@@ -89,7 +93,15 @@ def test_a_named_file_or_directory_counts_its_own_directory(tmp_path: Path) -> N
 
 def test_directories_are_sorted_and_say_what_they_skip(tmp_path: Path) -> None:
     write(
-        tmp_path, "b.jsonl", "a/z.csv", "a/y.txt", ".hidden.jsonl", ".git/x.json", "p.pdf", "README.md", "LICENSE.txt"
+        tmp_path,
+        "b.jsonl",
+        "a/z.csv",
+        "a/y.txt",
+        ".hidden.jsonl",
+        ".git/x.json",
+        "p.pdf",
+        "README.md",
+        "LICENSE.txt",
     )
     write(tmp_path, "dataset_info.json", "report.json", "left-out.jsonl")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
@@ -170,7 +182,9 @@ def test_errors_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"limit": 0}, "--limit"),
     ],
 )
-def test_options_without_effect_are_refused(tmp_path: Path, options: dict[str, Any], flag: str) -> None:
+def test_options_without_effect_are_refused(
+    tmp_path: Path, options: dict[str, Any], flag: str
+) -> None:
     write(tmp_path, "a.jsonl")
     assert failure(ConfigError, tmp_path / "a.jsonl", **options).where == flag
 
@@ -182,7 +196,9 @@ def test_documents_reach_the_reader(tmp_path: Path) -> None:
     assert rows == [{"text": "one"}, {"text": "two"}, {"text": "a"}]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
 def test_unreadable_directory(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", "deep/b.jsonl")
     (tmp_path / "deep").chmod(0)
@@ -200,7 +216,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
     def install(result: Any) -> list[Any]:
         calls: list[Any] = []
 
-        def load_dataset(path: str, name: str | None = None, *, split: str | None, streaming: bool) -> Any:
+        def load_dataset(
+            path: str, name: str | None = None, *, split: str | None, streaming: bool
+        ) -> Any:
             calls.append((path, name, split, streaming))
             if isinstance(result, Exception):
                 raise result
@@ -216,11 +234,19 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
 
 
 def test_hub_splits(hub: Callable[[Any], list[Any]], tmp_path: Path) -> None:
-    names = {"train_sft": "train", "validation": "valid", "test": "test", "unsupervised": None, "training_2": "train"}
+    names = {
+        "train_sft": "train",
+        "validation": "valid",
+        "test": "test",
+        "unsupervised": None,
+        "training_2": "train",
+    }
     calls = hub({part: [{"part": part}, {"n": 2}, {"n": 3}] for part in names})
     write(tmp_path, "a.jsonl")
     _, *found = find(tmp_path / "a.jsonl", "some/one", limit=2)
-    assert [(source.name, source.split) for source in found] == [(f"some/one[{part}]", names[part]) for part in names]
+    assert [(source.name, source.split) for source in found] == [
+        (f"some/one[{part}]", names[part]) for part in names
+    ]
     assert list(found[0].rows()) == [Row({"part": "train_sft"}, "some/one[train_sft]", 1), Row({"n": 2}, "some/one[train_sft]", 2)]  # noqa: E501  # fmt: skip
     (one,) = find("hf://datasets/some/one", hub_split="test", hub_config="main", streaming=True)
     assert (one.name, one.split) == ("some/one[test]", "test")
@@ -245,7 +271,9 @@ def test_a_directory_is_taken_before_the_hub(
     assert calls == []
     assert [source.name for source in find("hf://some/one")] == ["some/one[train]"]
     failure(ConfigError, "hf://a/b/c")
-    assert [p.message for p in find("other/one")[0].rows() if isinstance(p, RowProblem)] == ["the split is empty"]
+    assert [p.message for p in find("other/one")[0].rows() if isinstance(p, RowProblem)] == [
+        "the split is empty"
+    ]
 
 
 class Gated(FileNotFoundError):
@@ -255,23 +283,55 @@ class Gated(FileNotFoundError):
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (ConnectionError("Couldn't reach 'a/b' on the Hub (LocalEntryNotFoundError)"), "cannot be reached", "network"),
-        (ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"), "switched off", "HF_HUB_OFFLINE"),
-        (type("ConnectTimeout", (Exception,), {})("slow"), "cannot be reached", "network"),
-        (Gated("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."), "no such dataset", "hf auth login"),
-        (Gated("Dataset 'a/b' is a gated dataset on the Hub."), "asked for", "huggingface.co/datasets/a/b"),
-        (ValueError("Unknown split \"x\". Should be one of ['train', 'test']."), "no such split", "train, test"),
-        (ValueError("Bad split: x. Available splits: ['train']"), "no such split", "one of: train"),
-        (ValueError("BuilderConfig 'x' not found. Available: ['main', 'b']"), "configurations", "of: main, b"),
         (
-            ValueError("Config name is missing.\nPlease pick one among the available configs: ['main', 'b']\nExample"),
+            ConnectionError("Couldn't reach 'a/b' on the Hub (LocalEntryNotFoundError)"),
+            "cannot be reached",
+            "network",
+        ),
+        (
+            ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"),
+            "switched off",
+            "HF_HUB_OFFLINE",
+        ),
+        (type("ConnectTimeout", (Exception,), {})("slow"), "cannot be reached", "network"),
+        (
+            Gated("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."),
+            "no such dataset",
+            "hf auth login",
+        ),
+        (
+            Gated("Dataset 'a/b' is a gated dataset on the Hub."),
+            "asked for",
+            "huggingface.co/datasets/a/b",
+        ),
+        (
+            ValueError("Unknown split \"x\". Should be one of ['train', 'test']."),
+            "no such split",
+            "train, test",
+        ),
+        (ValueError("Bad split: x. Available splits: ['train']"), "no such split", "one of: train"),
+        (
+            ValueError("BuilderConfig 'x' not found. Available: ['main', 'b']"),
+            "configurations",
+            "of: main, b",
+        ),
+        (
+            ValueError(
+                "Config name is missing.\nPlease pick one among the available configs: ['main', 'b']\nExample"
+            ),
             "configurations",
             "--hub-config is one of: main, b",
         ),
-        (RuntimeError("Dataset scripts are no longer supported, but found b.py\nmore"), "found b.py", "fetch"),
+        (
+            RuntimeError("Dataset scripts are no longer supported, but found b.py\nmore"),
+            "found b.py",
+            "fetch",
+        ),
     ],
 )
-def test_hub_errors(hub: Callable[[Any], list[Any]], error: Exception, message: str, hint: str) -> None:
+def test_hub_errors(
+    hub: Callable[[Any], list[Any]], error: Exception, message: str, hint: str
+) -> None:
     hub(error)
     caught = failure(DataError, "a/b")
     assert message in caught.message
@@ -326,9 +386,15 @@ print(json.dumps(results))
 def test_the_real_library(tmp_path: Path) -> None:
     """Offline: what it raises without a network, and the rows of a local file, whole and streamed."""
     write(tmp_path, "rows.jsonl", content='{"text": "a"}\n{"text": "b"}\n')
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     command = [sys.executable, "-c", REAL, str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | quiet, capture_output=True, text=True, check=True
+    )
     offline, *results = json.loads(done.stdout)
     assert "downloads are switched off" in offline
     rows = [[1, {"text": "a"}], [2, {"text": "b"}]]
@@ -354,7 +420,12 @@ def texts_of(items: list[Row | RowProblem]) -> list[str]:
 
 
 @given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=1), min_size=1)
+    st.lists(
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=1
+        ),
+        min_size=1,
+    )
 )
 @settings(deadline=None)
 def test_text_by_document(folder: Path, texts: list[str]) -> None:
@@ -377,15 +448,23 @@ def test_text_by_document(folder: Path, texts: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_text_documents(tmp_path: Path, documents: str, expected: list[tuple[int, str]], end: str) -> None:
+def test_text_documents(
+    tmp_path: Path, documents: str, expected: list[tuple[int, str]], end: str
+) -> None:
     text = "\ufeff\none\ntwo\n\nthree\n \n\n<|endoftext|>\nfour\n".replace("\n", end)
     items = read(tmp_path, text, documents=documents)
     assert list(zip([item.line for item in items], texts_of(items), strict=True)) == expected
 
 
-@given(st.text("ab \n", min_size=1, max_size=300), st.integers(2, 40), st.sampled_from(["file", "line", "blank-line"]))
+@given(
+    st.text("ab \n", min_size=1, max_size=300),
+    st.integers(2, 40),
+    st.sampled_from(["file", "line", "blank-line"]),
+)
 @settings(deadline=None)
-def test_long_documents_are_cut_without_loss(folder: Path, text: str, size: int, documents: str) -> None:
+def test_long_documents_are_cut_without_loss(
+    folder: Path, text: str, size: int, documents: str
+) -> None:
     with mock.patch.object(tables, "_PIECE", 8):
         items = read(folder, text, documents=documents, max_document_chars=size)
     if text.strip():

@@ -1,4 +1,6 @@
-"""The same thing in an older or padded spelling is read as that; what may mean two things is refused by name."""
+"""The same thing in an older or padded spelling is read as that; what may mean two things is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ ARGUMENTS = {"route": "Skye"}
 CALL = {"type": "function", "function": {"name": "ferry_status", "arguments": ARGUMENTS}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "ferry_status", "content": "running"}
-FUNCTION = {"name": "ferry_status", "description": "State of a ferry", "parameters": {"type": "object"}}
+FUNCTION = {
+    "name": "ferry_status",
+    "description": "State of a ferry",
+    "parameters": {"type": "object"},
+}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
@@ -38,10 +44,15 @@ def refusal(row: Any) -> DataError:
 
 def calls_of(message: dict[str, Any]) -> list[Any]:
     """Names and arguments of the calls of an answer that is the second message."""
-    read = parse({"messages": [ASK, {"role": "assistant", "content": None, **message}, RESULT, END]}).turns[1]
+    read = parse(
+        {"messages": [ASK, {"role": "assistant", "content": None, **message}, RESULT, END]}
+    ).turns[1]
     assert not set(read) - {"role", "content", "tool_calls"}, read
     functions = [call["function"] for call in read["tool_calls"]]
-    decoded = [f["arguments"] if isinstance(f["arguments"], dict) else json.loads(f["arguments"]) for f in functions]
+    decoded = [
+        f["arguments"] if isinstance(f["arguments"], dict) else json.loads(f["arguments"])
+        for f in functions
+    ]
     return [(f["name"], arguments) for f, arguments in zip(functions, decoded, strict=True)]
 
 
@@ -53,14 +64,18 @@ def calls_of(message: dict[str, Any]) -> list[Any]:
 def test_function_call_role_function_and_functions(content: dict[str, Any], arguments: Any) -> None:
     call = {"name": "ferry_status", "arguments": arguments}
     old = {"role": "assistant", **content, "function_call": call}
-    record = parse({"messages": [ASK, old, {**RESULT, "role": "function"}, END], "functions": [FUNCTION]})
+    record = parse(
+        {"messages": [ASK, old, {**RESULT, "role": "function"}, END], "functions": [FUNCTION]}
+    )
     now = {**CALLING, "content": content.get("content") or ""}
     now["tool_calls"] = [{"type": "function", "function": call}]
     assert record.turns == [ASK, now, RESULT, END]
     assert record.tools == [TOOL]
 
 
-@pytest.mark.parametrize("functions", [[FUNCTION], json.dumps([FUNCTION]), [json.dumps(FUNCTION)], [TOOL]])
+@pytest.mark.parametrize(
+    "functions", [[FUNCTION], json.dumps([FUNCTION]), [json.dumps(FUNCTION)], [TOOL]]
+)
 def test_functions_are_tools_in_every_shape(functions: Any) -> None:
     shapes = [
         {"messages": [ASK, END]},
@@ -100,15 +115,39 @@ def test_functions_beside_tools() -> None:
         {"tool_call": CALL},
         {"tool_calls": [{"name": "ferry_status", "arguments": ARGUMENTS}]},
         {"tool_calls": [{"name": "ferry_status", "parameters": ARGUMENTS}]},
-        {"tool_calls": [{"id": "1", "type": "tool_call", "name": "ferry_status", "args": ARGUMENTS}]},
-        {"tool_calls": [{"function": {"name": "ferry_status", "arguments": json.dumps(json.dumps(ARGUMENTS))}}]},
-        {"tool_calls": [{"function": json.dumps({"name": "ferry_status", "arguments": ARGUMENTS})}]},
+        {
+            "tool_calls": [
+                {"id": "1", "type": "tool_call", "name": "ferry_status", "args": ARGUMENTS}
+            ]
+        },
+        {
+            "tool_calls": [
+                {
+                    "function": {
+                        "name": "ferry_status",
+                        "arguments": json.dumps(json.dumps(ARGUMENTS)),
+                    }
+                }
+            ]
+        },
+        {
+            "tool_calls": [
+                {"function": json.dumps({"name": "ferry_status", "arguments": ARGUMENTS})}
+            ]
+        },
         {"function_call": json.dumps({"name": "ferry_status", "arguments": json.dumps(ARGUMENTS)})},
         {"tool_calls": [CALL], "function_call": None},
         {"tool_calls": [CALL], "function_call": {"name": None, "arguments": None}},
-        {"tool_calls": [CALL], "function_call": {"name": "ferry_status", "arguments": json.dumps(ARGUMENTS)}},
+        {
+            "tool_calls": [CALL],
+            "function_call": {"name": "ferry_status", "arguments": json.dumps(ARGUMENTS)},
+        },
         {"tool_calls": [], "function_call": {"name": "ferry_status", "arguments": ARGUMENTS}},
-        {"content": [{"type": "tool_use", "id": "toolu_1", "name": "ferry_status", "input": ARGUMENTS}]},
+        {
+            "content": [
+                {"type": "tool_use", "id": "toolu_1", "name": "ferry_status", "input": ARGUMENTS}
+            ]
+        },
     ],
 )
 def test_spellings_of_a_call(message: dict[str, Any]) -> None:
@@ -118,22 +157,35 @@ def test_spellings_of_a_call(message: dict[str, Any]) -> None:
 def test_a_call_in_a_role_of_its_own() -> None:
     for role in ("function_call", "tool_call"):
         words = json.dumps({"name": "ferry_status", "arguments": ARGUMENTS})
-        assert parse({"messages": [ASK, {"role": role, "content": words}, RESULT, END]}).turns[1] == CALLING
+        assert (
+            parse({"messages": [ASK, {"role": role, "content": words}, RESULT, END]}).turns[1]
+            == CALLING
+        )
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    for call in ({"name": "now"}, {"name": "now", "arguments": None}, {"function": {"name": "now", "arguments": {}}}):
+    for call in (
+        {"name": "now"},
+        {"name": "now", "arguments": None},
+        {"function": {"name": "now", "arguments": {}}},
+    ):
         assert calls_of({"tool_calls": [call]}) == [("now", {})]
 
 
 @pytest.mark.parametrize(
     ("messages", "word"),
     [
-        ([ASK, {**CALLING, "function_call": {"name": "other", "arguments": "{}"}}], '"function_call"'),
+        (
+            [ASK, {**CALLING, "function_call": {"name": "other", "arguments": "{}"}}],
+            '"function_call"',
+        ),
         ([{**ASK, "function_call": {"name": "f", "arguments": "{}"}}, END], '"function_call"'),
         ([ASK, {"role": "assistant", "function_call": "auto"}], "function_call"),
         ([ASK, {"role": "assistant", "function_call": {"arguments": "{}"}}], "no name"),
-        ([ASK, {**CALLING, "content": [{"type": "tool_use", "name": "f", "input": {}}]}], '"tool_use"'),
+        (
+            [ASK, {**CALLING, "content": [{"type": "tool_use", "name": "f", "input": {}}]}],
+            '"tool_use"',
+        ),
         ([{**ASK, "content": [{"type": "tool_result", "content": "4"}]}, END], '"tool_result"'),
         ([ASK, {**END, "reasoning": "one", "reasoning_content": "two"}], '"reasoning"'),
     ],
@@ -146,13 +198,20 @@ def test_what_may_mean_two_things_is_refused_by_name(messages: list[Any], word: 
 
 
 def test_other_names_of_roles() -> None:
-    names = {"human": "user", "User": "user", "model": "assistant", "gpt": "assistant", "Assistant ": "assistant"}
+    names = {
+        "human": "user",
+        "User": "user",
+        "model": "assistant",
+        "gpt": "assistant",
+        "Assistant ": "assistant",
+    }
     for name, role in names.items():
         chat = [ASK, END, {"role": name, "content": "x"}, END]
         assert parse({"messages": chat}).turns[2] == {"role": role, "content": "x"}
-    assert [m["role"] for m in parse({"messages": [ASK, CALLING, {**RESULT, "role": "observation"}]}).turns][
-        2
-    ] == "tool"
+    assert [
+        m["role"]
+        for m in parse({"messages": [ASK, CALLING, {**RESULT, "role": "observation"}]}).turns
+    ][2] == "tool"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +224,12 @@ def test_other_names_of_roles() -> None:
             {"reasoning_content": "It is winter.\n"},
         ),
         (
-            {"content": [{"type": "thinking", "thinking": "It is winter."}, {"type": "text", "text": "Yes, it runs."}]},
+            {
+                "content": [
+                    {"type": "thinking", "thinking": "It is winter."},
+                    {"type": "text", "text": "Yes, it runs."},
+                ]
+            },
             {"reasoning_content": "It is winter."},
         ),
         (
@@ -186,7 +250,14 @@ def test_reasoning_stands_under_one_key(message: dict[str, Any], reasoning: dict
 
 def test_an_answer_may_be_nothing_but_reasoning() -> None:
     for content in ("", None):
-        record = parse({"messages": [ASK, {"role": "assistant", "content": content, "reasoning_content": "Hm."}]})
+        record = parse(
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "content": content, "reasoning_content": "Hm."},
+                ]
+            }
+        )
         assert record.turns[1]["content"] == ""
 
 
@@ -206,7 +277,11 @@ def test_lists_in_strings_are_those_lists() -> None:
         assert parse({"prompt": write([ASK]), "completion": write([END])}).turns == [ASK, END]
         history = {"instruction": "i", "output": "o", "history": write([["q", "a"]])}
         assert [m["content"] for m in parse(history).turns] == ["q", "a", "i", "o"]
-        pair = {"prompt": write([ASK]), "chosen": write([END]), "rejected": write([{**END, "content": "No."}])}
+        pair = {
+            "prompt": write([ASK]),
+            "chosen": write([END]),
+            "rejected": write([{**END, "content": "No."}]),
+        }
         found = parse_example(pair, ColumnNames(), source="f", line=1).preference
         assert found is not None
         assert (found["prompt"], found["chosen"]) == ([ASK], [END])
@@ -246,7 +321,10 @@ def test_a_csv_and_a_parquet_file_of_chats(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     for name in ("a.csv", "a.parquet"):
         records = list(read_records(tmp_path / name, ColumnNames()))
-        assert [(record.turns, record.tools) for record in records] == [([ASK, END], [TOOL]), ([ASK, END], None)]
+        assert [(record.turns, record.tools) for record in records] == [
+            ([ASK, END], [TOOL]),
+            ([ASK, END], None),
+        ]
 
 
 # Nulls of tables
@@ -255,12 +333,25 @@ def test_a_csv_and_a_parquet_file_of_chats(tmp_path: Path) -> None:
 def test_what_arrow_fills_up_is_as_if_absent(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    other = {"type": "function", "function": {"name": "tide", "arguments": {"hours": [1, None], "place": {"id": 3}}}}
-    schema = {"type": "object", "properties": {"route": {"type": "string", "enum": ["Skye"]}}, "required": ["route"]}
-    other_schema = {"type": "object", "properties": {"hours": {"type": "array", "description": "Hours"}}}
+    other = {
+        "type": "function",
+        "function": {"name": "tide", "arguments": {"hours": [1, None], "place": {"id": 3}}},
+    }
+    schema = {
+        "type": "object",
+        "properties": {"route": {"type": "string", "enum": ["Skye"]}},
+        "required": ["route"],
+    }
+    other_schema = {
+        "type": "object",
+        "properties": {"hours": {"type": "array", "description": "Hours"}},
+    }
     tools = [
         {"type": "function", "function": {"name": "ferry_status", "parameters": schema}},
-        {"type": "function", "function": {"name": "tide", "parameters": other_schema, "strict": True}},
+        {
+            "type": "function",
+            "function": {"name": "tide", "parameters": other_schema, "strict": True},
+        },
     ]
     rows = [
         {"messages": [ASK, {**CALLING, "tool_calls": [CALL, other]}, RESULT, END], "tools": tools},
@@ -275,18 +366,26 @@ def test_what_arrow_fills_up_is_as_if_absent(tmp_path: Path) -> None:
         "place": None,
     }
     read = list(read_records(tmp_path / "a.parquet", ColumnNames()))
-    assert [(record.turns, record.tools) for record in read] == [(row["messages"], row["tools"]) for row in rows]
+    assert [(record.turns, record.tools) for record in read] == [
+        (row["messages"], row["tools"]) for row in rows
+    ]
     # And so where the rows were written out as JSON Lines.
     assert [parse(row) for row in padded] == [parse(row) for row in rows]
 
 
 def test_a_null_for_something_that_the_tool_does_not_have_is_filling() -> None:
-    tool = {"type": "function", "function": {**FUNCTION, "parameters": {"properties": {"route": {}, "day": {}}}}}
+    tool = {
+        "type": "function",
+        "function": {**FUNCTION, "parameters": {"properties": {"route": {}, "day": {}}}},
+    }
     filled = {
         "type": "function",
         "function": {"name": "ferry_status", "arguments": {"day": None, "hours": None, "route": 1}},
     }
-    kept = {"type": "function", "function": {"name": "ferry_status", "arguments": {"day": None, "route": 1}}}
+    kept = {
+        "type": "function",
+        "function": {"name": "ferry_status", "arguments": {"day": None, "route": 1}},
+    }
     calling = {"role": "assistant", "content": None, "tool_calls": [filled]}
     for row in ({"messages": [ASK, calling]}, {"prompt": [ASK], "completion": [calling]}):
         assert parse({**row, "tools": [tool]}).turns[1]["tool_calls"] == [kept]
@@ -295,8 +394,13 @@ def test_a_null_for_something_that_the_tool_does_not_have_is_filling() -> None:
 
 def test_a_null_that_somebody_wrote_stays() -> None:
     meant = {"type": "function", "function": {"name": "f", "arguments": {"route": None}}}
-    assert parse({"messages": [ASK, {**CALLING, "tool_calls": [meant]}]}).turns[1]["tool_calls"] == [meant]
-    tool = {"type": "function", "function": {**FUNCTION, "parameters": {"properties": {"a": {"default": None}}}}}
+    assert parse({"messages": [ASK, {**CALLING, "tool_calls": [meant]}]}).turns[1][
+        "tool_calls"
+    ] == [meant]
+    tool = {
+        "type": "function",
+        "function": {**FUNCTION, "parameters": {"properties": {"a": {"default": None}}}},
+    }
     assert parse({"messages": [ASK, END], "tools": [tool]}).tools == [tool]
     assert parse({"messages": [ASK, END], "tools": [{**tool, "strict": None}]}).tools != [tool]
 
@@ -311,5 +415,7 @@ def test_what_stands_beside_a_record_and_is_not_trained_is_named() -> None:
     assert (parse({**alpaca, "thinking": "t"}).unread, parse(alpaca).unread) == (("thinking",), ())
     assert parse({**chat, "rules": "s"}, system_feature="rules").unread == ()
     assert parse({"text": "t", "reasoning": "r", "system": "s", "image": "i"}).unread == ("image",)
-    (warning,) = parse_example({**chat, "reasoning": "r"}, ColumnNames(), source="f", line=1).warnings
+    (warning,) = parse_example(
+        {**chat, "reasoning": "r"}, ColumnNames(), source="f", line=1
+    ).warnings
     assert '"reasoning"' in warning

@@ -75,7 +75,9 @@ def task(seed: int = 0) -> tuple[mx.array, mx.array, mx.array]:
 
 def reference(model: Any, inputs: mx.array, positions: mx.array, targets: mx.array) -> float:
     """Summed cross-entropy in float64, from the model's own logits."""
-    rows = np.array(model(inputs).astype(mx.float32), dtype=np.float64).reshape(-1, 101)[np.array(positions)]
+    rows = np.array(model(inputs).astype(mx.float32), dtype=np.float64).reshape(-1, 101)[
+        np.array(positions)
+    ]
     top = rows.max(axis=1, keepdims=True)
     normaliser = np.log(np.exp(rows - top).sum(axis=1)) + top[:, 0]
     return float((normaliser - rows[np.arange(len(rows)), np.array(targets)]).sum())
@@ -116,7 +118,9 @@ def test_whether_the_head_is_trained_follows_freezing() -> None:
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_scaled_and_capped_logits_are_refused_however_small_they_are(kind: str, scale: float) -> None:
+def test_scaled_and_capped_logits_are_refused_however_small_they_are(
+    kind: str, scale: float
+) -> None:
     model = build(kind, ODD[kind])
     # A cap is hardly seen in small logits, but training makes them grow.
     model.model.embed_tokens.weight = model.model.embed_tokens.weight * scale
@@ -193,7 +197,9 @@ def test_gradients_are_those_of_the_plain_loss(name: str, cpu_native: bool) -> N
         made.freeze()
         linear_to_lora_layers(made, 2, {"rank": 2, "scale": 2.0, "dropout": 0.0})
         # lora_b begins at zero, where lora_a has no gradient.
-        made.apply_to_modules(lambda _, m: m.update({"lora_b": m.lora_b + 0.1}) if "lora_b" in m else None)
+        made.apply_to_modules(
+            lambda _, m: m.update({"lora_b": m.lora_b + 0.1}) if "lora_b" in m else None
+        )
         return made
 
     def plain(made: Any, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
@@ -206,7 +212,9 @@ def test_gradients_are_those_of_the_plain_loss(name: str, cpu_native: bool) -> N
     other = model()
     # The lazy form as it is compiled for a GPU, without the minutes that a C++ compiler takes here.
     gradient = (
-        make_gradient(one, cpu_native=True) if cpu_native else nn.value_and_grad(one, make_loss(one, cpu_native=False))
+        make_gradient(one, cpu_native=True)
+        if cpu_native
+        else nn.value_and_grad(one, make_loss(one, cpu_native=False))
     )
     value, grads = gradient(*task())
     expected, wanted = nn.value_and_grad(other, plain)(other, *task())

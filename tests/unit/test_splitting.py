@@ -1,4 +1,6 @@
-"""Splits as arithmetic: exact sizes, groups that stay whole, and nothing that depends on the order of rows."""
+"""Splits as arithmetic: exact sizes, groups that stay whole, and nothing that depends on the order
+of rows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from allhands.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "total", "rows"),
-    [("0.05", 1000, 50), ("0.05", 10, 1), ("0.1", 25, 2), ("200", 1000, 200), ("0", 9, 0), ("0.0", 9, 0), ("1", 9, 1)],
+    [
+        ("0.05", 1000, 50),
+        ("0.05", 10, 1),
+        ("0.1", 25, 2),
+        ("200", 1000, 200),
+        ("0", 9, 0),
+        ("0.0", 9, 0),
+        ("1", 9, 1),
+    ],
 )
 def test_a_share_is_a_fraction_or_a_number(text: str, total: int, rows: int) -> None:
     assert SplitShare.parse(text, "--valid").rows(total) == rows
@@ -82,12 +92,16 @@ def test_groups_stay_whole_and_their_split_does_not_depend_on_the_order(
     sizes = [int(np.sum(label == group)) for group in set(labels)]
     for number, target in ((VALID, wanted[0]), (TEST, wanted[1])):
         got = int(np.sum(split == number))
-        assert got <= target or (target > 0 and got in sizes), "more than wanted only where one group is more"
+        assert got <= target or (target > 0 and got in sizes), (
+            "more than wanted only where one group is more"
+        )
     assert TRAIN in split
     mixed = list(range(len(labels)))
     order.shuffle(mixed)
     # The labels themselves come from the order of rows: other names, the same groups.
-    assert np.array_equal(assign(100 - label[mixed], keys[mixed], none, WantedSplit(*wanted), seed), split[mixed])
+    assert np.array_equal(
+        assign(100 - label[mixed], keys[mixed], none, WantedSplit(*wanted), seed), split[mixed]
+    )
 
 
 def test_single_rows_give_exact_counts_and_seeds_differ() -> None:

@@ -1,4 +1,6 @@
-"""Blocks among the ranks of a pipeline: against every split that there is, and against what is known of easy ones."""
+"""Blocks among the ranks of a pipeline: against every split that there is, and against what is
+known of easy ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def drawn(seed: int) -> tuple[Layers, list[Seat]]:
     rng = random.Random(seed)
     count, ranks = rng.randint(3, 9), rng.randint(2, 3)
     blocks = tuple(
-        Part(rng.choice((1.0, 1.0, 2.0, 3.0)), rng.randint(1, 9), rng.randint(0, 3), rng.choice((0.0, 0.5)))
+        Part(
+            rng.choice((1.0, 1.0, 2.0, 3.0)),
+            rng.randint(1, 9),
+            rng.randint(0, 3),
+            rng.choice((0.0, 0.5)),
+        )
         for _ in range(count)
     )
     ends = Part(0.0, rng.randint(0, 9)), Part(rng.choice((0.0, 1.5)), rng.randint(0, 9))
@@ -69,7 +76,9 @@ def test_no_split_is_better(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_several_stages_a_rank_fit_where_they_can_and_are_as_fast_as_any(seed: int) -> None:
     rng = random.Random(seed)
-    layers = equal(rng.randint(6, 11), rng.choice((0.0, 1.0, 2.5)), num_bytes=10, table=rng.choice((0, 15)))
+    layers = equal(
+        rng.randint(6, 11), rng.choice((0.0, 1.0, 2.5)), num_bytes=10, table=rng.choice((0, 15))
+    )
     seats = [Seat(rng.choice((1.0, 0.5)), rng.choice((None, 45, 60))) for _ in range(2)]
     found = divide(layers, seats, 2)
     every = [split_as(layers, seats, sizes) for sizes in all_splits(len(layers.blocks), 4)]
@@ -104,7 +113,10 @@ def test_slower_ranks_have_fewer_blocks_and_small_ones_what_they_hold() -> None:
     assert (found.sizes, found.num_bytes) == ((22, 10), (23_500, 11_500))
     assert divide(equal(32, num_bytes=1000, table=1500), small[::-1]).sizes == (10, 22)
     # Memory comes before speed.
-    assert divide(equal(32, num_bytes=1000), [Seat(0.5, 24_000), Seat(1.0, 12_000)]).sizes == (20, 12)
+    assert divide(equal(32, num_bytes=1000), [Seat(0.5, 24_000), Seat(1.0, 12_000)]).sizes == (
+        20,
+        12,
+    )
     none = divide(equal(32, num_bytes=1000), [Seat(1.0, 12_000)] * 2)
     assert not none.fits
     assert sum(none.missing) == 8000

@@ -18,7 +18,8 @@ from allhands.cluster import ssh
 from allhands.cluster.ssh import SshOptions, SshTrouble
 from allhands.errors import ConfigError
 
-# Does with its words what ssh and sshd do: everything after the host is joined and given to the person's shell.
+# Does with its words what ssh and sshd do: everything after the host is joined and given to the
+# person's shell.
 PRETENDED = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
 shift 2
@@ -48,7 +49,11 @@ HOSTILE = [
     "é\u2028",
     "\x1b[31m",
 ]
-words = st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8", exclude_characters="\0"))))
+words = st.lists(
+    st.one_of(
+        st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,11 @@ def no_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_below_the_home_directory_is_that_of_the_other_computer() -> None:
     *_, text = ssh.command("node1", ["~/a place/printf $x", "%s", "~/b"])
     done = subprocess.run(
-        ["/bin/sh", "-c", f"echo {text}"], env={"HOME": "/there"}, capture_output=True, text=True, check=True
+        ["/bin/sh", "-c", f"echo {text}"],
+        env={"HOME": "/there"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "/there/a place/printf $x %s ~/b\n"
 
@@ -82,7 +91,9 @@ def test_a_real_shell_finds_the_words_that_were_meant(argv: list[str]) -> None:
     assert [word.decode() for word in done.stdout.split(b"\0")[1:-1]] == argv
 
 
-def test_the_whole_command_line(pretended: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_whole_command_line(
+    pretended: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALLHANDS_SSH", f'{shlex.quote(str(pretended))} -F "my file"')
     script = "import sys; sys.stdout.write(ascii(sys.argv[1:]))"
@@ -111,10 +122,29 @@ def test_nothing_is_asked_and_nothing_forwarded() -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["", "-oProxyCommand=x", "a b", "a;b", "$(x)", "a\nb", "a\0b", "@a", "me@-x", "-me@a", "a@b@c", "a'b", "~", "[x]"],
+    [
+        "",
+        "-oProxyCommand=x",
+        "a b",
+        "a;b",
+        "$(x)",
+        "a\nb",
+        "a\0b",
+        "@a",
+        "me@-x",
+        "-me@a",
+        "a@b@c",
+        "a'b",
+        "~",
+        "[x]",
+    ],
 )
 def test_a_host_that_is_no_name(host: str) -> None:
-    for call in (lambda: ssh.command(host, ["true"]), lambda: ssh.real_name(host), lambda: ssh.trouble(host, 1)):
+    for call in (
+        lambda: ssh.command(host, ["true"]),
+        lambda: ssh.real_name(host),
+        lambda: ssh.trouble(host, 1),
+    ):
         with pytest.raises(ConfigError, match="not the name"):
             call()
 
@@ -132,10 +162,18 @@ def test_a_program_that_is_not_understood(monkeypatch: pytest.MonkeyPatch, text:
     assert refusal.value.where == "ALLHANDS_SSH"
 
 
-def test_the_environment_never_reaches_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_never_reaches_a_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALLHANDS_SSH", "no-such-ssh; touch pwned; $(touch pwned)")
-    assert ssh.command("node1", ["true"])[:5] == ["no-such-ssh;", "touch", "pwned;", "$(touch", "pwned)"]
+    assert ssh.command("node1", ["true"])[:5] == [
+        "no-such-ssh;",
+        "touch",
+        "pwned;",
+        "$(touch",
+        "pwned)",
+    ]
     found = ssh.trouble("node1", 5)
     assert found is not None
     assert found.lasting
@@ -145,7 +183,9 @@ def test_the_environment_never_reaches_a_shell(monkeypatch: pytest.MonkeyPatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_answers_within_its_time(pretended: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_answers_within_its_time(
+    pretended: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(pretended)))
     assert ssh.trouble("node1", 10) is None
     # What it leaves behind holds on to its output, and is not waited for.
@@ -155,7 +195,9 @@ def test_answers_within_its_time(pretended: Path, monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - began < 2
     _pretend(monkeypatch, tmp_path, "exec sleep 30")
     silent = ssh.trouble("node1", 0.3)
-    assert silent == SshTrouble(None, "look whether it is switched on; make `ssh node1 true` work without a question")
+    assert silent == SshTrouble(
+        None, "look whether it is switched on; make `ssh node1 true` work without a question"
+    )
     _pretend(monkeypatch, tmp_path, "exit 1")
     failed = ssh.trouble("node1", 10)
     assert failed is not None
@@ -173,20 +215,42 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> N
 
 # What OpenSSH says: its words, whether waiting may help, and a word of what to do.
 SAID = {
-    "name": ("ssh: Could not resolve hostname nosuch: Name or service not known", True, "correct the name"),
+    "name": (
+        "ssh: Could not resolve hostname nosuch: Name or service not known",
+        True,
+        "correct the name",
+    ),
     "key": ("me@nosuch: Permission denied (publickey,password).", True, "ssh-copy-id nosuch"),
-    "keys": ("Received disconnect from ::1 port 22:2: Too many authentication failures", True, "IdentityFile"),
+    "keys": (
+        "Received disconnect from ::1 port 22:2: Too many authentication failures",
+        True,
+        "IdentityFile",
+    ),
     "unknown host key": ("Host key verification failed.", True, "accept its key if it is right"),
-    "no server": ("ssh: connect to host nosuch port 22: Connection refused", False, "start the ssh server there"),
-    "no way": ("ssh: connect to host nosuch port 22: No route to host", False, "make `ssh nosuch true` work"),
-    "late": ("ssh: connect to host nosuch port 22: Connection timed out", False, "make `ssh nosuch true` work"),
+    "no server": (
+        "ssh: connect to host nosuch port 22: Connection refused",
+        False,
+        "start the ssh server there",
+    ),
+    "no way": (
+        "ssh: connect to host nosuch port 22: No route to host",
+        False,
+        "make `ssh nosuch true` work",
+    ),
+    "late": (
+        "ssh: connect to host nosuch port 22: Connection timed out",
+        False,
+        "make `ssh nosuch true` work",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", SAID)
 def test_ssh_says_itself_why(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words, lasting, hint = SAID[case]
-    (tmp_path / "said").write_bytes(b"Welcome. Permission denied to strangers.\r\n" + words.encode() + b"\r\n\r\n")
+    (tmp_path / "said").write_bytes(
+        b"Welcome. Permission denied to strangers.\r\n" + words.encode() + b"\r\n\r\n"
+    )
     _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
     found = ssh.trouble("nosuch", 10)
     assert found is not None
@@ -195,7 +259,12 @@ def test_ssh_says_itself_why(case: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_changed_host_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = ["@" * 60, "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @", "@" * 60, "IT IS POSSIBLE ..."]
+    lines = [
+        "@" * 60,
+        "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @",
+        "@" * 60,
+        "IT IS POSSIBLE ...",
+    ]
     (tmp_path / "said").write_text("\n".join([*lines, "Host key verification failed.", ""]))
     _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
     found = ssh.trouble("node1", 10)
@@ -205,7 +274,9 @@ def test_a_changed_host_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert "ssh-keygen -R" in found.hint
 
 
-def test_what_is_said_is_safe_for_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_said_is_safe_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "said").write_bytes(b"\x1b]0;title\x07\xff " + b"x" * 100_000)
     _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
     found = ssh.trouble("node1", 10)
@@ -231,7 +302,9 @@ def test_the_real_ssh_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown.lasting
 
 
-def test_an_alias_is_resolved_by_ssh_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_alias_is_resolved_by_ssh_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = tmp_path / "my config"
     config.write_text("Host big\n  HostName 192.0.2.7\n")
     monkeypatch.setenv("ALLHANDS_SSH", f"ssh -F '{config}'")
@@ -240,9 +313,13 @@ def test_an_alias_is_resolved_by_ssh_itself(monkeypatch: pytest.MonkeyPatch, tmp
     assert ssh.real_name("small") == "small"
 
 
-def test_names_that_look_like_one_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_look_like_one_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "config").write_text("Host studio-1 Studio-2 *.lan !other\n  HostName 10.0.0.1\n  User me\n")
+    (tmp_path / ".ssh" / "config").write_text(
+        "Host studio-1 Studio-2 *.lan !other\n  HostName 10.0.0.1\n  User me\n"
+    )
     (tmp_path / ".ssh" / "known_hosts").write_text(
         "|1|abc=|def= ssh-ed25519 AAAA\nmacbook,10.0.0.9 ssh-ed25519 AAAA\n[minimac]:2222 ssh-ed25519 AAAA\n"
     )

@@ -108,7 +108,10 @@ def test_a_link_to_a_directory_stays_one(out: Path) -> None:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.stat().st_mode & 0o777
+        for path in (folder, *folder.rglob("*"))
+    }
 
 
 @pytest.fixture(params=[0o000, 0o027, 0o077], ids=oct)
@@ -148,7 +151,10 @@ def test_what_is_private_is_for_its_owner_alone_at_every_moment(tmp_path: Path, 
         **{".": 0o700, "target": 0o700, "target/inner": 0o700},
         "target/inner/file": 0o600,
     }
-    with locked(tmp_path / "locks" / "lock", private=True), locked_now(tmp_path / "locks" / "now", private=True):
+    with (
+        locked(tmp_path / "locks" / "lock", private=True),
+        locked_now(tmp_path / "locks" / "now", private=True),
+    ):
         assert modes(tmp_path / "locks") == {".": 0o700, "lock": 0o600, "now": 0o600}
 
 
@@ -162,7 +168,9 @@ def test_a_directory_that_is_replaced_hands_on_its_mode(out: Path, private: bool
     assert names(out) == ["new"]
 
 
-def test_the_new_name_is_on_the_disk_before_anybody_is_told(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_name_is_on_the_disk_before_anybody_is_told(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     real = Path.rename
 
@@ -186,7 +194,7 @@ def test_a_lock_is_had_at_once_or_not(tmp_path: Path) -> None:
         assert third
 
 
-# --- temporary directories ------------------------------------------------------------------------------
+# --- temporary directories ------------------------------------------------------------------------
 
 _HOLDER = """
 import sys, time
@@ -198,11 +206,15 @@ time.sleep(60)
 
 def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
     holders = [
-        subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     try:
-        dead, living = (Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout)
+        dead, living = (
+            Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout
+        )
         (dead / "more").mkdir()
         (dead / "more" / "file").write_text("something")
         # Not ours: by its name alone, a link, one that is just being made, a file.
@@ -216,7 +228,14 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_pat
         with Scratch(str(tmp_path)) as own:
             assert own.stat().st_mode & 0o777 == 0o700
             assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-                ["allhands-of-a-person", "allhands-link", "allhands-new", "allhands-file", living.name, own.name]
+                [
+                    "allhands-of-a-person",
+                    "allhands-link",
+                    "allhands-new",
+                    "allhands-file",
+                    living.name,
+                    own.name,
+                ]
             )
         assert not own.exists()
         assert living.exists()
@@ -238,7 +257,9 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_pat
         ([], False, None),
     ],
 )
-def test_force_is_offered_only_where_it_helps(tmp_path: Path, held: list[str], force: bool, told: str | None) -> None:
+def test_force_is_offered_only_where_it_helps(
+    tmp_path: Path, held: list[str], force: bool, told: str | None
+) -> None:
     for name in held:
         (tmp_path / name).touch()
     with pytest.raises(ConfigError) if told else nullcontext() as caught:

@@ -36,12 +36,19 @@ def test_the_first_step_is_told_from_what_comes_before_and_after(startup: Any) -
     seen = startup.wait_for(printing(*lines, pause_s=0.3), startup.FIRST[startup.MLX_LM], 20.0)
     # Two pauses before it, two after it.
     assert before + 0.6 <= seen <= time.time() - 0.5
-    assert startup.wait_for(printing("run out", "step 1/3  loss 5"), startup.FIRST[startup.ONE], 20.0) > seen
+    assert (
+        startup.wait_for(printing("run out", "step 1/3  loss 5"), startup.FIRST[startup.ONE], 20.0)
+        > seen
+    )
 
 
 def test_what_comes_after_the_first_step_need_not_be_waited_for(startup: Any) -> None:
     before = time.time()
-    command = [sys.executable, "-c", "import time; print('step 1/3  loss 5', flush=True); time.sleep(60)"]
+    command = [
+        sys.executable,
+        "-c",
+        "import time; print('step 1/3  loss 5', flush=True); time.sleep(60)",
+    ]
     seen = startup.wait_for(command, startup.FIRST[startup.ONE], 20.0, to_its_end=False)
     assert before < seen <= time.time() < before + 20.0
 
@@ -56,7 +63,12 @@ def test_phases_are_read_off_the_run_of_this_start(startup: Any, tmp_path: Path)
     def write(name: str, *records: dict[str, Any]) -> None:
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    write("metrics.jsonl", {"event": "opened"}, {"event": "started", "time": 12.5}, {"event": "train", "step": 1})
+    write(
+        "metrics.jsonl",
+        {"event": "opened"},
+        {"event": "started", "time": 12.5},
+        {"event": "train", "step": 1},
+    )
     assert startup.phases_of(tmp_path, 10.0) == {"started": 2.5}
     # What an earlier start has left in the directory does not count.
     write("events.jsonl", {"time": 9.0, "kind": "launched"}, {"time": 10.25, "kind": "launched"})
@@ -69,7 +81,9 @@ def test_the_tables(startup: Any) -> None:
         "settings": {"repeat": 3, "models": ["tiny"]},
         "starts": {
             startup.HELP: startup.summary([{"whole": second} for second in (0.3, 0.1, 0.2)]),
-            f"{startup.RING}, tiny": startup.summary([{"launched": 0.5, "started": 2.0, "first step": 2.5}]),
+            f"{startup.RING}, tiny": startup.summary(
+                [{"launched": 0.5, "started": 2.0, "first step": 2.5}]
+            ),
             f"{startup.MLX_LM}, tiny": startup.summary([{"first step": 3.0}]),
         },
         "versions": {"mlx": "1"},
@@ -91,14 +105,18 @@ def test_the_tables(startup: Any) -> None:
 def test_rows_stand_beside_each_other(startup: Any) -> None:
     runs = {
         startup.HELP: [{"whole": 0.3}, {"whole": 0.2}, {"whole": 0.4}],
-        f"{startup.ONE}, demo": [{"started": 1.0, "first step": 2.0}, {"started": 1.1, "first step": 2.4}],
+        f"{startup.ONE}, demo": [
+            {"started": 1.0, "first step": 2.0},
+            {"started": 1.1, "first step": 2.4},
+        ],
         f"{startup.RING}, demo": [{"first step": 2.5}],
         f"{startup.MLX_LM}, demo": [{"first step": 11.0}],
         f"{startup.READ}, mine, of 1 B": [{"whole": 0.5}],
         f"{startup.ONE}, mine, of 1 B": [{"started": 1.0, "first step": 3.0}],
     }
     found = {
-        (row.name, row.who): (row.median, row.least, row.most, row.repeats) for row in startup.rows({"runs": runs})
+        (row.name, row.who): (row.median, row.least, row.most, row.repeats)
+        for row in startup.rows({"runs": runs})
     }
     step = "demo model: to the first step"
     assert found == {

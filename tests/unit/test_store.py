@@ -1,4 +1,6 @@
-"""The token store on disk: what comes back, who builds it, and what happens when files or processes are damaged."""
+"""The token store on disk: what comes back, who builds it, and what happens when files or processes
+are damaged.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,14 @@ def rendered(example: Example) -> Rendered:
 
 def report_of(content: Sequence[Example]) -> TokenSetReport:
     tokens, trained = sum(len(ids) for ids, _ in content), sum(sum(mask) for _, mask in content)
-    return TokenSetReport(len(content) + 1, 0, len(content), 0, 0, 1, ("train.jsonl:9",), tokens, trained, 0.25)
+    return TokenSetReport(
+        len(content) + 1, 0, len(content), 0, 0, 1, ("train.jsonl:9",), tokens, trained, 0.25
+    )
 
 
-def building(content: Sequence[Example], sizes: Sequence[int] = ()) -> Callable[[StoreWriter], TokenSetReport]:
+def building(
+    content: Sequence[Example], sizes: Sequence[int] = ()
+) -> Callable[[StoreWriter], TokenSetReport]:
     """Appends ``content`` in parts of ``sizes`` examples, the rest at once."""
 
     def build(writer: StoreWriter) -> TokenSetReport:
@@ -90,7 +96,7 @@ def files_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.endswith(".lock"))
 
 
-# --- what comes back ------------------------------------------------------------------------------------------
+# --- what comes back ------------------------------------------------------------------------------
 
 
 @st.composite
@@ -117,8 +123,12 @@ def test_what_was_appended_is_read_back(drawn: tuple[list[Example], list[int], i
     assert stored.tokens.tokens.dtype == (np.uint16 if vocabulary <= 65_536 else np.int32)
     assert stored.tokens.largest_token == max(max(ids) for ids, _ in content)
     assert stored.tokens.num_targets.tolist() == [sum(mask) for _, mask in content]
-    assert stored.tokens.work.tolist() == [max(i for i, flag in enumerate(mask) if flag) for _, mask in content]
-    memory = TokenSet.of_examples([(np.array(ids), np.array(mask, dtype=np.bool_)) for ids, mask in content])
+    assert stored.tokens.work.tolist() == [
+        max(i for i, flag in enumerate(mask) if flag) for _, mask in content
+    ]
+    memory = TokenSet.of_examples(
+        [(np.array(ids), np.array(mask, dtype=np.bool_)) for ids, mask in content]
+    )
     for name in ARRAYS:
         assert np.array_equal(getattr(stored.tokens, name), getattr(memory, name)), name
     assert stored.fingerprint == stored.tokens.fingerprint()
@@ -128,7 +138,11 @@ def test_what_was_appended_is_read_back(drawn: tuple[list[Example], list[int], i
     again = open_store(key, vocabulary, never)
     assert not again.built
     assert examples_of(again.tokens) == content
-    assert (again.report, again.fingerprint, again.path) == (stored.report, stored.fingerprint, stored.path)
+    assert (again.report, again.fingerprint, again.path) == (
+        stored.report,
+        stored.fingerprint,
+        stored.path,
+    )
     shutil.rmtree(stored.path)
 
 
@@ -142,7 +156,11 @@ def test_arrays_are_read_only_mapped_files(cache: Path) -> None:
     if sys.platform == "linux":
         maps = Path("/proc/self/maps").read_text()
         for name in ARRAYS:
-            lines = [line for line in maps.splitlines() if line.endswith(str(cache / "k" / f"{name}.bin"))]
+            lines = [
+                line
+                for line in maps.splitlines()
+                if line.endswith(str(cache / "k" / f"{name}.bin"))
+            ]
             # Shared with the page cache, never a copy: r--s.
             assert [line.split()[1] for line in lines] == ["r--s"], name
 
@@ -151,7 +169,9 @@ def test_keys_are_stores_of_their_own(cache: Path) -> None:
     one = {"records": "a", "rendering": {"mask_prompt": True, "max_seq_length": 512}}
     other = {"records": "a", "rendering": {"mask_prompt": True, "max_seq_length": 513}}
     assert store_key(one) == store_key(json.loads(json.dumps(one)))
-    assert store_key(one) == store_key({"rendering": {"max_seq_length": 512, "mask_prompt": True}, "records": "a"})
+    assert store_key(one) == store_key(
+        {"rendering": {"max_seq_length": 512, "mask_prompt": True}, "records": "a"}
+    )
     assert store_key(one) != store_key(other)
     make(store_key(one))
     second = make(store_key(other), CONTENT[:1])
@@ -169,14 +189,16 @@ def test_the_largest_token_of_two_bytes(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "token"), [(65_536, 65_536), (50, 50), (50, -1)])
-def test_a_token_outside_the_vocabulary_is_refused(cache: Path, vocabulary: int, token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(
+    cache: Path, vocabulary: int, token: int
+) -> None:
     # Two bytes would quietly make another token of it.
     with pytest.raises(ModelError, match=f"token {token} "):
         open_store("k", vocabulary, building([([3, token], [False, True])]))
     assert files_in(cache) == []
 
 
-# --- damage ---------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def assert_rebuilt() -> None:
@@ -216,7 +238,9 @@ def test_a_torn_file_is_noticed(cache: Path, name: str, damage: str) -> None:
 
 @pytest.mark.parametrize("boot", ["same", "other"])
 @pytest.mark.parametrize("name", [f"{name}.bin" for name in ARRAYS])
-def test_one_flipped_bit_is_noticed(cache: Path, name: str, boot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_flipped_bit_is_noticed(
+    cache: Path, name: str, boot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make()
     file = cache / "k" / name
     content = bytearray(file.read_bytes())
@@ -287,7 +311,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_sums_are_computed_once_a_boot(cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_computed_once_a_boot(
+    cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make()
     open_store("k", 100, never)
     assert hashed == []
@@ -299,7 +325,9 @@ def test_sums_are_computed_once_a_boot(cache: Path, hashed: list[str], monkeypat
     assert hashed == []
 
 
-def test_a_change_during_the_check_is_not_remembered_as_right(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_during_the_check_is_not_remembered_as_right(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make()
     for note in checked_files(cache / "k"):
         note.unlink()
@@ -319,7 +347,9 @@ def test_a_change_during_the_check_is_not_remembered_as_right(cache: Path, monke
     assert examples_of(make().tokens) == CONTENT
 
 
-def test_a_store_that_vanishes_while_it_is_opened_is_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_vanishes_while_it_is_opened_is_built(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make()
     original = store._stamp
 
@@ -333,7 +363,9 @@ def test_a_store_that_vanishes_while_it_is_opened_is_built(cache: Path, monkeypa
     assert_rebuilt()
 
 
-@pytest.mark.parametrize("error", [DataError("bad", where="train.jsonl:3"), KeyboardInterrupt(), ValueError("bug")])
+@pytest.mark.parametrize(
+    "error", [DataError("bad", where="train.jsonl:3"), KeyboardInterrupt(), ValueError("bug")]
+)
 def test_a_failing_build_leaves_nothing(cache: Path, error: BaseException) -> None:
     def build(writer: StoreWriter) -> TokenSetReport:
         writer.append([rendered(CONTENT[0])])
@@ -407,7 +439,7 @@ def test_stores_that_nobody_opens_are_removed_after_a_month(cache: Path) -> None
     assert files_in(cache) == ["fresh", "new", "opened", "recent"]
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def test_large_inputs_are_read_once(
@@ -455,7 +487,9 @@ def test_a_missing_input_is_an_oserror(tmp_path: Path) -> None:
         store.input_hash(tmp_path / "absent")
 
 
-def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_made_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path / "file" / "stores"))
     with pytest.raises(StorageError):

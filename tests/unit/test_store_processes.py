@@ -1,4 +1,6 @@
-"""The token store between processes: one builds, and a killed, full or read-only one leaves nothing wrong."""
+"""The token store between processes: one builds, and a killed, full or read-only one leaves nothing
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def build(writer):
 note("started")
 tell(open_store("k", 100, build))
 """
-    told = [json.loads(finished(process)) for process in [child(program, tmp_path) for _ in range(4)]]
+    told = [
+        json.loads(finished(process)) for process in [child(program, tmp_path) for _ in range(4)]
+    ]
     assert len((tmp_path / "builds").read_text().splitlines()) == 1
     assert sorted(built for built, _, _ in told) == [False, False, False, True]
     assert {fingerprint for _, fingerprint, _ in told} == {open_store("k", 100, never).fingerprint}
@@ -102,7 +106,8 @@ open_store("k", 100, build)
 
 
 def test_full_disk(cache: Path, tmp_path: Path) -> None:
-    # The limit on a file's size stands for the disk's: too little for an array, then for the manifest alone.
+    # The limit on a file's size stands for the disk's: too little for an array, then for the
+    # manifest alone.
     program = """
 for limit, count in ((4096, 20_000), (300, 1)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -132,7 +137,9 @@ assert libc.capset(header, sets) == 0
 """
 
 
-@pytest.mark.skipif(os.getuid() == 0 and sys.platform != "linux", reason="root can write everywhere")
+@pytest.mark.skipif(
+    os.getuid() == 0 and sys.platform != "linux", reason="root can write everywhere"
+)
 def test_a_store_that_may_only_be_read_is_opened(cache: Path, tmp_path: Path) -> None:
     program = (
         (NOT_ROOT if os.getuid() == 0 else "")
@@ -167,4 +174,6 @@ except StorageError as error:
     told = json.dumps([False, made.fingerprint, CONTENT])
     assert out[:5] == [told, told, "5", told, "10"]
     assert out[5].startswith("no permission")
-    assert all(json.loads(note.read_text())["stamp"][0] != "after" for note in checked_files(cache / "k"))
+    assert all(
+        json.loads(note.read_text())["stamp"][0] != "after" for note in checked_files(cache / "k")
+    )

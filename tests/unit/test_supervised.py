@@ -30,11 +30,17 @@ from allhands.loops.supervised import Saved, last_checkpoint, progress, save_che
 
 
 def make_session(
-    run_dir: Path | None = None, run_id: str = "one", rank: int = 0, size: int = 1, local_size: int | None = None
+    run_dir: Path | None = None,
+    run_id: str = "one",
+    rank: int = 0,
+    size: int = 1,
+    local_size: int | None = None,
 ) -> supervised._Session:
     """A process's state as if its signals had been taken over already: this one's belong to pytest."""
     local = local_size or size
-    launch = Launch("allhands", rank, size, rank % local, local, "none" if size == 1 else "ring", "for a test")
+    launch = Launch(
+        "allhands", rank, size, rank % local, local, "none" if size == 1 else "ring", "for a test"
+    )
     return supervised._Session(launch, WorkerContext(launch, run_dir, None), run_id, installed=True)
 
 
@@ -53,7 +59,10 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, mx.array):
         if not isinstance(other, mx.array) or (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
-        bits = (np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x).tobytes() for x in (one, other))
+        bits = (
+            np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x).tobytes()
+            for x in (one, other)
+        )
         return len(set(bits)) == 1
     if type(one) is not type(other):
         return False
@@ -88,7 +97,7 @@ def every_kind() -> dict[str, Any]:
     }
 
 
-# --- checkpoints --------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_gives_back_every_bit(session: supervised._Session, tmp_path: Path) -> None:
@@ -170,7 +179,9 @@ def test_a_damaged_one_is_passed_over_and_told(
     assert again.step == 2
 
 
-def test_later_checkpoints_of_another_run_are_not_written_beside(session: supervised._Session, tmp_path: Path) -> None:
+def test_later_checkpoints_of_another_run_are_not_written_beside(
+    session: supervised._Session, tmp_path: Path
+) -> None:
     save_checkpoint(9, [mx.array(9)], directory=tmp_path)
     session.seen.clear()
     with pytest.raises(CheckpointError, match="step-0000009 is there from another run") as caught:
@@ -206,11 +217,23 @@ def test_a_directory_that_cannot_be_written(session: supervised._Session, tmp_pa
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "numpy": (lambda d: save_checkpoint(1, {"x": np.zeros(2)}, directory=d), "arrays.x: a ndarray of numpy"),
+    "numpy": (
+        lambda d: save_checkpoint(1, {"x": np.zeros(2)}, directory=d),
+        "arrays.x: a ndarray of numpy",
+    ),
     "keys": (lambda d: save_checkpoint(1, [{1: mx.array(1)}], directory=d), "arrays.0: 1 is a key"),
-    "values": (lambda d: save_checkpoint(1, [], {"a": [(1,)]}, directory=d), "values.a.0: a tuple of builtins"),
-    "array as value": (lambda d: save_checkpoint(1, [], {"a": mx.array(1)}, directory=d), "values.a: a array of mlx"),
-    "infinity": (lambda d: save_checkpoint(1, [], {"best": math.inf}, directory=d), "values.best: there is no inf"),
+    "values": (
+        lambda d: save_checkpoint(1, [], {"a": [(1,)]}, directory=d),
+        "values.a.0: a tuple of builtins",
+    ),
+    "array as value": (
+        lambda d: save_checkpoint(1, [], {"a": mx.array(1)}, directory=d),
+        "values.a: a array of mlx",
+    ),
+    "infinity": (
+        lambda d: save_checkpoint(1, [], {"best": math.inf}, directory=d),
+        "values.best: there is no inf",
+    ),
     "step": (lambda d: save_checkpoint(-1, [], directory=d), "step is -1"),
     "half a step": (lambda d: progress(0.5), "progress: step is 0.5"),  # type: ignore[arg-type]
     "keep none": (lambda d: save_checkpoint(1, [], directory=d, keep_last=0), "keep_last=0"),
@@ -220,7 +243,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_kept_is_named(session: supervised._Session, tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_kept_is_named(
+    session: supervised._Session, tmp_path: Path, case: str
+) -> None:
     call, words = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
         call(tmp_path)
@@ -236,11 +261,13 @@ def test_a_tree_is_the_same_through_json() -> None:
     assert same(put_together(json.loads(json.dumps(shape)), arrays), tree)
 
 
-# --- several computers --------------------------------------------------------------------------------
+# --- several computers ----------------------------------------------------------------------------
 
 
 def test_whoever_has_the_latest_hands_it_out(tmp_path: Path) -> None:
-    """Three computers without common files: the second was rank 0's before and has the latest checkpoint."""
+    """Three computers without common files: the second was rank 0's before and has the latest
+    checkpoint.
+    """
 
     def work(group: ThreadCommunicator) -> list[Saved | None]:
         place = tmp_path / str(group.rank)
@@ -250,12 +277,18 @@ def test_whoever_has_the_latest_hands_it_out(tmp_path: Path) -> None:
         writer = make_session(run_id="before")
         step = (4, 8, 0)[group.rank]
         if step:
-            contents = supervised._Contents(step, *reversed(take_apart(every_kind(), "arrays")), {"of": group.rank})
+            contents = supervised._Contents(
+                step, *reversed(take_apart(every_kind(), "arrays")), {"of": group.rank}
+            )
             writer.save(contents, place, 2)
         found = mine.load(place, together=True)
         alone = make_session(rank=group.rank, size=3, local_size=1).load(place, together=False)
         same_tree = found is not None and same(found.arrays, every_kind())
-        return [nobody, found and Saved(found.step, same_tree, found.values), alone and Saved(alone.step, 0, {})]
+        return [
+            nobody,
+            found and Saved(found.step, same_tree, found.values),
+            alone and Saved(alone.step, 0, {}),
+        ]
 
     results = run_ranks(3, work)
     for rank, result in enumerate(results):
@@ -266,7 +299,8 @@ def test_whoever_has_the_latest_hands_it_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "code"), [((0, 0), 0), ((75, 0), 75), ((0, 130), 130), ((75, 143), 143), ((130, 130), 130)]
+    ("wishes", "code"),
+    [((0, 0), 0), ((75, 0), 75), ((0, 130), 130), ((75, 143), 143), ((130, 130), 130)],
 )
 def test_all_ranks_stop_at_the_same_step(
     wishes: tuple[int, int], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -277,14 +311,16 @@ def test_all_ranks_stop_at_the_same_step(
         mine = make_session(tmp_path, rank=group.rank, size=2)
         mine.group = group
         calm = mine.progress(1, True)
-        monkeypatch.setattr(mine.context, "stop_requested", lambda: max(wishes[group.rank] - 128, 0))
+        monkeypatch.setattr(
+            mine.context, "stop_requested", lambda: max(wishes[group.rank] - 128, 0)
+        )
         monkeypatch.setattr(mine.context, "regroup_requested", lambda: wishes[group.rank] == 75)
         return calm, mine.progress(2, True), mine.ends_with
 
     assert run_ranks(2, work) == [(False, code > 0, code)] * 2
 
 
-# --- signs of life ------------------------------------------------------------------------------------
+# --- signs of life --------------------------------------------------------------------------------
 
 
 def test_progress_marks_and_beats(tmp_path: Path) -> None:
@@ -317,10 +353,14 @@ print("after the loop")
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
 def test_a_stop_outside_of_a_supervisor(number: int, code: int) -> None:
     program = _PROGRAM.format(number=int(number), end="")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == code, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "begins"
@@ -331,13 +371,17 @@ def test_a_stop_outside_of_a_supervisor(number: int, code: int) -> None:
 
 def test_an_error_after_a_stop_stays_an_error() -> None:
     program = _PROGRAM.format(number=int(signal.SIGTERM), end="raise ValueError('in the end')")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "ValueError: in the end" in done.stderr
 
 
 def test_another_thread_only_beats(tmp_path: Path) -> None:
-    """Signals can be taken over in the main thread only; the program must not be ended by a second thread's call."""
+    """Signals can be taken over in the main thread only; the program must not be ended by a second
+    thread's call.
+    """
     program = (
         "import signal, threading, allhands.loops.supervised as allhands\n"
         "before = signal.getsignal(signal.SIGTERM)\n"
@@ -359,7 +403,9 @@ def test_another_thread_only_beats(tmp_path: Path) -> None:
     }
     environ = {**os.environ, **variables}
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((run_dir / "rank-0.beat").read_text())["step"] == 6
     assert time.monotonic() - begun < 50

@@ -1,4 +1,6 @@
-"""The first start over several computers: who is waited for, who is not, and what a person is told of it."""
+"""The first start over several computers: who is waited for, who is not, and what a person is told
+of it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,29 @@ from allhands.cluster.outcome import Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.ssh import SshTrouble
-from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
+from allhands.cluster.supervisor import (
+    SuperviseOptions,
+    SupervisorEvent,
+    SupervisorSeams,
+    supervise,
+)
 from allhands.observe.journal import Journal, read_events
 
-UNKNOWN = SshTrouble("ssh: Could not resolve hostname b: Name or service not known", "correct the name", lasting=True)
-REFUSED = SshTrouble("ssh: connect to host c port 22: Connection refused", "start the ssh server there")
+UNKNOWN = SshTrouble(
+    "ssh: Could not resolve hostname b: Name or service not known", "correct the name", lasting=True
+)
+REFUSED = SshTrouble(
+    "ssh: connect to host c port 22: Connection refused", "start the ssh server there"
+)
 SILENT = SshTrouble(None, "look whether it is switched on")
 
 
 def roster(*names: str, possible: int = 3, **troubles: SshTrouble) -> Roster:
     places, every = tuple(Place(name, 1) for name in names), ("a", "b", "c")
     absent = tuple(name for name in every if name not in names)
-    return Roster(names, places, every, apart=True, absent=absent, troubles=troubles, possible=possible)
+    return Roster(
+        names, places, every, apart=True, absent=absent, troubles=troubles, possible=possible
+    )
 
 
 class Members:
@@ -73,7 +86,12 @@ class Stage:
         journal = Journal(self.directory / "events.jsonl")
         try:
             return supervise(
-                spec, self.told.append, options=options, members=Members(*rosters), journal=journal, seams=seams
+                spec,
+                self.told.append,
+                options=options,
+                members=Members(*rosters),
+                journal=journal,
+                seams=seams,
             )
         finally:
             journal.close()
@@ -122,18 +140,31 @@ def test_who_may_still_come_is_waited_for_with_the_reason(stage: Stage) -> None:
     assert stage.clock == pytest.approx(30.0)
     waiting = "2 of at least 3 ranks are there, c does not answer (ssh: connect to host c port 22: Connection refused)"
     assert stage.messages("waiting") == [f"waiting: {waiting}"]
-    assert stage.told[-1].explanation == f"not started: {waiting}\n  what to do: start the ssh server there"
+    assert (
+        stage.told[-1].explanation
+        == f"not started: {waiting}\n  what to do: start the ssh server there"
+    )
 
 
 def test_it_begins_as_soon_as_they_have_come(stage: Stage) -> None:
-    assert stage.run(roster("a", "b", c=SILENT), roster("a", "b", c=REFUSED), roster("a", "b", "c")) == 0
+    assert (
+        stage.run(roster("a", "b", c=SILENT), roster("a", "b", c=REFUSED), roster("a", "b", "c"))
+        == 0
+    )
     assert (stage.started, stage.clock) == ([3], pytest.approx(4.0))
-    texts = ("c does not answer", "c does not answer (ssh: connect to host c port 22: Connection refused)")
-    assert stage.messages("waiting") == [f"waiting: 2 of at least 3 ranks are there, {text}" for text in texts]
+    texts = (
+        "c does not answer",
+        "c does not answer (ssh: connect to host c port 22: Connection refused)",
+    )
+    assert stage.messages("waiting") == [
+        f"waiting: 2 of at least 3 ranks are there, {text}" for text in texts
+    ]
 
 
 def test_reasons_that_alternate_are_told_once_each(stage: Stage) -> None:
-    stage.run(*[roster("a", "b", c=trouble) for trouble in (SILENT, REFUSED) * 4], roster("a", "b", "c"))
+    stage.run(
+        *[roster("a", "b", c=trouble) for trouble in (SILENT, REFUSED) * 4], roster("a", "b", "c")
+    )
     assert len(stage.messages("waiting")) == 2
 
 
@@ -141,7 +172,10 @@ def test_others_may_still_make_up_for_one_that_cannot_come(stage: Stage) -> None
     here = roster("a", possible=2, b=UNKNOWN, c=SILENT)
     assert stage.run(here, here, roster("a", "c", possible=2, b=UNKNOWN), min_ranks=2) == 0
     assert (stage.started, stage.clock) == ([2], pytest.approx(4.0))
-    assert stage.messages("waiting")[-1] == f"starting without a computer that may come later: {_absent_b()}"
+    assert (
+        stage.messages("waiting")[-1]
+        == f"starting without a computer that may come later: {_absent_b()}"
+    )
 
 
 def test_what_will_not_mend_itself_comes_first(stage: Stage) -> None:

@@ -1,4 +1,6 @@
-"""A computer that receives: the hashes it knows, files that wait to be verified, and what is left alone."""
+"""A computer that receives: the hashes it knows, files that wait to be verified, and what is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import Any
 import pytest
 
 from allhands.cluster.probes import files
-from allhands.cluster.probes.files import STAGING, HashCache, all_digests, look, staged_bytes, staged_name
+from allhands.cluster.probes.files import (
+    STAGING,
+    HashCache,
+    all_digests,
+    look,
+    staged_bytes,
+    staged_name,
+)
 
 TOKEN = "run-0123"
 CONTENT = os.urandom(5000)
@@ -34,7 +43,10 @@ def root(tmp_path: Path) -> Path:
 
 def told(root: Path, *wanted: tuple[str, bytes], dry: bool = False) -> dict[str, Any]:
     """The answer of a computer that is to have these contents below ``root``."""
-    asked = [[0, path, len(content), digest(content), 0o640, 1_600_000_000_000_000_123] for path, content in wanted]
+    asked = [
+        [0, path, len(content), digest(content), 0o640, 1_600_000_000_000_000_123]
+        for path, content in wanted
+    ]
     roots = [{"base": "absolute", "at": str(root)}]
     request = {"envs": {}, "roots": roots, "files": asked, "dry": dry, "token": TOKEN}
     return look(request, lambda read: None)
@@ -74,7 +86,10 @@ def test_a_file_appears_when_its_hash_is_right(root: Path) -> None:
     assert told(root, wanted)["lacking"] == []
     there = root / "sub" / "it's\n"
     assert there.read_bytes() == CONTENT
-    assert (there.stat().st_mode & 0o777, there.stat().st_mtime_ns) == (0o640, 1_600_000_000_000_000_123)
+    assert (there.stat().st_mode & 0o777, there.stat().st_mtime_ns) == (
+        0o640,
+        1_600_000_000_000_000_123,
+    )
     assert os.listdir(root) == ["sub"]
 
 
@@ -100,7 +115,9 @@ def test_what_a_killed_transfer_has_written_is_kept_if_it_is_more(root: Path) ->
     assert sorted(os.listdir(root / STAGING)) == sorted([staged_name("a"), staged_name("b"), TOKEN])
 
 
-def test_a_part_without_room_for_its_copy_is_begun_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_room_for_its_copy_is_begun_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(root, ("a", CONTENT))
     arrive(root, "a", CONTENT[:3000])
     usage = shutil.disk_usage(root)
@@ -135,7 +152,9 @@ def test_rsync_starts_from_an_old_file_and_from_one_of_another_name(root: Path) 
     assert (root / "old").read_bytes() == b"new"
 
 
-def test_a_link_to_equal_content_is_left_and_to_other_content_replaced_not_followed(tmp_path: Path, root: Path) -> None:
+def test_a_link_to_equal_content_is_left_and_to_other_content_replaced_not_followed(
+    tmp_path: Path, root: Path
+) -> None:
     for name, content in (("a", b"same"), ("b", b"old")):
         (tmp_path / name).write_bytes(content)
         (root / name).symlink_to(tmp_path / name)
@@ -168,7 +187,9 @@ def test_a_directory_in_the_place_of_a_file_is_told_at_once(root: Path) -> None:
     assert os.listdir(root) == ["file"]
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(root)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4999))
     with pytest.raises(OSError, match="needed") as caught:
@@ -198,7 +219,7 @@ def test_a_dry_run_writes_nothing(root: Path) -> None:
     assert os.listdir(root) == []
 
 
-# --- hashes that are known -------------------------------------------------------------------------------
+# --- hashes that are known ------------------------------------------------------------------------
 
 
 def hashed(where: Path, path: Path) -> tuple[str, int]:
@@ -236,7 +257,16 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
 
 
 # The last one is of an earlier version, which hashed blocks of 4 MiB.
-DAMAGED = ["", "[]", "{", "[1]", '{"%s": 1}', '{"%s": [1,2,3,4,5,"zz"]}', '{"%s": []}', '{"%s": [1,1,1,1,1,"abab"]}']
+DAMAGED = [
+    "",
+    "[]",
+    "{",
+    "[1]",
+    '{"%s": 1}',
+    '{"%s": [1,2,3,4,5,"zz"]}',
+    '{"%s": []}',
+    '{"%s": [1,1,1,1,1,"abab"]}',
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -250,4 +280,6 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path: Path, content: str) -> None:
 def test_pipes_directories_and_what_is_not_there_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     paths = [str(tmp_path / name) for name in ("pipe", ".", "absent")]
-    assert all(isinstance(each, OSError) for each in all_digests(paths, HashCache(None), lambda read: None))
+    assert all(
+        isinstance(each, OSError) for each in all_digests(paths, HashCache(None), lambda read: None)
+    )

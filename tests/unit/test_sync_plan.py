@@ -25,7 +25,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work = tmp_path / "home" / "work"
     work.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "ALLHANDS_CACHE"):
+    for name in (
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "XDG_CACHE_HOME",
+        "ALLHANDS_CACHE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(work)
     return work
@@ -39,7 +45,9 @@ def write(path: Path, text: str = "x") -> Path:
 
 def names(words: list[str]) -> list[tuple[str, str, str]]:
     """Base, root and path of each file."""
-    return [(found.root.base, found.root.at, "/".join(found.parts)) for found in make_plan(words).files]
+    return [
+        (found.root.base, found.root.at, "/".join(found.parts)) for found in make_plan(words).files
+    ]
 
 
 def on(host: Host, found: FoundFile) -> str:
@@ -67,7 +75,9 @@ def test_every_host_has_its_own_places(here: Path) -> None:
     assert on(Host("a", "a"), home) == f"{here.parent}/m/b"
 
 
-def test_a_working_directory_that_cannot_be_there_is_the_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_cannot_be_there_is_the_home(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the agent does it, which starts the ranks."""
     write(here / "data" / "a")
     told = make_plan(["data"]).files[0].root.on(Host("a", "a"))
@@ -76,11 +86,15 @@ def test_a_working_directory_that_cannot_be_there_is_the_home(here: Path, monkey
         assert root_directory(told | {"cwd": cwd}) == str(here.parent / "data")
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(here))
     assert root_directory(told | {"cwd": str(here / "new")}) == str(here.parent / "data")
-    assert root_directory(told | {"cwd": str(here.parent / "new")}) == str(here.parent / "new" / "data")
+    assert root_directory(told | {"cwd": str(here.parent / "new")}) == str(
+        here.parent / "new" / "data"
+    )
     assert root_directory(told | {"cwd": "/proc/nothing", "required": True}) == "/proc/nothing/data"
 
 
-def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = here.parent / ".cache" / "huggingface" / "hub"
     repository = hub / "models--owner--name"
     blob = write(repository / "blobs" / "0123", "weights")
@@ -100,7 +114,10 @@ def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(here: Path, monkeypat
     host = Host("a", "a")
     assert on(host, plan.files[1]) == str(snapshot / "model.safetensors")
     monkeypatch.setenv("HF_HOME", "/disk/hf")
-    assert on(host, plan.files[1]) == "/disk/hf/hub/models--owner--name/snapshots/abc/model.safetensors"
+    assert (
+        on(host, plan.files[1])
+        == "/disk/hf/hub/models--owner--name/snapshots/abc/model.safetensors"
+    )
 
 
 def test_the_hubs_client_finds_what_is_brought(here: Path, tmp_path: Path) -> None:
@@ -139,7 +156,9 @@ def test_the_caches_are_where_their_owners_look(
 
 def test_macs_have_their_own_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache_place() == str(cache_dir({})) == str(here.parent / "Library" / "Caches" / "allhands")
+    assert (
+        cache_place() == str(cache_dir({})) == str(here.parent / "Library" / "Caches" / "allhands")
+    )
 
 
 def test_what_lies_in_a_cache_goes_to_the_cache(here: Path) -> None:
@@ -154,7 +173,9 @@ def test_a_hosts_own_variables_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         "ALLHANDS_CACHE": "/here",
         "HF_HOME": "/h",
     }
-    assert environment_of(Host("a", "a", envs={"ALLHANDS_CACHE": "/there"})) == {"ALLHANDS_CACHE": "/there"}
+    assert environment_of(Host("a", "a", envs={"ALLHANDS_CACHE": "/there"})) == {
+        "ALLHANDS_CACHE": "/there"
+    }
 
 
 def test_what_is_no_file_is_named_and_links_are_followed_once(here: Path) -> None:

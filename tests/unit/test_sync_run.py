@@ -1,4 +1,6 @@
-"""Whole syncs on one computer: a pretended ssh runs the probes and rsync here, each host with a home of its own."""
+"""Whole syncs on one computer: a pretended ssh runs the probes and rsync here, each host with a
+home of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
 from allhands.errors import ConfigError, DataError, DistributedError, StorageError
 
 RSYNC = shutil.which("rsync")
-pytestmark = pytest.mark.skipif(RSYNC is None, reason="no rsync here: scripts/install_test_tools.sh")
+pytestmark = pytest.mark.skipif(
+    RSYNC is None, reason="no rsync here: scripts/install_test_tools.sh"
+)
 
-# Runs here what a host would run, in its own home. A host named "down" does not answer, one named "noisy" greets, and
-# one named "shy" lets in this computer alone.
+# Runs here what a host would run, in its own home. A host named "down" does not answer, one named
+# "noisy" greets, and one named "shy" lets in this computer alone.
 PRETENDED = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
 name=$2
@@ -53,7 +57,12 @@ case " $* " in *" --server "*) exec {rsync} "$@";; esac
 exec {rsync} {options} "$@"
 """
 MB = 1 << 20
-SIZES = {"model/weights": 3 * MB + 17, "model/config.json": 2, "model/empty": 0, "data/it's\n $(x) *.jsonl": 5000}
+SIZES = {
+    "model/weights": 3 * MB + 17,
+    "model/config.json": 2,
+    "model/empty": 0,
+    "data/it's\n $(x) *.jsonl": 5000,
+}
 TOTAL = sum(SIZES.values())
 
 
@@ -70,7 +79,9 @@ class Hosts:
             assert found is not None
             (place / "bare").mkdir(exist_ok=True)
             (place / "bare" / program).symlink_to(found)
-        self.script("ssh", PRETENDED.format(homes=place / "homes", mark="{" * 3, bare=place / "bare"))
+        self.script(
+            "ssh", PRETENDED.format(homes=place / "homes", mark="{" * 3, bare=place / "bare")
+        )
 
     def write(self, name: str, content: bytes) -> Path:
         path = self.work / name
@@ -94,7 +105,9 @@ class Hosts:
         for name in names:
             if name != "down":
                 self.home(name).mkdir(parents=True, exist_ok=True)
-        return [Host(name, name, cwd="over there", python=sys.executable, **fields) for name in names]
+        return [
+            Host(name, name, cwd="over there", python=sys.executable, **fields) for name in names
+        ]
 
     def home(self, name: str) -> Path:
         return self.place / "homes" / name
@@ -108,7 +121,9 @@ class Hosts:
 
 
 def content_of(top: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -150,7 +165,10 @@ def test_every_host_gets_everything_once(hosts: Hosts, topology: Any) -> None:
     least, most = {"tree": (1, 3), "chain": (1, 1), "star": (4, 4)}[topology]
     assert least * TOTAL <= state.sent <= most * TOTAL
     assert state.sent + sum(host.sent for host in state.hosts) == 4 * TOTAL
-    assert topology != "chain" or [host.parent for host in state.hosts] == ["this computer", *names[:-1]]
+    assert topology != "chain" or [host.parent for host in state.hosts] == [
+        "this computer",
+        *names[:-1],
+    ]
     again = bring(hosts.make(*names), topology=topology)
     assert (again.sent, [host.lacking for host in again.hosts]) == (0, [()] * 4)
 
@@ -174,7 +192,9 @@ def test_only_what_differs_is_sent(hosts: Hosts) -> None:
     (hosts.home("a") / "over there/model/config.json").unlink()
     state = bring(hosts.make("a", "b"))
     assert all(0 < host.received < 100_000 for host in state.hosts)
-    lacking = [[state.names[file].rpartition("/")[2] for file in host.lacking] for host in state.hosts]
+    lacking = [
+        [state.names[file].rpartition("/")[2] for file in host.lacking] for host in state.hosts
+    ]
     assert lacking == [["config.json", "weights"], ["weights"]]
     assert hosts.got("a") == hosts.has()
     assert hosts.got("b") == {**hosts.has(), "own": b"stays"}
@@ -184,7 +204,9 @@ def test_only_what_differs_is_sent(hosts: Hosts) -> None:
 
 def test_a_dry_run_writes_nothing(hosts: Hosts) -> None:
     state = bring(hosts.make("a", "b"), dry_run=True)
-    assert [(host.state, host.needed, len(host.lacking)) for host in state.hosts] == [("done", TOTAL, 4)] * 2
+    assert [(host.state, host.needed, len(host.lacking)) for host in state.hosts] == [
+        ("done", TOTAL, 4)
+    ] * 2
     assert [list((hosts.home(name) / "over there").rglob("*")) for name in "ab"] == [[], []]
     assert state.sent == 0
 
@@ -204,7 +226,10 @@ def test_one_that_is_down_does_not_stop_the_others(hosts: Hosts) -> None:
 def test_a_host_without_python_is_told(hosts: Hosts) -> None:
     made = [replace(host, python="/nowhere/python") for host in hosts.make("empty", "c")]
     state = bring(made)
-    assert [host.state for host in state.hosts] == ["failed", "done"]  # c takes the first Python on its path
+    assert [host.state for host in state.hosts] == [
+        "failed",
+        "done",
+    ]  # c takes the first Python on its path
     assert state.exit_code == 7
 
 
@@ -259,7 +284,9 @@ def test_a_source_that_changes_while_it_is_sent_is_told_and_nowhere_half(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = hosts.write("model/big", os.urandom(MB))
-    hosts.meddle(monkeypatch, f"printf changed | dd of='{path}' bs=1 seek=500000 conv=notrunc 2>/dev/null")
+    hosts.meddle(
+        monkeypatch, f"printf changed | dd of='{path}' bs=1 seek=500000 conv=notrunc 2>/dev/null"
+    )
     made = hosts.make("a", "b")
     state = bring(made)
     assert state.withdrawn == [str(path)]
@@ -274,12 +301,19 @@ def test_a_source_that_changes_while_it_is_sent_is_told_and_nowhere_half(
     hosts.meddle(monkeypatch)
     again = bring(made)
     assert again.exit_code == 0
-    assert min(host.received for host in again.hosts) < 50_000  # who came second has not got any of it
+    assert (
+        min(host.received for host in again.hosts) < 50_000
+    )  # who came second has not got any of it
     assert hosts.got("b") == hosts.has()
 
 
-def test_a_sender_whose_files_are_not_right_is_not_believed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts.meddle(monkeypatch, '[ -z "$SSH_CONNECTION" ] || printf damage > "$HOME/over there/model/config.json"')
+def test_a_sender_whose_files_are_not_right_is_not_believed(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.meddle(
+        monkeypatch,
+        '[ -z "$SSH_CONNECTION" ] || printf damage > "$HOME/over there/model/config.json"',
+    )
     state = bring(hosts.make("a", "b"), topology="chain")
     assert state.errors == []
     assert hosts.got("b") == hosts.has()
@@ -305,7 +339,10 @@ def test_a_host_that_is_lost_on_the_way_is_left_out_and_goes_on_later(
     def kill(state: SyncState) -> None:
         if not done and state.hosts[1].received > 2 * MB:
             for process in processes_in(hosts.home("b")):
-                if "allhands_probe" in " ".join(process.cmdline()) or "--server" in process.cmdline():
+                if (
+                    "allhands_probe" in " ".join(process.cmdline())
+                    or "--server" in process.cmdline()
+                ):
                     process.terminate()
                     done.append(process.pid)
 
@@ -332,7 +369,9 @@ def test_it_ends_everywhere_when_it_is_stopped_and_goes_on_where_it_was(
     job = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     staging = hosts.home("a") / "over there/model" / STAGING
     deadline = time.monotonic() + 30
-    while not staging.is_dir() or sum(file.stat().st_size for file in staging.glob(".*.*")) < 2 * MB:
+    while (
+        not staging.is_dir() or sum(file.stat().st_size for file in staging.glob(".*.*")) < 2 * MB
+    ):
         assert time.monotonic() < deadline
         assert job.poll() is None
         time.sleep(0.01)
@@ -345,7 +384,9 @@ def test_it_ends_everywhere_when_it_is_stopped_and_goes_on_where_it_was(
     state = bring(hosts.make("a", "b"), "model")
     assert state.exit_code == 0
     assert state.hosts[0].received < path.stat().st_size + SIZES["model/weights"] - MB
-    assert [hosts.got(name) for name in "ab"] == [{k: v for k, v in hosts.has().items() if k.startswith("model")}] * 2
+    assert [hosts.got(name) for name in "ab"] == [
+        {k: v for k, v in hosts.has().items() if k.startswith("model")}
+    ] * 2
 
 
 def test_nothing_to_do_and_nobody_to_do_it_with(hosts: Hosts) -> None:
@@ -353,7 +394,9 @@ def test_nothing_to_do_and_nobody_to_do_it_with(hosts: Hosts) -> None:
         bring([Host("localhost")])
 
 
-def test_a_file_that_cannot_be_read_here_is_told(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_here_is_told(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def denied(path: Any, *rest: Any, **named: Any) -> int:
@@ -366,7 +409,7 @@ def test_a_file_that_cannot_be_read_here_is_told(hosts: Hosts, monkeypatch: pyte
         bring(hosts.make("a"))
 
 
-# --- the command -----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 COMMAND = "import sys; from allhands.cli.main import main; main(['cluster', 'sync', *sys.argv[1:]])"
 
@@ -396,7 +439,10 @@ def test_the_command_says_what_it_has_done(hosts: Hosts) -> None:
     assert "a: 4 files, 3 MB received from this computer, done after" in done.output
     assert "b: 4 files, 3 MB received from a, done after" in done.output
     again = command("--hostfile", hostfile, "--model", "model", "--data", "data")
-    assert again.output.splitlines()[1:] == ["a: has everything already", "b: has everything already"]
+    assert again.output.splitlines()[1:] == [
+        "a: has everything already",
+        "b: has everything already",
+    ]
 
 
 def test_the_command_in_json_and_its_exit_code(hosts: Hosts) -> None:

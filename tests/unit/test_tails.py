@@ -46,7 +46,10 @@ def test_lines_come_whole_and_in_order_from_logs_that_come_later(tmp_path: Path)
         told.wait(lambda: len(told.lines) == 4)
         _add(logs[1], b"the last, without an end")
     assert [line for rank, line in told.lines if rank == 0] == [b"one", b"two", b""]
-    assert [line for rank, line in told.lines if rank == 1] == [b"\xff other", b"the last, without an end"]
+    assert [line for rank, line in told.lines if rank == 1] == [
+        b"\xff other",
+        b"the last, without an end",
+    ]
 
 
 def test_a_question_is_shown_before_its_line_ends(tmp_path: Path) -> None:

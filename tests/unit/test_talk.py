@@ -23,7 +23,13 @@ from allhands.cli.generate import generate
 from allhands.cli.verbs_models import Compare, Generate
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
-from allhands.infer.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
+from allhands.infer.generate import (
+    PromptTooLong,
+    answer_all,
+    load_for_generation,
+    prompt_tokens,
+    room_for_answer,
+)
 from allhands.model.load import load_model
 from allhands.report import read_facts
 
@@ -37,7 +43,9 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear_to_lora_layers(model, 3, parameters)
     mx.random.seed(1)
     weights = {
-        name: mx.random.normal(value.shape) for name, value in tree_flatten(model.parameters()) if "lora_" in name
+        name: mx.random.normal(value.shape)
+        for name, value in tree_flatten(model.parameters())
+        if "lora_" in name
     }
     mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
     values = {"fine_tune_type": "lora", "num_layers": 3, "lora_parameters": parameters}
@@ -66,7 +74,7 @@ def rows(path: Path, *content: Any) -> Path:
     return path
 
 
-# --- prompts -----------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def test_a_prompt_goes_through_the_chat_template(tiny_model: Path) -> None:
@@ -76,22 +84,32 @@ def test_a_prompt_goes_through_the_chat_template(tiny_model: Path) -> None:
     ours = prompt_tokens(loaded, "Hi!", system_prompt="Be kind.")
     assert tokenizer.decode(ours) == text
     conversation = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi!"}]
-    assert ours == tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert ours == tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
     # One token each for the marks, one a byte for the rest.
     assert ours[0] == 1
     assert len(prompt_tokens(loaded, "Hi!")) == 3 + len("user\nHi!\nassistant\n")
     assert prompt_tokens(loaded, "Hi!", use_template=False) == tokenizer.encode("Hi!")
 
 
-def test_a_system_message_without_a_template_is_refused_not_dropped(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_system_message_without_a_template_is_refused_not_dropped(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no place for a system message") as caught:
-        prompt_tokens(load_model(str(tiny_model)), "Hi!", system_prompt="Be kind.", use_template=False)
+        prompt_tokens(
+            load_model(str(tiny_model)), "Hi!", system_prompt="Be kind.", use_template=False
+        )
     assert caught.value.where == "--system-prompt"
     bare = write_model(tmp_path / "bare")
     for path in bare.iterdir():
         if path.name.startswith(("chat_template", "tokenizer_config")):
             text = path.read_text()
-            path.write_text(json.dumps({**json.loads(text), "chat_template": None}) if path.suffix == ".json" else "")
+            path.write_text(
+                json.dumps({**json.loads(text), "chat_template": None})
+                if path.suffix == ".json"
+                else ""
+            )
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     loaded = load_model(str(bare))
     assert CHAT_TEMPLATE not in str(getattr(loaded.tokenizer, "chat_template", None))
@@ -107,7 +125,9 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(prompt: str) -> No
 def test_a_prompt_beyond_the_models_positions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has 200, and a letter is a token: as `serve` has it; transformers does not warn of what is looked at here."""
+    """It has 200, and a letter is a token: as `serve` has it; transformers does not warn of what is
+    looked at here.
+    """
     model = with_positions(write_model(tmp_path / "model"), 200)
     asked = {"ignore_chat_template": True, "max_tokens": 10**6}
     for count in (200, 5000):
@@ -129,10 +149,12 @@ def test_a_prompt_beyond_the_models_positions_is_refused(
     assert room_for_answer(10**6, None, 7) == 7
 
 
-# --- generate ----------------------------------------------------------------------------------------
+# --- generate -------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_greedy_and_its_cost_is_shown(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_is_greedy_and_its_cost_is_shown(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask(tiny_model)
     out = capsys.readouterr().out
     answer, _, figures = out.partition("\n==========\n")
@@ -170,30 +192,39 @@ def test_a_dash_reads_the_prompt_from_standard_input(
     assert capsys.readouterr().out.partition("\n==========\n")[0] == typed
 
 
-def test_an_adapter_changes_the_answer_and_its_dropout_does_not(tiny_model: Path, adapter: Path) -> None:
+def test_an_adapter_changes_the_answer_and_its_dropout_does_not(
+    tiny_model: Path, adapter: Path
+) -> None:
     prompts = ["How do I make tea?", "Why is the sky blue?"]
     plain, _ = answer_all(load_for_generation(str(tiny_model), None), prompts, 12)
     first, speed = answer_all(load_for_generation(str(tiny_model), adapter), prompts, 12)
     again, _ = answer_all(load_for_generation(str(tiny_model), adapter), prompts, 12)
     assert first != plain
     assert first == again
-    # mlx_lm counts a batch's prompts without the last token of each, which it takes as the first to go on from.
+    # mlx_lm counts a batch's prompts without the last token of each, which it takes as the first to
+    # go on from.
     total = sum(len(prompt_tokens(load_model(str(tiny_model)), prompt)) for prompt in prompts)
     assert total - len(prompts) <= speed.prompt_tokens <= total
     assert speed.generation_tokens <= 24
 
 
-def test_the_fast_form_is_used_with_an_adapter_with_dropout_too(tiny_model: Path, adapter: Path) -> None:
+def test_the_fast_form_is_used_with_an_adapter_with_dropout_too(
+    tiny_model: Path, adapter: Path
+) -> None:
     if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("the substitute for SwiGLU is for Linux CPUs")
     kinds = {
-        path: type(load_for_generation(str(tiny_model), path).model.layers[0].mlp).__mro__[1].__name__
+        path: type(load_for_generation(str(tiny_model), path).model.layers[0].mlp)
+        .__mro__[1]
+        .__name__
         for path in (None, adapter)
     }
     assert kinds == {None: "FastMlp", adapter: "FastMlp"}
 
 
-def test_adapters_that_are_missing_or_do_not_fit_are_explained(tiny_model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_adapters_that_are_missing_or_do_not_fit_are_explained(
+    tiny_model: Path, adapter: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json is missing") as caught:
         load_for_generation(str(tiny_model), tmp_path)
     assert caught.value.where == str(tmp_path)
@@ -214,7 +245,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_explained(tiny_model: Path,
         load_for_generation(str(tiny_model), tmp_path)
 
 
-# --- held-out prompts --------------------------------------------------------------------------------
+# --- held-out prompts -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 16, 63, 64, 500])
@@ -233,7 +264,13 @@ def test_demo_prompts_are_test_questions_spread_over_the_subjects(count: int) ->
 
 def test_the_last_question_of_each_chat_and_every_prompt_is_asked(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Aye."}]
-    chat = {"messages": [*turns, {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Nay."}]}
+    chat = {
+        "messages": [
+            *turns,
+            {"role": "user", "content": "Two?"},
+            {"role": "assistant", "content": "Nay."},
+        ]
+    }
     assert held_out_prompts(str(rows(tmp_path, chat, chat)), 5) == ["Two?", "Two?"]
     completions = [{"prompt": f"Ask {i}?", "completion": "So."} for i in range(6)]
     assert held_out_prompts(str(rows(tmp_path, *completions)), 3) == ["Ask 0?", "Ask 2?", "Ask 4?"]
@@ -251,12 +288,14 @@ def test_data_without_questions_is_explained(tmp_path: Path) -> None:
     assert told.value.where == str(tmp_path / "test.jsonl")
 
 
-# --- comparison and score ----------------------------------------------------------------------------
+# --- comparison and score -------------------------------------------------------------------------
 
 
 def test_the_score_is_by_words_over_all_answers() -> None:
     comparison = compared(
-        ["a?", "b?"], ["Plain words here.", "Five more plain words here."], ["Ahoy matey", "aye it is"]
+        ["a?", "b?"],
+        ["Plain words here.", "Five more plain words here."],
+        ["Ahoy matey", "aye it is"],
     )
     assert comparison.before_share == 0.0
     assert comparison.after_share == pytest.approx(3 / 5)
@@ -267,7 +306,9 @@ def test_the_score_is_by_words_over_all_answers() -> None:
 
 def test_the_table_shows_as_many_rows_as_asked_side_by_side() -> None:
     prompts = [f"question {i}" for i in range(5)]
-    comparison = compared(prompts, [f"before {i} [bold]" for i in range(5)], [f"after {i}" for i in range(5)])
+    comparison = compared(
+        prompts, [f"before {i} [bold]" for i in range(5)], [f"after {i}" for i in range(5)]
+    )
     out = io.StringIO()
     Console(file=out, width=120).print(comparison_table(comparison, 3, 60))
     text = out.getvalue()
@@ -288,13 +329,17 @@ def test_compare_writes_prompts_answers_and_scores(
     assert saved["prompts"] == held_out_prompts("demo", 3)
     assert {len(saved[key]) for key in ("prompts", "before", "after")} == {3}
     again = compared(saved["prompts"], saved["before"], saved["after"])
-    assert np.allclose([again.before_share, again.after_share], [saved["before_share"], saved["after_share"]])
+    assert np.allclose(
+        [again.before_share, again.after_share], [saved["before_share"], saved["after_share"]]
+    )
     shown = capsys.readouterr().out
     assert "before: prompt " in shown
     assert "3 held-out prompts: " in shown
 
 
-def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_answers_about_a_run_lie_where_its_report_looks(
+    tiny_model: Path, adapter: Path, tmp_path: Path
+) -> None:
     run = write_run(tmp_path / "run")
     for name in ("adapters.safetensors", "adapter_config.json"):
         (run / name).write_bytes((adapter / name).read_bytes())
@@ -317,7 +362,12 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
     with pytest.raises(StorageError, match="file"):
         compare(
             Compare(
-                str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=tmp_path / "file" / "answers.json"
+                str(tiny_model),
+                adapter,
+                num_prompts=3,
+                max_tokens=6,
+                show=1,
+                out=tmp_path / "file" / "answers.json",
             )
         )
     assert not asked

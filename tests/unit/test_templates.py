@@ -1,4 +1,6 @@
-"""Chat templates that people choose, system messages in questions, and the token at which answers end."""
+"""Chat templates that people choose, system messages in questions, and the token at which answers
+end.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ CHAT = [USER, ANSWER, {"role": "user", "content": "And?"}, {"role": "assistant",
 MERGED = "Be brief.\n\n Hi "
 
 
-def text(tokenizer: Any, messages: list[Any], template: str | None = None, *, prompt: bool = False) -> str:
+def text(
+    tokenizer: Any, messages: list[Any], template: str | None = None, *, prompt: bool = False
+) -> str:
     """By transformers alone."""
     more = {} if template is None else {"chat_template": template}
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompt, **more
+    )
 
 
 def chosen(tokenizer: Any, name: str | None = None, system: SystemPlace = "template") -> str:
@@ -35,7 +41,7 @@ def chosen(tokenizer: Any, name: str | None = None, system: SystemPlace = "templ
     return found
 
 
-# --- names ------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -49,11 +55,17 @@ def chosen(tokenizer: Any, name: str | None = None, system: SystemPlace = "templ
         ("zephyr", lambda: tiny(ZEPHYR), [SYSTEM, *CHAT]),
     ],
 )
-def test_templates_by_name_render_as_the_models_do(name: str, load: Any, messages: list[Any], prompt: bool) -> None:
+def test_templates_by_name_render_as_the_models_do(
+    name: str, load: Any, messages: list[Any], prompt: bool
+) -> None:
     tokenizer = load()
     asked = messages[:-1] if prompt else messages
     template = (
-        NAMED[name].text if name == "zephyr" else chosen(tokenizer, name) if name != "gemma" else NAMED[name].text
+        NAMED[name].text
+        if name == "zephyr"
+        else chosen(tokenizer, name)
+        if name != "gemma"
+        else NAMED[name].text
     )
     wanted = text(tokenizer, asked, prompt=prompt)
     if name == "llama3" and not prompt:  # the model's own asks for another answer in any case
@@ -86,22 +98,28 @@ def test_templates_by_name_leave_nothing_out_without_a_word(name: str) -> None:
     assert template.takes_system == (name not in ("gemma", "mistral"))
 
 
-# --- files ------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_template_is_read_from_jinja_and_from_a_tokenizers_configuration(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(CHATML, encoding="utf-8")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML}), encoding="utf-8"
+    )
     for name in ("t.jinja", "tokenizer_config.json"):
         assert read_template(str(tmp_path / name)) == CHATML
     assert chosen(tiny(None), str(tmp_path / "t.jinja")) == CHATML
     (tmp_path / "chat_template.jinja").write_text(ZEPHYR, encoding="utf-8")
     assert template_text(tiny(CHATML), ChatChoice(kept=tmp_path)) == ZEPHYR
     # What is named comes before what is kept.
-    assert template_text(tiny(CHATML), ChatChoice(str(tmp_path / "t.jinja"), kept=tmp_path)) == CHATML
+    assert (
+        template_text(tiny(CHATML), ChatChoice(str(tmp_path / "t.jinja"), kept=tmp_path)) == CHATML
+    )
 
 
-@pytest.mark.parametrize("content", [None, "hello", "{% for m in messages %}", "{{ messages[0 }}", "\udcff"])
+@pytest.mark.parametrize(
+    "content", [None, "hello", "{% for m in messages %}", "{{ messages[0 }}", "\udcff"]
+)
 def test_what_is_no_template_is_refused(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "t.jinja"
     if content is not None:
@@ -113,13 +131,14 @@ def test_what_is_no_template_is_refused(tmp_path: Path, content: str | None) -> 
 
 def test_blocks_that_mark_answers_are_no_mistake(tmp_path: Path) -> None:
     marked = CHATML.replace(
-        "+ message['content'] +", "}}{% generation %}{{ message['content'] }}{%- endgeneration -%}{{"
+        "+ message['content'] +",
+        "}}{% generation %}{{ message['content'] }}{%- endgeneration -%}{{",
     )
     (tmp_path / "t.jinja").write_text(marked, encoding="utf-8")
     assert chosen(tiny(None), str(tmp_path / "t.jinja")) == marked
 
 
-# --- system messages --------------------------------------------------------------------------------
+# --- system messages ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [CHATML, GEMMA, LLAMA2, THINKING, ZEPHYR, WORDS])
@@ -134,7 +153,9 @@ def test_blocks_that_mark_answers_are_no_mistake(tmp_path: Path) -> None:
         [SYSTEM, {"role": "system", "content": "Be kind."}, ANSWER, USER],
     ],
 )
-def test_a_merged_system_message_is_what_the_question_would_be(own: str, messages: list[Any]) -> None:
+def test_a_merged_system_message_is_what_the_question_would_be(
+    own: str, messages: list[Any]
+) -> None:
     tokenizer = tiny(own)
     template = chosen(tokenizer, system="merge")
     for prompt in (False, True):
@@ -169,7 +190,9 @@ def test_the_first_of_several_templates_is_chosen_as_before() -> None:
         tokenizer.chat_template = CHATML
 
 
-@pytest.mark.parametrize(("own", "named"), [(GEMMA, True), (WORDS.replace("message in messages", "m in []"), False)])
+@pytest.mark.parametrize(
+    ("own", "named"), [(GEMMA, True), (WORDS.replace("message in messages", "m in []"), False)]
+)
 def test_a_rejected_system_message_names_the_option_where_it_helps(own: str, named: bool) -> None:
     template = ChatTemplate(tiny(own))
     assert not template.takes_system
@@ -187,9 +210,14 @@ def test_rows_are_written_with_merged_system_messages() -> None:
         example = parse_example(value, columns(), source="f", line=1)
         return with_merged_system(example).to_json()
 
-    assert lines({"messages": [SYSTEM, USER, ANSWER]})["messages"][0] == {"role": "user", "content": MERGED}
+    assert lines({"messages": [SYSTEM, USER, ANSWER]})["messages"][0] == {
+        "role": "user",
+        "content": MERGED,
+    }
     pair = {"chosen": "a", "rejected": "b"}
-    assert lines({"prompt": [SYSTEM, USER], **pair})["prompt"] == [{"role": "user", "content": MERGED}]
+    assert lines({"prompt": [SYSTEM, USER], **pair})["prompt"] == [
+        {"role": "user", "content": MERGED}
+    ]
     for value in ({"prompt": "a", "completion": "b"}, {"text": "a"}, {"messages": [USER, ANSWER]}):
         assert lines(value) == value
 
@@ -200,7 +228,7 @@ def columns() -> Any:
     return ColumnNames()
 
 
-# --- the end of answers -----------------------------------------------------------------------------
+# --- the end of answers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,12 +262,17 @@ def test_a_model_that_stops_is_left_alone() -> None:
     assert found[0] == "<|eot_id|>"
 
 
-# --- tokens of one's own ----------------------------------------------------------------------------
+# --- tokens of one's own --------------------------------------------------------------------------
 
 
 def test_tokens_that_the_template_writes_are_not_a_persons_own() -> None:
     tokenizer = tiny(CHATML)
-    assert set(own_tokens(tokenizer).values()) == {"<start_of_turn>", "<end_of_turn>", "<|User|>", "<|Assistant|>"}
+    assert set(own_tokens(tokenizer).values()) == {
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|User|>",
+        "<|Assistant|>",
+    }
     assert "<|im_start|>" in own_tokens(tokenizer, chosen=True).values()
     assert not own_tokens(qwen25())
 

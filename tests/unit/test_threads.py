@@ -1,4 +1,6 @@
-"""Work side by side: in order, by no more threads than wanted, and all of it before an error is told."""
+"""Work side by side: in order, by no more threads than wanted, and all of it before an error is
+told.
+"""
 
 from __future__ import annotations
 

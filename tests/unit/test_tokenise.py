@@ -1,4 +1,6 @@
-"""Records to a store: the same as rendering one by one, whoever renders, and what becomes of errors."""
+"""Records to a store: the same as rendering one by one, whoever renders, and what becomes of
+errors.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,34 @@ from allhands.data import tokenise
 from allhands.data.records import Record
 from allhands.data.render import Rendered
 from allhands.data.store import StoredTokens, open_store
-from allhands.data.tokenise import Rendering, every_core, fill_store, num_helpers, tokenizer_facts, vocabulary_of
+from allhands.data.tokenise import (
+    Rendering,
+    every_core,
+    fill_store,
+    num_helpers,
+    tokenizer_facts,
+    vocabulary_of,
+)
 from allhands.errors import ConfigError, DataError
 
 VOCABULARY = 259
 NOON = datetime(2026, 3, 1, 12)
-WORDS = ["ahoy", "matie", "the", "sea", "is", "wide", "and", "the", "rum", "is", "gone", "café", "漢字", "🏴"]
+WORDS = [
+    "ahoy",
+    "matie",
+    "the",
+    "sea",
+    "is",
+    "wide",
+    "and",
+    "the",
+    "rum",
+    "is",
+    "gone",
+    "café",
+    "漢字",
+    "🏴",
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +100,35 @@ def mixed(count: int) -> list[Record]:
     records: list[Record] = []
     for line in range(1, count + 1):
         if line % 3 == 0:
-            records.append(Record("completion", prompt=WORDS[line % 5], completion="aye", source="t.jsonl", line=line))
+            records.append(
+                Record(
+                    "completion",
+                    prompt=WORDS[line % 5],
+                    completion="aye",
+                    source="t.jsonl",
+                    line=line,
+                )
+            )
         else:
             records.append(chat(line, **({"weight": 0} if line % 7 == 0 else {})))
     return records
 
 
-def stored(records: list[Record], rendering: Rendering, progress: Any = tokenise.no_progress) -> StoredTokens:
-    return open_store(uuid.uuid4().hex, VOCABULARY, lambda writer: fill_store(records, rendering, writer, progress))
+def stored(
+    records: list[Record], rendering: Rendering, progress: Any = tokenise.no_progress
+) -> StoredTokens:
+    return open_store(
+        uuid.uuid4().hex,
+        VOCABULARY,
+        lambda writer: fill_store(records, rendering, writer, progress),
+    )
 
 
 def examples_of(made: StoredTokens) -> list[tuple[list[int], list[bool]]]:
-    return [(ids.tolist(), mask.tolist()) for ids, mask in map(made.tokens.example, range(len(made.tokens)))]
+    return [
+        (ids.tolist(), mask.tolist())
+        for ids, mask in map(made.tokens.example, range(len(made.tokens)))
+    ]
 
 
 def one_by_one(records: list[Record], rendering: Rendering) -> list[Rendered]:
@@ -98,10 +139,16 @@ def one_by_one(records: list[Record], rendering: Rendering) -> list[Rendered]:
 def assert_as_one_by_one(made: StoredTokens, records: list[Record], rendering: Rendering) -> None:
     every = one_by_one(records, rendering)
     kept = [one for one in every if one.mask.any()]
-    left_out = [record.where for record, one in zip(records, every, strict=True) if not one.mask.any()]
+    left_out = [
+        record.where for record, one in zip(records, every, strict=True) if not one.mask.any()
+    ]
     assert examples_of(made) == [(one.tokens.tolist(), one.mask.tolist()) for one in kept]
     report = made.report
-    assert (report.num_records, report.num_examples, report.num_dropped) == (len(records), len(kept), len(left_out))
+    assert (report.num_records, report.num_examples, report.num_dropped) == (
+        len(records),
+        len(kept),
+        len(left_out),
+    )
     assert report.dropped == tuple(left_out[:5])
     assert report.num_truncated == sum(one.truncated > 0 for one in kept)
     assert report.num_truncated_tokens == sum(one.truncated for one in kept)
@@ -142,11 +189,14 @@ def helper_processes() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children()
-        if process.status() != psutil.STATUS_ZOMBIE and any("popen_loky" in part for part in process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE
+        and any("popen_loky" in part for part in process.cmdline())
     ]
 
 
-def test_helpers_give_the_same_in_the_same_order(helpers: None, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_helpers_give_the_same_in_the_same_order(
+    helpers: None, tokenizer_path: Path, tmp_path: Path
+) -> None:
     reload = (load_and_note, (str(tokenizer_path), str(tmp_path)))
     rendering = Rendering(load(tokenizer_path), True, "assistant", 60, reload)
     records = mixed(150)
@@ -184,8 +234,13 @@ def test_helpers_that_are_killed_are_not_needed(helpers: None, tokenizer_path: P
 
 def test_plain_text_needs_no_helper(helpers: None, tokenizer_path: Path) -> None:
     # It would be ended at once: the tokenizer library uses all cores by itself.
-    rendering = Rendering(load(tokenizer_path), False, "all", None, (killed, (str(tokenizer_path), os.getpid())))
-    records = [Record("text", text=" ".join(WORDS[: i % 11 + 1]), source="t.jsonl", line=i) for i in range(1, 41)]
+    rendering = Rendering(
+        load(tokenizer_path), False, "all", None, (killed, (str(tokenizer_path), os.getpid()))
+    )
+    records = [
+        Record("text", text=" ".join(WORDS[: i % 11 + 1]), source="t.jsonl", line=i)
+        for i in range(1, 41)
+    ]
     assert_as_one_by_one(stored(records, rendering), records, rendering)
 
 
@@ -213,7 +268,7 @@ def test_chunks_are_the_records(sizes: list[int], most: int, characters: int) ->
         assert sum(len(record.text or "") for record in chunk[:-1]) < characters
 
 
-# --- facts ----------------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def test_facts_are_those_of_the_tokenizer(tokenizer_path: Path) -> None:
@@ -268,7 +323,10 @@ def test_facts_change_with_what_changes_tokens(tokenizer_path: Path) -> None:
 # (template, whether another second of the same day makes other tokens)
 DATED = [
     ("{{ strftime_now('%d %b %Y') }}", False),
-    ('{% if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{{ day }}{% endif %}', False),
+    (
+        '{% if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{{ day }}{% endif %}',
+        False,
+    ),
     ("{{ strftime_now('%H:%M:%S') }}", True),
     # What is written cannot be read off the template: it counts as the time itself.
     ("{% set form = '%d %b' %}{{ strftime_now(form) }}", True),
@@ -292,7 +350,9 @@ def test_facts_hold_the_date_only_of_templates_that_write_it(
     assert facts(dated, NOON) != facts(dated, later[1])
 
 
-def test_helpers_write_the_date_of_the_run(helpers: None, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_helpers_write_the_date_of_the_run(
+    helpers: None, tokenizer_path: Path, tmp_path: Path
+) -> None:
     reload = (load_dated, (str(tokenizer_path), str(tmp_path)))
     tokenizer = load_dated(str(tokenizer_path), str(tmp_path))
     rendering = Rendering(tokenizer, True, "assistant", 1000, reload, moment=NOON)
@@ -303,7 +363,9 @@ def test_helpers_write_the_date_of_the_run(helpers: None, tokenizer_path: Path, 
     assert_as_one_by_one(made, records, rendering)
 
 
-@pytest.mark.parametrize("other", [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": None}])
+@pytest.mark.parametrize(
+    "other", [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": None}]
+)
 def test_facts_of_a_rendering(tokenizer_path: Path, other: dict[str, Any]) -> None:
     values: dict[str, Any] = {"mask_prompt": True, "train_on": "assistant", "max_seq_length": 60}
     tokenizer = load(tokenizer_path)
@@ -312,7 +374,7 @@ def test_facts_of_a_rendering(tokenizer_path: Path, other: dict[str, Any]) -> No
     assert Rendering(tokenizer, **(values | other)).facts() != base
 
 
-# --- cores ----------------------------------------------------------------------------------------------------
+# --- cores ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -337,7 +399,9 @@ def test_every_core_is_for_the_block(one_core: set[int], monkeypatch: pytest.Mon
     assert num_helpers() == 1
     with every_core():
         assert os.sched_getaffinity(0) == one_core
-        assert num_helpers() == min(len(one_core), psutil.virtual_memory().available // tokenise.HELPER_BYTES)
+        assert num_helpers() == min(
+            len(one_core), psutil.virtual_memory().available // tokenise.HELPER_BYTES
+        )
     assert os.sched_getaffinity(0) == {min(one_core)}
     with pytest.raises(KeyError):
         leave_with(KeyError())
@@ -359,7 +423,9 @@ def test_tokenising_gives_the_cores_back(one_core: set[int], tokenizer_path: Pat
     assert os.sched_getaffinity(0) == {min(one_core)}
 
 
-def test_texts_in_a_mixture_are_counted_and_nothing_but_texts_cannot_be_masked(tokenizer_path: Path) -> None:
+def test_texts_in_a_mixture_are_counted_and_nothing_but_texts_cannot_be_masked(
+    tokenizer_path: Path,
+) -> None:
     masking = Rendering(load(tokenizer_path), True, "assistant", 64)
     texts = [Record("text", text="ahoy matie", source="t.jsonl", line=n) for n in (1, 2)]
     made = stored([*mixed(4), *texts], masking)
@@ -383,7 +449,9 @@ time.sleep(60)
 
 
 def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> None:
-    with subprocess.Popen([sys.executable, "-c", HELPED], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HELPED], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         helper = psutil.Process(int(process.stdout.readline()))
         process.kill()
@@ -394,7 +462,10 @@ def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> Non
 
 def test_empty_texts_are_left_out_and_counted(tokenizer_path: Path) -> None:
     texts = ["ahoy there", "", "  \n", "a ship", ""]
-    records = [Record("text", text=text, source="t.parquet", line=line) for line, text in enumerate(texts, start=1)]
+    records = [
+        Record("text", text=text, source="t.parquet", line=line)
+        for line, text in enumerate(texts, start=1)
+    ]
     rendering = Rendering(load(tokenizer_path), False, "assistant", None)
     made = stored(records, rendering)
     assert examples_of(made) == examples_of(stored([records[0], records[3]], rendering))

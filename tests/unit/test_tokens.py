@@ -30,7 +30,9 @@ def examples(draw: st.DrawFn) -> list[Example]:
 
 
 def token_set(content: list[Example]) -> TokenSet:
-    return TokenSet.of_examples([(np.array(ids), np.array(mask, dtype=np.bool_)) for ids, mask in content])
+    return TokenSet.of_examples(
+        [(np.array(ids), np.array(mask, dtype=np.bool_)) for ids, mask in content]
+    )
 
 
 @quick
@@ -38,7 +40,9 @@ def token_set(content: list[Example]) -> TokenSet:
 def test_a_set_gives_back_what_it_was_made_of(content: list[Example]) -> None:
     tokens = token_set(content)
     assert len(tokens) == tokens.num_examples == len(content)
-    assert [(ids.tolist(), mask.tolist()) for ids, mask in map(tokens.example, range(len(content)))] == content
+    assert [
+        (ids.tolist(), mask.tolist()) for ids, mask in map(tokens.example, range(len(content)))
+    ] == content
     assert tokens.lengths.tolist() == [len(ids) for ids, _ in content]
     assert tokens.num_targets.tolist() == [sum(mask) for _, mask in content]
     assert tokens.largest_token == max(max(ids) for ids, _ in content)
@@ -77,20 +81,29 @@ def test_fingerprint_is_of_tokens_masks_and_borders() -> None:
     ]
     assert len({base, *others}) == 4
     assert joined_fingerprint(["a", "b"]) != joined_fingerprint(["ab"])
-    assert pack_mask(np.array([True, False, False, False, False, False, False, False, True])).tolist() == [1, 1]
+    assert pack_mask(
+        np.array([True, False, False, False, False, False, False, False, True])
+    ).tolist() == [1, 1]
 
 
 def test_an_empty_set_is_a_set() -> None:
     empty = token_set([])
-    assert (len(empty), empty.largest_token, empty.lengths.tolist(), empty.mask.tolist()) == (0, -1, [], [])
+    assert (len(empty), empty.largest_token, empty.lengths.tolist(), empty.mask.tolist()) == (
+        0,
+        -1,
+        [],
+        [],
+    )
 
 
-# --- packed rows ---------------------------------------------------------------------------------------
+# --- packed rows ----------------------------------------------------------------------------------
 
 
 @quick
 @given(examples(), st.integers(1, 30), st.integers(0, 50))
-def test_joined_rows_predict_every_token_but_the_first_once(content: list[Example], block: int, epoch: int) -> None:
+def test_joined_rows_predict_every_token_but_the_first_once(
+    content: list[Example], block: int, epoch: int
+) -> None:
     documents = [(ids, [False] + [True] * (len(ids) - 1)) for ids, _ in content]
     stream = [token for ids, _ in documents for token in ids]
     rows = PackedRows(token_set(documents), block, isolate=False)
@@ -113,7 +126,8 @@ def test_no_row_of_an_epoch_begins_where_those_of_another_do() -> None:
     assert all(0 <= begin < 512 for begin in begins)
     ordered = sorted(begins)
     gaps = [after - before for before, after in zip(ordered, [*ordered[1:], 512], strict=True)]
-    # Evenly spread: three different gaps at the most, of which the largest is less than three of 512 / 40.
+    # Evenly spread: three different gaps at the most, of which the largest is less than three of
+    # 512 / 40.
     assert min(gaps) >= 4
     assert max(gaps) <= 36
 
@@ -131,7 +145,8 @@ def test_isolated_rows_learn_what_each_document_teaches_within_the_row(
     for ids, mask in content:
         for j in range(1, len(ids)):
             if mask[j]:
-                # What is seen begins with the document, or with the row if that begins within the document.
+                # What is seen begins with the document, or with the row if that begins within the
+                # document.
                 row_begins = (start + j - 1) // block * block
                 expected[(tuple(ids[max(0, row_begins - start) : j]), ids[j])] += 1
         start += len(ids)
@@ -139,7 +154,9 @@ def test_isolated_rows_learn_what_each_document_teaches_within_the_row(
 
 
 def turned(content: list[Example], begin: int) -> list[Example]:
-    """The documents from that token of all on; what of the first is before it comes last, as a document of its own."""
+    """The documents from that token of all on; what of the first is before it comes last, as a
+    document of its own.
+    """
     begin %= sum(len(ids) for ids, _ in content)
     after, before = [], []
     for ids, mask in content:
@@ -168,7 +185,11 @@ def test_a_row_longer_than_the_stream_holds_all_of_it() -> None:
 
 
 def test_collated_rows_carry_their_documents() -> None:
-    content = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True]), ([6, 7, 8, 9], [False, True, True, True])]
+    content = [
+        ([1, 2, 3], [False, True, True]),
+        ([4, 5], [False, True]),
+        ([6, 7, 8, 9], [False, True, True, True]),
+    ]
     rows = PackedRows(token_set(content), 6, isolate=True)
     batch = collate(rows, np.array([0, 1]), 6)
     assert batch.inputs.tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 0, 0, 0, 0]]
@@ -178,7 +199,9 @@ def test_collated_rows_carry_their_documents() -> None:
     assert batch.positions.tolist() == [0, 1, 3, 5, 6, 7]
     assert batch.num_tokens == 8
     assert batch.shape == (2, 6, 6)
-    parts: list[MicroBatch] = list(collate_share(rows, np.array([1, 0]), Sizing(100, few_shapes=True, ladder=(6,))))
+    parts: list[MicroBatch] = list(
+        collate_share(rows, np.array([1, 0]), Sizing(100, few_shapes=True, ladder=(6,)))
+    )
     assert [part.shape for part in parts] == [(2, 6, 32)]
     assert parts[0].num_targets == 6
 

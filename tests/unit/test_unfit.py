@@ -19,11 +19,31 @@ def test_all_commands_say_the_same_of_an_adapter_of_another_model(
         done = run_allhands("eval", "--model", other, "--data", tiny_data, "--adapter-path", run)
         assert done.returncode == 4, done.stderr
         assert f"{run}: the adapter does not fit the model: " in done.stderr
-        assert "use the model that the adapter was trained on (see adapter_config.json)" in done.stderr
+        assert (
+            "use the model that the adapter was trained on (see adapter_config.json)" in done.stderr
+        )
         assert "--num-layers" not in done.stderr
-    words = ["train", "--train", "--data", tiny_data, "--iters", "1", "--adapter-path", tmp_path / "new"]
+    words = [
+        "train",
+        "--train",
+        "--data",
+        tiny_data,
+        "--iters",
+        "1",
+        "--adapter-path",
+        tmp_path / "new",
+    ]
     done = run_allhands(
-        *words, "--model", others["wider"], "--num-layers", "-1", "--resume-adapter-file", run / "adapters.safetensors"
+        *words,
+        "--model",
+        others["wider"],
+        "--num-layers",
+        "-1",
+        "--resume-adapter-file",
+        run / "adapters.safetensors",
     )
     assert done.returncode == 4
-    assert "use the options that the file of --resume-adapter-file was made with: --model" in done.stderr
+    assert (
+        "use the options that the file of --resume-adapter-file was made with: --model"
+        in done.stderr
+    )

@@ -63,7 +63,9 @@ def arrays(model: Any, optimizer: optim.Optimizer) -> dict[str, np.ndarray[Any, 
     return {name: np.array(value) for name, value in flatten(trees)}
 
 
-def by_hand(model: Any, optimizer: optim.Optimizer, steps: range, max_norm: float | None) -> list[float]:
+def by_hand(
+    model: Any, optimizer: optim.Optimizer, steps: range, max_norm: float | None
+) -> list[float]:
     norms = []
     for step in steps:
         mean, norm = clip(unflatten([(name, g / TOKENS) for name, g in gradients(step)]), max_norm)
@@ -73,7 +75,10 @@ def by_hand(model: Any, optimizer: optim.Optimizer, steps: range, max_norm: floa
 
 
 def take(
-    update: GraphUpdate, sums: list[tuple[str, mx.array]], loss: float = 1.0, num_targets: float = TOKENS
+    update: GraphUpdate,
+    sums: list[tuple[str, mx.array]],
+    loss: float = 1.0,
+    num_targets: float = TOKENS,
 ) -> float:
     """An update by gradients of the trained arrays, in the form that ``update`` takes; the norm."""
     if update.flat is not None:
@@ -94,8 +99,15 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "compiled"])
 @pytest.mark.parametrize("name", OURS)
-def test_weights_state_and_norms_are_those_of_mlx(name: str, compiled: bool, max_norm: float | None) -> None:
-    expected_model, expected_optimizer, model, optimizer = network(), MLX[name](), network(), OURS[name]()
+def test_weights_state_and_norms_are_those_of_mlx(
+    name: str, compiled: bool, max_norm: float | None
+) -> None:
+    expected_model, expected_optimizer, model, optimizer = (
+        network(),
+        MLX[name](),
+        network(),
+        OURS[name](),
+    )
     norms = by_hand(expected_model, expected_optimizer, range(4), max_norm)
     update = GraphUpdate(model, optimizer, max_norm, compiled=compiled)
     assert in_graph(update, range(4)) == pytest.approx(norms, rel=1e-5)
@@ -148,8 +160,15 @@ def test_what_is_handed_to_the_kernel_makes_the_update_of_mlx(
     monkeypatch.setattr(kernels, "available", lambda: True)
     monkeypatch.setattr(kernels, "sum_of_squares", squares_by_hand)
     monkeypatch.setattr(kernels, "adam_scalars", scalars_by_hand)
-    monkeypatch.setattr(kernels, "adam", lambda g, *rest: (calls.append(g.shape), adam_by_hand(g, *rest))[1])
-    expected_model, expected_optimizer, model, optimizer = network(), MLX[name](), network(), OURS[name]()
+    monkeypatch.setattr(
+        kernels, "adam", lambda g, *rest: (calls.append(g.shape), adam_by_hand(g, *rest))[1]
+    )
+    expected_model, expected_optimizer, model, optimizer = (
+        network(),
+        MLX[name](),
+        network(),
+        OURS[name](),
+    )
     norms = by_hand(expected_model, expected_optimizer, range(4), max_norm)
     update = GraphUpdate(model, optimizer, max_norm, compiled=False)
     assert in_graph(update, range(4)) == pytest.approx(norms, rel=1e-5)
@@ -192,7 +211,9 @@ def test_float32_copies_are_updated_by_their_kernel(monkeypatch: pytest.MonkeyPa
     steps(GraphUpdate(*found, None, compiled=True))
     assert calls == [mx.bfloat16] * 3
     for (name, one), (_, other) in zip(
-        flatten(found[0].trainable_parameters()), flatten(expected[0].trainable_parameters()), strict=True
+        flatten(found[0].trainable_parameters()),
+        flatten(expected[0].trainable_parameters()),
+        strict=True,
     ):
         assert one.dtype == mx.bfloat16
         # MLX's operations round the mean gradient to half precision.
@@ -203,7 +224,9 @@ def test_float32_copies_are_updated_by_their_kernel(monkeypatch: pytest.MonkeyPa
     assert all(value.dtype == mx.float32 for value in masters)
 
 
-def test_the_state_of_single_weights_is_shown_to_those_who_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_single_weights_is_shown_to_those_who_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And not otherwise: thousands of views would cost every step some milliseconds."""
     model, optimizer = network(), KernelAdamW(WARM_UP)
     update = GraphUpdate(model, optimizer, None, compiled=False)
@@ -224,7 +247,9 @@ def test_the_state_of_single_weights_is_shown_to_those_who_look(monkeypatch: pyt
     }
     in_graph(update, range(3, 4))
     # What was seen is not kept by the optimizer, which it would need for as long as nobody looks.
-    hidden = [value for name, value in flatten(optimizer.present_state) if name.endswith((".m", ".v"))]
+    hidden = [
+        value for name, value in flatten(optimizer.present_state) if name.endswith((".m", ".v"))
+    ]
     assert all(value.size == 1 for value in hidden)
     again = dict(flatten(optimizer.state))
     assert not any(mx.array_equal(seen[name], again[name]) for name in seen if name.endswith(".m"))
@@ -238,9 +263,15 @@ def test_a_restored_state_goes_on_to_the_same_bits(name: str) -> None:
     kept = arrays(whole, optimizer)
     in_graph(update, range(2, 4))
     resumed, other = network(), OURS[name]()
-    resumed.load_weights([(n.removeprefix("model."), mx.array(v)) for n, v in kept.items() if n.startswith("model.")])
+    resumed.load_weights(
+        [(n.removeprefix("model."), mx.array(v)) for n, v in kept.items() if n.startswith("model.")]
+    )
     other.state = unflatten(
-        [(n.removeprefix("optimizer."), mx.array(v)) for n, v in kept.items() if n.startswith("optimizer.")]
+        [
+            (n.removeprefix("optimizer."), mx.array(v))
+            for n, v in kept.items()
+            if n.startswith("optimizer.")
+        ]
     )
     in_graph(GraphUpdate(resumed, other, 1.0, compiled=True), range(2, 4))
     expected = arrays(whole, optimizer)
@@ -264,7 +295,9 @@ def test_nothing_changes_if_a_number_is_not_finite(name: str, where: str) -> Non
     for key, value in before.items():
         assert after[key].tobytes() == value.tobytes(), key
     in_graph(update, range(3, 4))
-    assert (arrays(model, optimizer)["model.layers.1.weight"] != before["model.layers.1.weight"]).all()
+    assert (
+        arrays(model, optimizer)["model.layers.1.weight"] != before["model.layers.1.weight"]
+    ).all()
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -293,7 +326,9 @@ def test_an_empty_step_divides_by_no_zero() -> None:
     before = arrays(model, optimizer)
     zeros = [(name, mx.zeros_like(g)) for name, g in gradients(0)]
     assert take(GraphUpdate(model, optimizer, None, compiled=False), zeros, 0.0, 0.0) == 0
-    assert (arrays(model, optimizer)["model.layers.1.weight"] == before["model.layers.1.weight"]).all()
+    assert (
+        arrays(model, optimizer)["model.layers.1.weight"] == before["model.layers.1.weight"]
+    ).all()
 
 
 needs_gpu = pytest.mark.skipif(not kernels.available(), reason="needs an NVIDIA GPU")
@@ -311,10 +346,14 @@ def test_kernel_adam(dtype: mx.Dtype) -> None:
     expected = (w * 0.99 - 1e-2 * m / (mx.sqrt(v) + 1e-8), m, v)
     found = kernels.adam(gradient, weight, (first, second), scalars)
     for one, other in zip(found, expected, strict=True):
-        assert mx.allclose(one.astype(mx.float32), other, rtol=1e-2 if dtype == mx.bfloat16 else 1e-5, atol=1e-7)
+        assert mx.allclose(
+            one.astype(mx.float32), other, rtol=1e-2 if dtype == mx.bfloat16 else 1e-5, atol=1e-7
+        )
     scalars[1] = 0.0
     for one, other in zip(
-        kernels.adam(gradient, weight, (first, second), scalars), (weight, first, second), strict=True
+        kernels.adam(gradient, weight, (first, second), scalars),
+        (weight, first, second),
+        strict=True,
     ):
         assert mx.array_equal(one, other)
 
@@ -337,12 +376,20 @@ def test_kernel_sum_of_squares(size: int) -> None:
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_kernel_adam_scalars(bias_correction: bool, max_norm: float) -> None:
     options = mx.array([0.9, 0.999, 0.1, 0.001, 1e-8, 0.1, max_norm])
-    numbers = (mx.array(81.0), mx.array(2.0), mx.array(4.0), mx.array(1e-2), mx.array(3, dtype=mx.uint64))
+    numbers = (
+        mx.array(81.0),
+        mx.array(2.0),
+        mx.array(4.0),
+        mx.array(1e-2),
+        mx.array(3, dtype=mx.uint64),
+    )
     found = kernels.adam_scalars(numbers, options, bias_correction=bias_correction)
     expected = scalars_by_hand(numbers, options, bias_correction=bias_correction)
     for one, other in zip(found, expected, strict=True):
         assert mx.allclose(one.astype(mx.float32), other.astype(mx.float32), rtol=1e-5, atol=0)
-    ended = kernels.adam_scalars((mx.array(mx.inf), *numbers[1:]), options, bias_correction=bias_correction)
+    ended = kernels.adam_scalars(
+        (mx.array(mx.inf), *numbers[1:]), options, bias_correction=bias_correction
+    )
     assert not ended[2].item()
     assert ended[0][:, 1].tolist() == [0.0, 0.0]
 

@@ -16,7 +16,9 @@ from tiny import run_allhands, write_adapter, write_model
 
 
 class Hub(ThreadingHTTPServer):
-    """Keeps what it was told; ``refuse`` is a status for every request, ``public`` what it says of repositories."""
+    """Keeps what it was told; ``refuse`` is a status for every request, ``public`` what it says of
+    repositories.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -47,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         hub: Any = self.server
         if hub.refuse:
             return self.answer({"error": "refused"}, hub.refuse)
-        return self.answer({"id": "me/mine", "sha": "0" * 40, "private": not hub.public, "siblings": []})
+        return self.answer(
+            {"id": "me/mine", "sha": "0" * 40, "private": not hub.public, "siblings": []}
+        )
 
     def do_POST(self) -> None:
         hub: Any = self.server
@@ -59,14 +63,22 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"url": f"{hub.address}/me/mine"})
         if self.path.startswith("/api/models/me/mine/preupload/"):
             paths = [file["path"] for file in json.loads(body)["files"]]
-            return self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+            return self.answer(
+                {
+                    "files": [
+                        {"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths
+                    ]
+                }
+            )
         if self.path.startswith("/api/models/me/mine/commit/"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "header":
                     hub.summary = line["value"]["summary"]
                 else:
                     hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self.answer({"commitUrl": f"{hub.address}/me/mine/commit/1", "commitOid": "1" * 40})
+            return self.answer(
+                {"commitUrl": f"{hub.address}/me/mine/commit/1", "commitOid": "1" * 40}
+            )
         return self.answer({})
 
 
@@ -84,12 +96,19 @@ def hub() -> Iterator[Hub]:
 
 
 def upload(server: Hub, *words: str | Path, home: Path) -> Any:
-    environ = {"HF_ENDPOINT": server.address, "HF_TOKEN": "hf_stand_in", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    environ = {
+        "HF_ENDPOINT": server.address,
+        "HF_TOKEN": "hf_stand_in",
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+    }
     return run_allhands("upload", *words, env=environ)
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_a_directory_becomes_one_commit_without_what_a_run_keeps_for_itself(tmp_path: Path, private: bool) -> None:
+def test_a_directory_becomes_one_commit_without_what_a_run_keeps_for_itself(
+    tmp_path: Path, private: bool
+) -> None:
     run = write_adapter(write_model(tmp_path / "base"), tmp_path / "run")
     for hidden in ("checkpoints/step-1/state.json", "logs/rank-0.log", "events.jsonl", ".draft-1"):
         (run / hidden).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +123,8 @@ def test_a_directory_becomes_one_commit_without_what_a_run_keeps_for_itself(tmp_
         assert (asked.get("visibility") == "private" or bool(asked.get("private"))) == private
         assert server.created[0]["name"] == "mine"
         assert server.files == {
-            name: (run / name).read_bytes() for name in ("adapters.safetensors", "adapter_config.json")
+            name: (run / name).read_bytes()
+            for name in ("adapters.safetensors", "adapter_config.json")
         }
         assert server.summary == "Upload with allhands"
 

@@ -52,12 +52,16 @@ def sample(pid: int, *, ended: bool = False, at: float | None = None) -> Sample:
 
 def sampled(run: Path, *samples: Sample) -> None:
     (run / "logs").mkdir(exist_ok=True)
-    monitor_file(run / "logs", "rank", 0).write_text("".join(f"{encode_sample(one)}\n" for one in samples))
+    monitor_file(run / "logs", "rank", 0).write_text(
+        "".join(f"{encode_sample(one)}\n" for one in samples)
+    )
 
 
 def journal(run: Path, kind: str, *, at: float = BEGAN + 100, **facts: Any) -> None:
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time": at, "kind": kind, "attempt": 1, "message": kind, **facts}) + "\n")
+        file.write(
+            json.dumps({"time": at, "kind": kind, "attempt": 1, "message": kind, **facts}) + "\n"
+        )
 
 
 def standing(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -93,7 +97,11 @@ def make(tmp_path: Path) -> Callable[..., Path]:
     ],
 )
 def test_the_supervisors_last_word_counts(
-    make: Callable[..., Path], dead: int, capsys: pytest.CaptureFixture[str], last: dict[str, Any], status: str
+    make: Callable[..., Path],
+    dead: int,
+    capsys: pytest.CaptureFixture[str],
+    last: dict[str, Any],
+    status: str,
 ) -> None:
     run = make(ended=None)
     sampled(run, sample(dead, at=BEGAN))
@@ -128,7 +136,9 @@ def test_a_process_that_was_killed_a_moment_ago_does_not_go_on(
     assert standing(run, capsys) == "crashed or killed"
 
 
-def test_its_number_may_be_anothers_since(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_number_may_be_anothers_since(
+    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make(ended=None)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         sampled(run, sample(other.pid, at=time.time() - 4))
@@ -145,7 +155,9 @@ def test_an_end_in_the_metrics_is_the_end(
     assert standing(run, capsys) == reason
 
 
-def test_a_run_that_is_being_resumed_goes_on(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_being_resumed_goes_on(
+    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make(ended=RunEnded(60, "interrupted", 30.0))
     os.utime(run / "metrics.jsonl", (BEGAN, BEGAN))
     sampled(run, sample(os.getpid()))

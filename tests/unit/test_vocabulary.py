@@ -29,7 +29,9 @@ AWKWARD = "Once upon a time, héllo 12345 \U0001f600\r\n\n \t don't <|end_of_tex
 
 
 def train(names: list[str], out: Path, **options: Any) -> VocabularyReport:
-    return train_tokenizer(find_sources(names), out, VocabularyOptions(**{"vocabulary": 400, **options}))
+    return train_tokenizer(
+        find_sources(names), out, VocabularyOptions(**{"vocabulary": 400, **options})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "made"
 
 
-# --- what is learned ----------------------------------------------------------------------------------
+# --- what is learned ------------------------------------------------------------------------------
 
 
 def test_stories_are_cut_into_few_tokens(shared_data: Path, tmp_path: Path) -> None:
@@ -59,7 +61,10 @@ def test_stories_are_cut_into_few_tokens(shared_data: Path, tmp_path: Path) -> N
         4096,
         4096,
     )
-    assert all(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text for text in held_out[:20])
+    assert all(
+        tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+        for text in held_out[:20]
+    )
     # The same files, also from another process with other hashes.
     again = run_allhands(
         *("tokenizer", "train", "--data", shared_data / "tinystories", "--out", tmp_path / "again"),
@@ -76,14 +81,21 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_only_the_training_split_is_learned(tmp_path: Path) -> None:
-    rows = {name: [{"text": f"{word} " * 9}] * 9 for name, word in (("train", "ab"), ("valid", "xy"), ("test", "zq"))}
-    train(write(tmp_path, {f"{name}.jsonl": lines for name, lines in rows.items()}), tmp_path / "made")
+    rows = {
+        name: [{"text": f"{word} " * 9}] * 9
+        for name, word in (("train", "ab"), ("valid", "xy"), ("test", "zq"))
+    }
+    train(
+        write(tmp_path, {f"{name}.jsonl": lines for name, lines in rows.items()}), tmp_path / "made"
+    )
     assert set(joined(tmp_path / "made")) == {"ab", "Ġab"}
 
 
 def joined(directory: Path) -> list[str]:
     """The tokens that are neither special nor one byte."""
-    vocabulary: dict[str, int] = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary: dict[str, int] = json.loads((directory / "tokenizer.json").read_text())["model"][
+        "vocab"
+    ]
     return [token for token in vocabulary if len(token) > 1 and not token.startswith("<|")]
 
 
@@ -98,8 +110,12 @@ def test_without_a_validation_split_the_end_is_held_out(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=5), gap=st.integers(3, 30_000))
-def test_nothing_is_lost_between_what_is_trained_and_what_is_held_out(lengths: list[int], gap: int) -> None:
-    given_texts = [(("a" * (gap - 1) + " ") * (length // gap + 1))[:length] + "." for length in lengths]
+def test_nothing_is_lost_between_what_is_trained_and_what_is_held_out(
+    lengths: list[int], gap: int
+) -> None:
+    given_texts = [
+        (("a" * (gap - 1) + " ") * (length // gap + 1))[:length] + "." for length in lengths
+    ]
     corpus = Corpus([fake_source(given_texts)])
     pieces = [*corpus.training()]
     assert "".join([*pieces, *corpus.held_out]) == "".join(given_texts)
@@ -148,7 +164,7 @@ def test_all_kinds_of_sources(kind: str, tmp_path: Path) -> None:
     assert "Ġquartz" in joined(tmp_path / "made")
 
 
-# --- what is written ----------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -209,7 +225,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-# --- errors -------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +240,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         ({"text_key": "story"}, 3, "none of the rows can be used"),
     ],
 )
-def test_wrong_options_are_one_clear_error(options: dict[str, Any], code: int, words: str, tmp_path: Path) -> None:
+def test_wrong_options_are_one_clear_error(
+    options: dict[str, Any], code: int, words: str, tmp_path: Path
+) -> None:
     names = write(tmp_path / "data", {"a.jsonl": texts(range(9))})
     with pytest.raises(AllhandsError) as caught:
         train(names, tmp_path / "made", **options)
@@ -233,7 +251,9 @@ def test_wrong_options_are_one_clear_error(options: dict[str, Any], code: int, w
 
 
 def test_the_smallest_vocabulary_is_the_bytes(tmp_path: Path) -> None:
-    report = train(write(tmp_path, {"a.jsonl": texts(range(90))}), tmp_path / "made", vocabulary=259)
+    report = train(
+        write(tmp_path, {"a.jsonl": texts(range(90))}), tmp_path / "made", vocabulary=259
+    )
     assert report.vocabulary == 259
     assert report.bytes_per_token == 1.0
 
@@ -285,7 +305,7 @@ def loaded_size(directory: Path) -> int:
     return Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
 
 
-# --- showing ------------------------------------------------------------------------------------------
+# --- showing --------------------------------------------------------------------------------------
 
 
 def test_pieces_are_readable_and_whole(small: Path) -> None:
@@ -293,7 +313,10 @@ def test_pieces_are_readable_and_whole(small: Path) -> None:
     assert "".join(found.pieces) == "amber \\xc3\\xa9\\n<|pad|>"
     assert found.pieces[0] == "amber"
     assert found.pieces[-1] == "<|pad|>"
-    assert found.ids == Tokenizer.from_file(str(small / "tokenizer.json")).encode("amber é\n<|pad|>").ids[1:]
+    assert (
+        found.ids
+        == Tokenizer.from_file(str(small / "tokenizer.json")).encode("amber é\n<|pad|>").ids[1:]
+    )
     assert found.num_bytes == 16
 
 
@@ -306,7 +329,9 @@ def test_any_text_can_be_shown(small: Path, text: str) -> None:
 
 
 def test_a_tokenizer_that_is_not_of_bytes_is_shown_as_it_is(shared_data: Path) -> None:
-    folder = next(path.parent for path in sorted((shared_data / "tokenizers").rglob("tokenizer.json")))
+    folder = next(
+        path.parent for path in sorted((shared_data / "tokenizers").rglob("tokenizer.json"))
+    )
     found = cut(load_tokenizer_file(folder), "How are you?")
     assert len(found.pieces) == len(found.ids) > 0
 
@@ -321,10 +346,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write(tmp_path, {"a.jsonl": [*texts(range(90)), "{"]})
-    code, out, _ = run(capsys, "tokenizer", "train", *names, "--out", tmp_path / "made", "--vocabulary", "5000")
+    code, out, _ = run(
+        capsys, "tokenizer", "train", *names, "--out", tmp_path / "made", "--vocabulary", "5000"
+    )
     assert code == 0
     assert "of 5000 requested: the text has no more pairs to merge" in out
-    for words in (f"tokenizer: {tmp_path / 'made'}", "bytes per token: ", "learned from 90 texts", "left out: 1 x"):
+    for words in (
+        f"tokenizer: {tmp_path / 'made'}",
+        "bytes per token: ",
+        "learned from 90 texts",
+        "left out: 1 x",
+    ):
         assert words in out
     assert "sample: [" in out
     code, out, _ = run(capsys, "tokenizer", "show", tmp_path / "made", "amber 7")
@@ -347,9 +379,16 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_exit_codes(
-    arguments: tuple[str, ...], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    places = {"DATA": write(tmp_path, {"a.jsonl": texts(range(9))})[0], "OUT": str(tmp_path / "made")}
+    places = {
+        "DATA": write(tmp_path, {"a.jsonl": texts(range(9))})[0],
+        "OUT": str(tmp_path / "made"),
+    }
     found, out, err = run(capsys, "tokenizer", *(places.get(word, word) for word in arguments))
     assert (found, words in err) == (code, True), err
     assert "Traceback" not in out + err

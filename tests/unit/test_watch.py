@@ -35,7 +35,9 @@ class _Ranks:
         return None
 
     def steps(self, durations: Sequence[float]) -> None:
-        """All ranks do steps of these lengths, the longest of which compile, and their exchange takes no time."""
+        """All ranks do steps of these lengths, the longest of which compile, and their exchange
+        takes no time.
+        """
         for step, seconds in enumerate(durations):
             for rank in self.marks:
                 self.says(rank, "first" if seconds > 20.0 else "compute", step)

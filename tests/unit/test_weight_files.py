@@ -58,7 +58,9 @@ def test_a_stage_needs_the_files_of_its_arrays(
 ) -> None:
     path = written(tmp_path / "model", tied=tied)
     names = names_by_file(path)
-    found = [{int(file[6:11]) for file in needed(names, [part])} for part in blocks_of_stages(sizes)]
+    found = [
+        {int(file[6:11]) for file in needed(names, [part])} for part in blocks_of_stages(sizes)
+    ]
     assert found == expected
     # Independently: what mlx_lm's model, cut, reads of.
     index = json.loads((path / INDEX_FILE).read_text())["weight_map"]
@@ -71,10 +73,16 @@ def test_a_stage_needs_the_files_of_its_arrays(
 def test_other_lists_than_that_of_blocks_are_not_taken_for_them() -> None:
     parts = blocks_of_stages([1, 1])
     names = {
-        "a": ["language_model.model.layers.0.mlp.experts.0.w", "language_model.model.layers.0.mlp.experts.1.w"],
+        "a": [
+            "language_model.model.layers.0.mlp.experts.0.w",
+            "language_model.model.layers.0.mlp.experts.1.w",
+        ],
         "b": [f"language_model.model.layers.1.mlp.experts.{number}.w" for number in range(2)],
         "c": ["vision.blocks.0.w", "vision.blocks.1.w", "language_model.model.embed_tokens.weight"],
-        "d": ["language_model.lm_head.weight", "language_model.model.layers.2.of_another_purpose.w"],
+        "d": [
+            "language_model.lm_head.weight",
+            "language_model.model.layers.2.of_another_purpose.w",
+        ],
     }
     assert [sorted(needed(names, [part])) for part in parts] == [["a", "c"], ["b", "c", "d"]]
     with pytest.raises(ModelError, match="not found by their names"):
@@ -95,10 +103,15 @@ def test_a_part_is_loaded_as_of_the_whole_and_known_as_it(tmp_path: Path, bits: 
     require_files(path, [first])
     with pytest.raises(ModelError) as caught:
         require_files(path, [last])
-    assert all(word in str(caught.value) for word in (gone, "block 3", "the head", "cluster sync --stages"))
+    assert all(
+        word in str(caught.value) for word in (gone, "block 3", "the head", "cluster sync --stages")
+    )
     cut(part.model, [first])
     for number in (0, 1):
-        theirs, ours = (dict(tree_flatten(model.layers[number].parameters())) for model in (whole.model, part.model))
+        theirs, ours = (
+            dict(tree_flatten(model.layers[number].parameters()))
+            for model in (whole.model, part.model)
+        )
         assert theirs.keys() == ours.keys()
         assert all(mx.array_equal(theirs[name], ours[name]).item() for name in theirs)
     # Computing with what is not there is seen at once.
@@ -112,7 +125,9 @@ def test_a_list_of_another_model_is_not_believed(tmp_path: Path) -> None:
     path = written(tmp_path / "model")
     take_away(path)
     content = json.loads((path / LIST_FILE).read_text())
-    (path / LIST_FILE).write_text(json.dumps({**content, "model-of-before.safetensors": content.popitem()[1]}))
+    (path / LIST_FILE).write_text(
+        json.dumps({**content, "model-of-before.safetensors": content.popitem()[1]})
+    )
     assert absent(path) == {}
     load_model(str(path))
     for text in ("{", "[]", '{"model-00001-of-00003.safetensors": {"bytes": -1}}'):

@@ -1,4 +1,6 @@
-"""Weights read by several threads, and hashed side by side, are those that one thread reads and hashes."""
+"""Weights read by several threads, and hashed side by side, are those that one thread reads and
+hashes.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ def files(tmp_path: Path) -> list[Path]:
     """Arrays of many sizes and types, one name in both files."""
     mx.random.seed(3)
     sizes = [1, 5, 70_000, 3, 900, 120_000]
-    arrays = {f"a{size}": mx.random.normal((size,)).astype(mx.bfloat16 if size % 2 else mx.float32) for size in sizes}
+    arrays = {
+        f"a{size}": mx.random.normal((size,)).astype(mx.bfloat16 if size % 2 else mx.float32)
+        for size in sizes
+    }
     mx.save_safetensors(str(tmp_path / "model-1.safetensors"), {**arrays, "both": mx.array([1])})
     mx.save_safetensors(
-        str(tmp_path / "model-2.safetensors"), {"both": mx.array([2]), "packed": mx.arange(64, dtype=mx.uint32)}
+        str(tmp_path / "model-2.safetensors"),
+        {"both": mx.array([2]), "packed": mx.arange(64, dtype=mx.uint32)},
     )
     return sorted(tmp_path.glob("*.safetensors"))
 
@@ -47,7 +53,9 @@ def test_several_threads_read_what_mlx_reads(files: list[Path], threads: int) ->
     assert sorted(read) == sorted(wanted)
     for name, array in wanted.items():
         assert read[name].dtype == array.dtype
-        assert bytes(memoryview(read[name].view(mx.uint8))) == bytes(memoryview(array.view(mx.uint8))), name
+        assert bytes(memoryview(read[name].view(mx.uint8))) == bytes(
+            memoryview(array.view(mx.uint8))
+        ), name
     assert read["both"].item() == 2  # the last file's, as in mlx_lm
 
 
@@ -68,7 +76,9 @@ def test_each_thread_has_about_as_much(files: list[Path], monkeypatch: pytest.Mo
     assert max(of) < 0.65 * total
 
 
-def test_what_cannot_be_read_is_said_and_nothing_hangs(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_said_and_nothing_hangs(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = reading._lazy  # pyright: ignore[reportPrivateUsage]
 
     def torn(file: Path, stream: mx.Stream | None = None) -> dict[str, mx.array]:
@@ -108,7 +118,9 @@ def test_a_model_of_arrays_read_by_threads_is_the_same_model(
     assert mx.array_equal(read.model(tokens), usual.model(tokens))
 
 
-def test_threads_are_for_nvidia_gpus_and_large_files(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_for_nvidia_gpus_and_large_files(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gpu:
         type = mx.DeviceType.gpu
 
@@ -122,7 +134,7 @@ def test_threads_are_for_nvidia_gpus_and_large_files(files: list[Path], monkeypa
     assert not worth_threads(files)
 
 
-# --- fingerprints -----------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -145,7 +157,11 @@ def test_a_fingerprint_is_of_names_sizes_and_all_blocks(
         for start in range(0, max(len(content), 1), 1000):
             lines += hashlib.sha256(content[start : start + 1000]).hexdigest() + "\n"
     (tmp_path / "config.json").write_text("{}")
-    assert fingerprint(tmp_path) == hashlib.sha256(lines.encode()).hexdigest() == begin_fingerprint(tmp_path).result()
+    assert (
+        fingerprint(tmp_path)
+        == hashlib.sha256(lines.encode()).hexdigest()
+        == begin_fingerprint(tmp_path).result()
+    )
 
 
 def test_a_bit_anywhere_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

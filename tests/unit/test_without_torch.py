@@ -24,17 +24,30 @@ def with_torch(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
     (tmp_path / "torch-2.9.0.dist-info").mkdir()
-    (tmp_path / "torch-2.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    (tmp_path / "torch-2.9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n"
+    )
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
 def ran(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, *words], env=environ, capture_output=True, text=True, timeout=100
+    )
 
 
-def test_transformers_takes_it_for_not_installed_and_nobody_else_does(with_torch: dict[str, str]) -> None:
-    found = ran(with_torch, "-c", f"import allhands.runtime.without_torch as it; it.leave_torch_out(){AFTER}")
-    assert (found.stdout, found.stderr.strip()[-18:]) == ("False True __init__.py\n", "torch was imported")
+def test_transformers_takes_it_for_not_installed_and_nobody_else_does(
+    with_torch: dict[str, str],
+) -> None:
+    found = ran(
+        with_torch,
+        "-c",
+        f"import allhands.runtime.without_torch as it; it.leave_torch_out(){AFTER}",
+    )
+    assert (found.stdout, found.stderr.strip()[-18:]) == (
+        "False True __init__.py\n",
+        "torch was imported",
+    )
 
 
 def test_programs_that_import_allhands_are_left_alone(with_torch: dict[str, str]) -> None:
@@ -45,9 +58,21 @@ def test_programs_that_import_allhands_are_left_alone(with_torch: dict[str, str]
 def test_commands_do_without_it(with_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Once upon a time there was a dragon. " * 50)
     out = str(tmp_path / "tokenizer")
-    made = ran(with_torch, "-m", "allhands", "tokenizer", "train", "--data", str(tmp_path / "train.txt"), "--out", out)
+    made = ran(
+        with_torch,
+        "-m",
+        "allhands",
+        "tokenizer",
+        "train",
+        "--data",
+        str(tmp_path / "train.txt"),
+        "--out",
+        out,
+    )
     assert made.returncode == 0, made.stderr
     words = f"pretrain --data {tmp_path / 'train.txt'} --tokenizer {out} --shape llama --layers 1 --dims 16 --heads 2"
-    words += f" --mlp-dims 16 --block-size 16 --batch-size 2 --iters 1 --adapter-path {tmp_path / 'run'}"
+    words += (
+        f" --mlp-dims 16 --block-size 16 --batch-size 2 --iters 1 --adapter-path {tmp_path / 'run'}"
+    )
     trained = ran(with_torch, "-m", "allhands", *words.split())
     assert (trained.returncode, trained.stderr) == (0, ""), trained.stderr

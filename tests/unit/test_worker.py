@@ -31,12 +31,23 @@ _WAY = 'lambda: "to go on from step 20: the same command with --resume"'
 _LOST = "allhands: ended at once; what was not saved is lost\n"
 
 
-def stopped(directory: Path, *numbers: int, way: str = _WAY, started: str = _STARTED) -> tuple[int, str, str, float]:
+def stopped(
+    directory: Path, *numbers: int, way: str = _WAY, started: str = _STARTED
+) -> tuple[int, str, str, float]:
     """Exit code, output, errors, and the seconds from the last signal to the end."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ALLHANDS_", "OMPI_", "MLX_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ALLHANDS_", "OMPI_", "MLX_"))
+    }
     command = [sys.executable, "-c", _PROGRAM.format(way=way, started=started)]
     with subprocess.Popen(
-        command, cwd=directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=directory,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         deadline = time.monotonic() + 30
         while not (directory / "ready").exists():
@@ -61,13 +72,17 @@ def stopped(directory: Path, *numbers: int, way: str = _WAY, started: str = _STA
         (signal.SIGUSR1, "stopping after this step\n"),
     ],
 )
-def test_only_who_pressed_ctrl_c_is_told_to_press_it_again(tmp_path: Path, number: int, said: str) -> None:
+def test_only_who_pressed_ctrl_c_is_told_to_press_it_again(
+    tmp_path: Path, number: int, said: str
+) -> None:
     code, out, err, _ = stopped(tmp_path, number)
     assert (code, out, err) == (-signal.SIGKILL, said, "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_second_one_ends_it_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
+def test_the_second_one_ends_it_and_says_how_to_go_on(
+    tmp_path: Path, number: int, code: int
+) -> None:
     found, _, err, _ = stopped(tmp_path, signal.SIGTERM, number)
     assert found == code
     assert err == f"{_LOST}  to go on from step 20: the same command with --resume\n"

@@ -1,4 +1,6 @@
-"""``allhands.init`` and ``allhands.average_gradients`` in place of MLX's, by ranks in memory and by processes."""
+"""``allhands.init`` and ``allhands.average_gradients`` in place of MLX's, by ranks in memory and by
+processes.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,29 @@ class Wire:
 
 
 def world(communicator: ThreadCommunicator | Wire) -> World:
-    return World(communicator.rank, communicator.size, communicator.rank, communicator.size, "ring", "x", communicator)
+    return World(
+        communicator.rank,
+        communicator.size,
+        communicator.rank,
+        communicator.size,
+        "ring",
+        "x",
+        communicator,
+    )
 
 
 def gradients(rank: int, dtype: str = "float32") -> dict[str, Any]:
     random = np.random.default_rng(rank)
-    arrays = {"w": random.normal(size=(40, 3)), "b": random.normal(size=(3,)), "none": np.zeros((0, 2))}
-    return {"layers": [{name: mx.array(array, dtype=getattr(mx, dtype)) for name, array in arrays.items()}]}
+    arrays = {
+        "w": random.normal(size=(40, 3)),
+        "b": random.normal(size=(3,)),
+        "none": np.zeros((0, 2)),
+    }
+    return {
+        "layers": [
+            {name: mx.array(array, dtype=getattr(mx, dtype)) for name, array in arrays.items()}
+        ]
+    }
 
 
 def test_a_process_without_a_launcher_is_alone_and_knows_it() -> None:
@@ -100,12 +118,18 @@ def test_numbers_of_ranks() -> None:
 def test_a_group_of_another_size_than_promised_is_refused() -> None:
     launch = Launch("torchrun", 1, 4, 1, 4, "ring", "RANK=1")
     communicator: Any = ThreadCommunicator(0, 1, None)  # type: ignore[arg-type]
-    with pytest.raises(DistributedError, match="torchrun promised 4 processes, but the group has 1"):
+    with pytest.raises(
+        DistributedError, match="torchrun promised 4 processes, but the group has 1"
+    ):
         world_of(launch, communicator)
 
 
-def test_a_promised_world_is_not_trained_in_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hostfile names two, and the other never comes: MLX itself would say so only if asked strictly."""
+def test_a_promised_world_is_not_trained_in_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hostfile names two, and the other never comes: MLX itself would say so only if asked
+    strictly.
+    """
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "gone.json"))
     with pytest.raises(DistributedError, match="MLX_HOSTFILE"):
@@ -117,7 +141,9 @@ def test_it_takes_what_mlx_takes_in_the_same_places() -> None:
     ours = inspect.signature(allhands.average_gradients).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
     assert [ours[name].default for name in theirs] == [one.default for one in theirs.values()]
-    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in list(ours.values())[len(theirs) :])
+    assert all(
+        one.kind is inspect.Parameter.KEYWORD_ONLY for one in list(ours.values())[len(theirs) :]
+    )
     given = gradients(0)
     assert allhands.average_gradients(given, None, 1 << 20, None) is given
 
@@ -127,7 +153,9 @@ def test_it_takes_what_mlx_takes_in_the_same_places() -> None:
 def test_without_tokens_it_is_the_mean_of_ranks(dtype: str, size: int, calls: int) -> None:
     def work(communicator: ThreadCommunicator) -> tuple[list[np.ndarray], int]:
         wire = Wire(communicator)
-        averaged = allhands.average_gradients(gradients(communicator.rank, dtype), world(wire), size)
+        averaged = allhands.average_gradients(
+            gradients(communicator.rank, dtype), world(wire), size
+        )
         (layer,) = averaged["layers"]
         assert {one.dtype for one in layer.values()} == {getattr(mx, dtype)}
         assert layer["none"].shape == (0, 2)
@@ -137,7 +165,10 @@ def test_without_tokens_it_is_the_mean_of_ranks(dtype: str, size: int, calls: in
     for result in run_ranks(2, work):
         assert not isinstance(result, BaseException), result
         # Of two numbers the sum is rounded once, and halving is exact: the same bits in any order.
-        expected = [np.array(((every[0][name] + every[1][name]) / 2).astype(mx.float32)) for name in ("w", "b")]
+        expected = [
+            np.array(((every[0][name] + every[1][name]) / 2).astype(mx.float32))
+            for name in ("w", "b")
+        ]
         assert all((ours == wanted).all() for ours, wanted in zip(result[0], expected, strict=True))
         assert result[1] == calls
 
@@ -202,11 +233,18 @@ def test_two_processes() -> None:
 
 
 def test_what_torchrun_starts_meets_and_stays_one_world() -> None:
-    """To join sets variables of MLX's; what is asked for later must not take them for another launcher's."""
+    """To join sets variables of MLX's; what is asked for later must not take them for another
+    launcher's.
+    """
     sockets, (port,) = reserve_ports(1, shareable=False)
     sockets[0].close()
     text = "import allhands\nw = allhands.init()\nprint(allhands.progress(1), allhands.init() == w, w.launcher, w.size)"
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", text],
@@ -222,12 +260,19 @@ def test_what_torchrun_starts_meets_and_stays_one_world() -> None:
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:
     text = "import sys, allhands; print([n for n in ('mlx.core', 'numpy', 'allhands.loops.world') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**os.environ})
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**os.environ}
+    )
     assert done.stdout == "[]\n"
 
 
 def test_a_loop_that_imports_mlx_first_is_told_what_that_costs() -> None:
     program = "import mlx.core as mx, allhands; allhands.init(); allhands.init()"
-    for order, said in ((program, 1), (program.replace("mlx.core as mx, allhands", "allhands, mlx.core as mx"), 0)):
-        done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, timeout=60, check=True)
+    for order, said in (
+        (program, 1),
+        (program.replace("mlx.core as mx, allhands", "allhands, mlx.core as mx"), 0),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", order], capture_output=True, text=True, timeout=60, check=True
+        )
         assert done.stderr.count("import allhands first") == said, done.stderr

@@ -1,4 +1,6 @@
-"""A tiny Llama in a GGUF written by hand, byte by byte, from the specification; for the tests beside."""
+"""A tiny Llama in a GGUF written by hand, byte by byte, from the specification; for the tests
+beside.
+"""
 
 import struct
 from pathlib import Path
@@ -13,7 +15,9 @@ from allhands.model.load import load_model
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 128, 4, 2, 256, 2
 HEAD_DIM = HIDDEN // HEADS
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 
 
@@ -43,19 +47,25 @@ def value_bytes(value: Any) -> bytes:
     return struct.pack("<IIQ", 9, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)
 
 
-def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]) -> None:
+def write_gguf(
+    path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
+) -> None:
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         head += text(key) + value_bytes(value)
     body = b""
     for name, (kind, shape, raw) in tensors.items():
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(body))
+        head += text(name) + struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(body)
+        )
         body += raw + b"\0" * (-len(raw) % 32)
     path.write_bytes(head + b"\0" * (-len(head) % 32) + body)
 
 
 def packed(rng: np.random.Generator, kind: int, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:
-    """Random blocks of a type: their bytes, and by the type's formula the float32 values they stand for."""
+    """Random blocks of a type: their bytes, and by the type's formula the float32 values they stand
+    for.
+    """
     if kind in (F32, F16):
         dense = rng.normal(size=shape).astype(np.float32 if kind == F32 else np.float16)
         return dense.tobytes(), dense.astype(np.float32)
@@ -72,7 +82,10 @@ def packed(rng: np.random.Generator, kind: int, shape: tuple[int, ...]) -> tuple
         raw = b"".join(s.tobytes() + q.tobytes() for s, q in zip(scale, nibbles, strict=True))
         return raw, (wide * (codes.astype(np.float32) - 8)).reshape(shape)
     least = rng.uniform(-1, 0, (blocks, 1)).astype(np.float16)
-    raw = b"".join(s.tobytes() + m.tobytes() + q.tobytes() for s, m, q in zip(scale, least, nibbles, strict=True))
+    raw = b"".join(
+        s.tobytes() + m.tobytes() + q.tobytes()
+        for s, m, q in zip(scale, least, nibbles, strict=True)
+    )
     return raw, (wide * codes + least.astype(np.float32)).reshape(shape)
 
 
@@ -93,7 +106,9 @@ def tiny_metadata() -> dict[str, Any]:
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he"],
-        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL) - 1) + [4],
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL)
+        + [1] * (len(tokens) - len(SPECIAL) - 1)
+        + [4],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 2,
@@ -104,7 +119,9 @@ def tiny_metadata() -> dict[str, Any]:
 
 
 def tiny_gguf(path: Path, **changed: Any) -> dict[str, np.ndarray]:
-    """Write the tiny model; the values of its tensors. ``changed`` replaces metadata (dots as ``__``)."""
+    """Write the tiny model; the values of its tensors. ``changed`` replaces metadata (dots as
+    ``__``).
+    """
     rng = np.random.default_rng(7)
     metadata = tiny_metadata() | {key.replace("__", "."): value for key, value in changed.items()}
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {

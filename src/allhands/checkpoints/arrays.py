@@ -43,13 +43,15 @@ _PIECE_BYTES = 4 << 20
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-# --- to be written -----------------------------------------------------------------------------------
+# --- to be written --------------------------------------------------------------------------------
 
 
 def owned(array: mx.array, shape: Shape | None = None, region: Region | None = None) -> OwnedSlice:
     """``array`` as a slice of one of ``shape``; by default as all of it."""
     shape = array.shape if shape is None else shape
-    return OwnedSlice(shape, CODES[array.dtype], everything(shape) if region is None else region, array)
+    return OwnedSlice(
+        shape, CODES[array.dtype], everything(shape) if region is None else region, array
+    )
 
 
 def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
@@ -58,19 +60,22 @@ def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the arrays of a tree with their dotted names, which stay what they are while training goes on."""
+    """Return the arrays of a tree with their dotted names, which stay what they are while training
+    goes on.
+    """
     return held(owned_tree(tree), on_device=False)
 
 
 def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
     """Keep the present slices as tensors that any thread can write.
 
-    MLX's arrays never change, and a reference keeps their memory, so nothing is copied if the processor can read it.
+    MLX's arrays never change, and a reference keeps their memory, so nothing is copied if the
+    processor can read it.
 
     Args:
-        on_device: copy them in a GPU's own memory, after the work that is queued; they are read from there one by one
-            for writing. If the arrays themselves were read, MLX would move them to shared memory, and the next step
-            would wait until they are back.
+        on_device: copy them in a GPU's own memory, after the work that is queued; they are read
+            from there one by one for writing. If the arrays themselves were read, MLX would move
+            them to shared memory, and the next step would wait until they are back.
     """
     own = {name: each.get() for name, each in state.items()}
     arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
@@ -84,7 +89,10 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
         mx.eval(list(arrays.values()))
         data = {name: _view(array) for name, array in arrays.items()}
     parts = {name: (each.shape, each.region) for name, each in state.items()}
-    return [Tensor(name, state[name].dtype, state[name].region.shape, data[name], parts[name]) for name in state]
+    return [
+        Tensor(name, state[name].dtype, state[name].region.shape, data[name], parts[name])
+        for name in state
+    ]
 
 
 @dataclass(frozen=True)
@@ -102,16 +110,22 @@ class Held:
     ranks_here: int = 1
 
     def waits(self) -> bool:
-        """True if training has to wait, because there is no room for this state beside that of the next steps."""
+        """True if training has to wait, because there is no room for this state beside that of the
+        next steps.
+        """
         size = num_bytes_of(self.groups())
-        return 2 * size >= self.spare_bytes() and psutil.virtual_memory().available < self.ranks_here * size
+        return (
+            2 * size >= self.spare_bytes()
+            and psutil.virtual_memory().available < self.ranks_here * size
+        )
 
 
 def snapshot(groups: Groups, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
     """Hold a rank's state as it is now, see :func:`held`; call the result for it, by file.
 
     Args:
-        spare_bytes: what a GPU's own memory has beside a step. Copies are made there only where it has twice their
+        spare_bytes: what a GPU's own memory has beside a step. Copies are made there only where it
+            has twice their
             room: weights and optimizer may be held one after the other.
     """
     on_device = 2 * num_bytes_of(groups) < spare_bytes
@@ -128,16 +142,20 @@ def _later(array: mx.array) -> Callable[[], memoryview]:
 
 
 def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
-    """The bytes where MLX has them; of an array that lies in another order there a copy, made when it is written."""
+    """The bytes where MLX has them; of an array that lies in another order there a copy, made when
+    it is written.
+    """
     plain = np.asarray(array)
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
 
 
-# --- to be read --------------------------------------------------------------------------------------
+# --- to be read -----------------------------------------------------------------------------------
 
 
 class StoredArrayReader(Protocol):
-    """An array of a checkpoint that can be read; ``shape`` and ``dtype`` (code of safetensors) are of all of it."""
+    """An array of a checkpoint that can be read; ``shape`` and ``dtype`` (code of safetensors) are
+    of all of it.
+    """
 
     @property
     def shape(self) -> Shape: ...
@@ -148,7 +166,8 @@ class StoredArrayReader(Protocol):
     def read(self, region: Region | None = None) -> mx.array:
         """Return the numbers of ``region``, by default all, in its shape; read when this is called.
 
-        What several ranks read together (see :func:`shared_arrays`) each reads in the same order, each its own region.
+        What several ranks read together (see :func:`shared_arrays`) each reads in the same order,
+        each its own region.
         """
         ...
 
@@ -186,18 +205,25 @@ class SharedArray:
         # A range is taken out of what passes by; for another box the whole array has to be there.
         taken = Flat(0, math.prod(self.shape)) if flat is None else flat
         result, at = np.empty(taken.size * word, dtype=np.uint8), -taken.start * word
-        for piece in hand_out_bytes(self.communicator, self._pieces(), math.prod(self.shape) * word):
+        for piece in hand_out_bytes(
+            self.communicator, self._pieces(), math.prod(self.shape) * word
+        ):
             begin, end = max(at, 0), min(at + len(piece), len(result))
             if begin < end:
                 result[begin:end] = piece[begin - at : end - at]
             at += len(piece)
         words = result.view(f"u{word}")
-        return _array(words.reshape(wanted.shape) if flat else cut(words.reshape(self.shape), wanted), self.dtype)
+        return _array(
+            words.reshape(wanted.shape) if flat else cut(words.reshape(self.shape), wanted),
+            self.dtype,
+        )
 
     def _pieces(self) -> Iterator[memoryview]:
         if self.numbers is None:
             return
-        step = _PIECE_BYTES // ITEM_BYTES[self.dtype] if self.numbers.in_ranges else self.numbers.size
+        step = (
+            _PIECE_BYTES // ITEM_BYTES[self.dtype] if self.numbers.in_ranges else self.numbers.size
+        )
         for start in range(0, self.numbers.size, step):
             words = self.numbers.words(Flat(start, min(start + step, self.numbers.size)))
             yield words.view(np.uint8).data
@@ -220,7 +246,9 @@ class ReadArray:
         if isinstance(region, Flat):
             return self.array.reshape(-1)[region.start : region.stop]
         stops = [start + size for start, size in zip(region.start, region.shape, strict=True)]
-        return self.array[tuple(slice(start, stop) for start, stop in zip(region.start, stops, strict=True))]
+        return self.array[
+            tuple(slice(start, stop) for start, stop in zip(region.start, stops, strict=True))
+        ]
 
 
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
@@ -232,11 +260,20 @@ def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayRead
     return {name: LocalArray(numbers) for name, numbers in stored_numbers(checkpoint, file).items()}
 
 
-def shared_arrays(communicator: Communicator, checkpoint: Checkpoint | None, file: str) -> dict[str, StoredArrayReader]:
-    """Return the same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
+def shared_arrays(
+    communicator: Communicator, checkpoint: Checkpoint | None, file: str
+) -> dict[str, StoredArrayReader]:
+    """Return the same on every rank, of rank 0's checkpoint; called, and then read, on all ranks
+    together.
+    """
     numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
-    facts = hand_out_json(communicator, [(name, each.shape, each.dtype) for name, each in numbers.items()])
-    return {name: SharedArray(communicator, tuple(shape), code, numbers.get(name)) for name, shape, code in facts}
+    facts = hand_out_json(
+        communicator, [(name, each.shape, each.dtype) for name, each in numbers.items()]
+    )
+    return {
+        name: SharedArray(communicator, tuple(shape), code, numbers.get(name))
+        for name, shape, code in facts
+    }
 
 
 def _array(words: NDArray[Any], dtype: str) -> mx.array:
@@ -246,9 +283,12 @@ def _array(words: NDArray[Any], dtype: str) -> mx.array:
 
 
 def require_same(
-    stored: Mapping[str, StoredArrayReader], wanted: Iterable[tuple[str, Shape, mx.Dtype]], place: str
+    stored: Mapping[str, StoredArrayReader],
+    wanted: Iterable[tuple[str, Shape, mx.Dtype]],
+    place: str,
 ) -> None:
-    """Compare a checkpoint's arrays with the arrays that will receive their numbers: names, shapes and types.
+    """Compare a checkpoint's arrays with the arrays that will receive their numbers: names, shapes
+    and types.
 
     Raises:
         CheckpointError: they are others.

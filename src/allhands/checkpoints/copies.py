@@ -1,8 +1,8 @@
 """Copies of checkpoints on other computers: rank 0 reports on them, and their failures end no run.
 
-Rank 0's own files are those of the run; a copy protects against the loss of its computer. If a rank cannot write a copy
-(a full disk, a directory without permission), there is a warning at the beginning and the end of the trouble, and at
-the end of the run.
+Rank 0's own files are those of the run; a copy protects against the loss of its computer. If a rank
+cannot write a copy (a full disk, a directory without permission), there is a warning at the
+beginning and the end of the trouble, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -46,16 +46,28 @@ class Copies:
 
     def fail(self, error: AllhandsError) -> bool:
         """Note that the copy here cannot be written now; whether that is new."""
-        new, self.trouble = not self.trouble, f"{error.where}: {error.message}" if error.where else error.message
+        new, self.trouble = (
+            not self.trouble,
+            f"{error.where}: {error.message}" if error.where else error.message,
+        )
         self._changes += new
         return new
 
-    def note(self, outcomes: Sequence[SavedReport | Warned | AllhandsError], step: int) -> list[Warned]:
-        """Take in what has been written here, or could not be; what is to be told of it on this rank."""
+    def note(
+        self, outcomes: Sequence[SavedReport | Warned | AllhandsError], step: int
+    ) -> list[Warned]:
+        """Take in what has been written here, or could not be; what is to be told of it on this
+        rank.
+        """
         told: list[Warned] = []
         for outcome in outcomes:
             if isinstance(outcome, AllhandsError) and self.fail(outcome):
-                told.append(Warned(step, f"no copy of the checkpoint is kept here ({self.trouble}); training goes on"))
+                told.append(
+                    Warned(
+                        step,
+                        f"no copy of the checkpoint is kept here ({self.trouble}); training goes on",
+                    )
+                )
             elif isinstance(outcome, SavedReport) and self.trouble:
                 self.trouble, self._changes = "", self._changes + 1
         if outcomes:
@@ -64,7 +76,9 @@ class Copies:
 
     @property
     def told(self) -> list[float]:
-        """:data:`NUMBERS` numbers of this rank for all others: the changes for the worse or better, and the step."""
+        """:data:`NUMBERS` numbers of this rank for all others: the changes for the worse or better,
+        and the step.
+        """
         return [float(self._changes), float(self._step)]
 
     def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
@@ -93,7 +107,9 @@ class Copies:
         """Return the last word, when all has been written; called on all ranks together."""
         if self.communicator.size == 1:
             return []
-        return self.hear(numbers(self.communicator.all_gather(mx.array(self.told))), step, ends=True)
+        return self.hear(
+            numbers(self.communicator.all_gather(mx.array(self.told))), step, ends=True
+        )
 
     def _look(self) -> None:
         if self.keeps:

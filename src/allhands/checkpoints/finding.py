@@ -1,4 +1,6 @@
-"""Checkpoints of a run: the whole ones, the latest one, and the one that a person means by ``--resume``."""
+"""Checkpoints of a run: the whole ones, the latest one, and the one that a person means by
+``--resume``.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class FoundCheckpoint:
 
 
 def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Return everything in a run directory that is, or should be, a checkpoint, the last step first.
+    """Return everything in a run directory that is, or should be, a checkpoint, the last step
+    first.
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
@@ -59,14 +62,24 @@ def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
     Raises:
         CheckpointError: a directory cannot be read.
     """
-    places = [*checkpoints_in(run_dir), *([best] if (best := best_in(run_dir)) else ()), *_set_aside(run_dir)]
+    places = [
+        *checkpoints_in(run_dir),
+        *([best] if (best := best_in(run_dir)) else ()),
+        *_set_aside(run_dir),
+    ]
     found = [one for path in places if (one := look(path, verify=verify)) is not None]
     return sorted(found, key=_rank, reverse=True)
 
 
 def _set_aside(run_dir: Path) -> list[Path]:
-    """Checkpoints that were about to be replaced when the process was killed; the next writer puts them back."""
-    left = [found for parent in sorted({holder(run_dir), run_dir}) for found in leftovers(listed(parent))]
+    """Checkpoints that were about to be replaced when the process was killed; the next writer puts
+    them back.
+    """
+    left = [
+        found
+        for parent in sorted({holder(run_dir), run_dir})
+        for found in leftovers(listed(parent))
+    ]
     return [
         path
         for path, name, kind in left
@@ -82,8 +95,8 @@ def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
 
 
 def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
-    """Return the checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it is replaced
-    meanwhile.
+    """Return the checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it
+    is replaced meanwhile.
     """
     while (before := _identity(path)) is not None:
         found = None
@@ -106,7 +119,7 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     return facts.st_dev, facts.st_ino, facts.st_ctime_ns
 
 
-# --- choosing ----------------------------------------------------------------------------------------
+# --- choosing -------------------------------------------------------------------------------------
 
 
 def latest(
@@ -116,18 +129,22 @@ def latest(
     verify: bool = True,
     rejected: list[CheckpointError] | None = None,
 ) -> Checkpoint | None:
-    """Return the whole checkpoint of the highest step, of ``run_id`` if that is given; ``best`` counts like the others.
+    """Return the whole checkpoint of the highest step, of ``run_id`` if that is given; ``best``
+    counts like the others.
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
-        rejected: receives what is wrong with each one that was passed over, of a higher step or of none to be read.
+        rejected: receives what is wrong with each one that was passed over, of a higher step or of
+            none to be read.
 
     Raises:
         CheckpointError: a directory cannot be read.
     """
     errors = [] if rejected is None else rejected
     seen = survey(run_dir, verify=False)
-    errors += [found.error for found in seen if found.checkpoint is None and found.error is not None]
+    errors += [
+        found.error for found in seen if found.checkpoint is None and found.error is not None
+    ]
     for found in seen:
         if found.checkpoint is None or run_id not in (None, found.checkpoint.run_id):
             continue
@@ -141,8 +158,8 @@ def latest(
 
 
 def quick_step(place: Path, run_id: str | None = None) -> int | None:
-    """Return the highest step of ``run_id``, or of any run, by manifests and sizes alone: milliseconds, whatever the
-    size.
+    """Return the highest step of ``run_id``, or of any run, by manifests and sizes alone:
+    milliseconds, whatever the size.
 
     Args:
         place: a run directory, or a single checkpoint.
@@ -151,11 +168,14 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
         CheckpointError: a directory cannot be read.
     """
     whole = (found.checkpoint for found in look_at(place, verify=False) if found.error is None)
-    return max((it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None)
+    return max(
+        (it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None
+    )
 
 
 def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Return the result of :func:`survey` in a run directory, or the one checkpoint that ``place`` is.
+    """Return the result of :func:`survey` in a run directory, or the one checkpoint that ``place``
+    is.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -167,15 +187,18 @@ def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if the directory ``path`` is, or should be, a checkpoint itself and not a directory with some."""
+    """True if the directory ``path`` is, or should be, a checkpoint itself and not a directory with
+    some.
+    """
     return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
 
-# --- what a person means --------------------------------------------------------------------------------
+# --- what a person means --------------------------------------------------------------------------
 
 
 def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
-    """Return the checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
+    """Return the checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run
+    directory ``TEXT``.
 
     Args:
         run_dir: where this run keeps its own, for advice.
@@ -198,22 +221,27 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
         hint = _of_other_version(rejected) or _from_weights(path) or _advice(run_dir)
         raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", hint)
     if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
-        raise _lost(path, "it holds weights, but no checkpoint", f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}")
+        raise _lost(
+            path,
+            "it holds weights, but no checkpoint",
+            f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}",
+        )
     raise _lost(path, "it holds no checkpoint", _advice(run_dir))
 
 
 def find_latest(
     run_dir: Path, *, verify: bool = True, rejected: list[CheckpointError] | None = None
 ) -> Checkpoint | None:
-    """Return the checkpoint that a person means by ``--resume auto``, or ``None`` if the run directory holds none at
-    all.
+    """Return the checkpoint that a person means by ``--resume auto``, or ``None`` if the run
+    directory holds none at all.
 
     Args:
         verify: as in :func:`find`.
         rejected: receives what is wrong with each one that was passed over.
 
     Raises:
-        CheckpointError: it holds some, and none is whole: to begin anew then is a person's decision.
+        CheckpointError: it holds some, and none is whole: to begin anew then is a person's
+            decision.
     """
     errors: list[CheckpointError] = []
     found = latest(run_dir, verify=verify, rejected=errors)
@@ -222,7 +250,9 @@ def find_latest(
     if found is not None or not errors:
         return found
     kept = kept_aside(run_dir)
-    advice = [f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"]
+    advice = [
+        f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"
+    ]
     advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
     advice += [text] if (text := _of_other_version(errors) or _from_weights(run_dir)) else []
     what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
@@ -230,8 +260,8 @@ def find_latest(
 
 
 def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
-    """Return the directory that was last set aside in ``run_dir`` with a whole checkpoint, and its last step, by sizes
-    alone.
+    """Return the directory that was last set aside in ``run_dir`` with a whole checkpoint, and its
+    last step, by sizes alone.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -253,7 +283,11 @@ def _told(errors: Iterable[CheckpointError]) -> str:
 
 def _aside(run_dir: Path) -> list[Path]:
     """Checkpoints that earlier runs left here, the latest first."""
-    found = [path for path in listed(run_dir) if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()]
+    found = [
+        path
+        for path in listed(run_dir)
+        if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()
+    ]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
@@ -267,7 +301,11 @@ def _from_weights(place: Path) -> str | None:
     for it in (found.checkpoint for found in survey(place, verify=False)):
         facts = it.files.get(WEIGHTS_FILE) if it else None
         with suppress(CheckpointError):
-            if it is not None and facts is not None and sum_of(it.path / WEIGHTS_FILE) == facts.sha256:
+            if (
+                it is not None
+                and facts is not None
+                and sum_of(it.path / WEIGHTS_FILE) == facts.sha256
+            ):
                 whole = f"begin a new run from the weights of step {it.step}, which are whole"
                 return f"{whole}: --resume-adapter-file {it.path / WEIGHTS_FILE}"
     return None

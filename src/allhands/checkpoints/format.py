@@ -1,8 +1,9 @@
-"""Format of a checkpoint: the manifest, arrays by name and slice, and a rank's slices of the run's state.
+"""Format of a checkpoint: the manifest, arrays by name and slice, and a rank's slices of the run's
+state.
 
-An array has a global name, shape and type. Its numbers are in one or several slices. A slice is a box of the array or a
-range of its numbers in C order, under a key of one safetensors file. No slice names a rank: a run with another division
-of the arrays reads the slices that it needs.
+An array has a global name, shape and type. Its numbers are in one or several slices. A slice is a
+box of the array or a range of its numbers in C order, under a key of one safetensors file. No slice
+names a rank: a run with another division of the arrays reads the slices that it needs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, Shape
 FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-# What packing has left out of gradients, where they travel packed: each array has a row for every rank.
+# What packing has left out of gradients, where they travel packed: each array has a row for every
+# rank.
 LEFT_FILE = "left-out.safetensors"
 
 
@@ -33,7 +35,8 @@ class OwnedSlice:
         shape: shape of the whole array.
         dtype: code of safetensors, such as ``F32``.
         region: place of the slice in the array.
-        array: the slice's numbers, in the region's shape, or a function that returns them when they are written.
+        array: the slice's numbers, in the region's shape, or a function that returns them when they
+            are written.
     """
 
     shape: Shape
@@ -51,8 +54,8 @@ class OwnedSlice:
         return self.region.size * ITEM_BYTES[self.dtype]
 
 
-# What a rank holds of the run's state, by the arrays' names. Slices that several ranks hold are equal on them, and
-# the first of these ranks owns them.
+# What a rank holds of the run's state, by the arrays' names. Slices that several ranks hold are
+# equal on them, and the first of these ranks owns them.
 ShardedState = Mapping[str, OwnedSlice]
 # The same by the file that is called after a group of arrays, such as the weights.
 Groups = Mapping[str, ShardedState]
@@ -133,7 +136,9 @@ def num_bytes_of(groups: Groups) -> int:
 
 
 def array_name(file: str, key: str) -> str:
-    """Return the name of an array in a checkpoint: its group, for which the file is called, and its own name."""
+    """Return the name of an array in a checkpoint: its group, for which the file is called, and its
+    own name.
+    """
     return f"{file.partition('.')[0]}.{key}"
 
 
@@ -154,7 +159,9 @@ def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
         known = found.get(part.name, StoredArray(part.name, part.shape, part.dtype, ()))
         if (known.shape, known.dtype) != (part.shape, part.dtype):
             raise ValueError(f"{part.name} has two shapes or types")
-        found[part.name] = StoredArray(part.name, part.shape, part.dtype, known.slices + part.slices)
+        found[part.name] = StoredArray(
+            part.name, part.shape, part.dtype, known.slices + part.slices
+        )
     return [found[name] for name in sorted(found)]
 
 

@@ -50,7 +50,9 @@ def is_step_name(name: str) -> bool:
 
 def is_plain(name: str) -> bool:
     """True if a checkpoint's file may have this name: visible, printable, no path."""
-    return name != "" and Path(name).name == name and name.isprintable() and not name.startswith(".")
+    return (
+        name != "" and Path(name).name == name and name.isprintable() and not name.startswith(".")
+    )
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
@@ -106,5 +108,7 @@ def listed(directory: Path) -> list[Path]:
         return entries(directory)
     except OSError as error:
         raise CheckpointError(
-            f"cannot be read: {error.strerror}", where=str(directory), hint="check the rights, and the disk"
+            f"cannot be read: {error.strerror}",
+            where=str(directory),
+            hint="check the rights, and the disk",
         ) from None

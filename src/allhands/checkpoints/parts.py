@@ -1,9 +1,10 @@
 """Bring arrays that ranks have divided among them into one checkpoint.
 
-Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where all ranks see rank 0's
-directory each writes a file of its own slices into the checkpoint that rank 0 is making; otherwise ranks send their
-files, block by block, to those that keep files. Divided weights are put together from these files, an array at a time:
-no rank ever has all of them in memory, and the checkpoint has the one file of weights that it always has.
+Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where
+all ranks see rank 0's directory each writes a file of its own slices into the checkpoint that rank
+0 is making; otherwise ranks send their files, block by block, to those that keep files. Divided
+weights are put together from these files, an array at a time: no rank ever has all of them in
+memory, and the checkpoint has the one file of weights that it always has.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from allhands.io.files import storage_error_of
 from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
-# As long as that nothing of a rank's file may come before it is given up; once the run is at its end, sooner.
+# As long as that nothing of a rank's file may come before it is given up; once the run is at its
+# end, sooner.
 _PATIENCE_S, _AT_THE_END_S = 600.0, 30.0
 # Beside which ranks put their weights where no checkpoint is written; nothing ever has this name.
 _NOWHERE = "weights"
@@ -56,7 +58,8 @@ class Ownership:
     """The slices that each rank is to write.
 
     Attributes:
-        by_rank: what each rank is the first to hold, as it will lie in its file; of what not all ranks hold.
+        by_rank: what each rank is the first to hold, as it will lie in its file; of what not all
+            ranks hold.
         rank: this one.
     """
 
@@ -65,16 +68,25 @@ class Ownership:
 
     @classmethod
     def agreed(cls, communicator: Communicator, groups: Groups) -> Ownership | None:
-        """Divide the slices that the ranks hold; ``None`` if all hold the same. Called on all ranks together."""
+        """Divide the slices that the ranks hold; ``None`` if all hold the same. Called on all ranks
+        together.
+        """
         mine = sorted(
             (
-                StoredArray(array_name(file, key), each.shape, each.dtype, (StoredSlice(file, key, each.region),))
+                StoredArray(
+                    array_name(file, key),
+                    each.shape,
+                    each.dtype,
+                    (StoredSlice(file, key, each.region),),
+                )
                 for file, state in groups.items()
                 for key, each in state.items()
             ),
             key=lambda array: array.name,
         )
-        if all_equal(communicator, json.dumps([[each.to_json() for each in array.slices] for array in mine])):
+        if all_equal(
+            communicator, json.dumps([[each.to_json() for each in array.slices] for array in mine])
+        ):
             return None
         everyone = gather_json(communicator, [array.to_json() for array in mine])
         holders: dict[tuple[StoredSlice, ...], list[tuple[int, StoredArray]]] = {}
@@ -94,7 +106,9 @@ class Ownership:
     def common(self, groups: Groups) -> dict[str, ShardedState]:
         """Return the slices that all ranks hold, by file."""
         divided = {array.name for arrays in self.by_rank for array in arrays}
-        found = _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
+        found = _selected(
+            groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided
+        )
         return {file: state for file, state in found.items() if state}
 
     @property
@@ -146,7 +160,8 @@ class Delivery:
         return self._collected
 
     def weights(self, progress: Callable[[], None]) -> list[list[Tensor]]:
-        """Return the weights of each rank's part, which are read one by one as they are written elsewhere.
+        """Return the weights of each rank's part, which are read one by one as they are written
+        elsewhere.
 
         From then on their files are no part of the checkpoint: it gets them put together.
 
@@ -179,8 +194,8 @@ class Delivery:
 def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tensor]]:
     """The whole weights in the parts of all ranks, whose files are then gone from ``directory``.
 
-    An array is with the rank that has the first of it. It is put together when it is asked for, and of the files' pages
-    only those of the last one are kept.
+    An array is with the rank that has the first of it. It is put together when it is asked for, and
+    of the files' pages only those of the last one are kept.
     """
     pieces = [list(filter(_is_weight, part.arrays)) for part in parts]
     together = [array for arrays in pieces for array in arrays]
@@ -208,7 +223,9 @@ def _tensor(array: StoredArray, files: Mapping[str, MappedFile]) -> Tensor:
 def _without_weights(part: WrittenPart) -> WrittenPart:
     names = _files_of(filter(_is_weight, part.arrays))
     arrays = [array for array in part.arrays if not _is_weight(array)]
-    return WrittenPart({name: file for name, file in part.files.items() if name not in names}, arrays)
+    return WrittenPart(
+        {name: file for name, file in part.files.items() if name not in names}, arrays
+    )
 
 
 @dataclass
@@ -229,7 +246,9 @@ class PartExchange:
     keeps: bool
     shared: bool
     busy: Callable[[], None] = lambda: None
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "allhands-part"))
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "allhands-part")
+    )
     _pending: list[Future[None]] = field(default_factory=list[Future[None]])
     _ending: threading.Event = field(default_factory=threading.Event)
 
@@ -243,13 +262,19 @@ class PartExchange:
         busy: Callable[[], None] = lambda: None,
     ) -> PartExchange | None:
         """``None`` if all ranks hold the same; called on all ranks together."""
-        if communicator.size == 1 or (ownership := Ownership.agreed(communicator, held.groups())) is None:
+        if (
+            communicator.size == 1
+            or (ownership := Ownership.agreed(communicator, held.groups())) is None
+        ):
             return None
         shared = votes(communicator, sees_main(communicator, directory)) == communicator.size
         return cls(communicator, ownership, directory, held, keeps, shared, busy)
 
-    def begin(self, target: Path | None, writes: Callable[[], object] = lambda: None) -> Delivery | None:
-        """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files, what is to be finished.
+    def begin(
+        self, target: Path | None, writes: Callable[[], object] = lambda: None
+    ) -> Delivery | None:
+        """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files,
+        what is to be finished.
 
         ``None``: no checkpoint is written, and weights come alone, if they are divided.
 
@@ -271,8 +296,8 @@ class PartExchange:
     def settle(self) -> None:
         """Wait for what this rank writes.
 
-        To be called before it waits for others that wait for its part: an exchange over NCCL keeps a GPU from handing
-        out what is still to be written.
+        To be called before it waits for others that wait for its part: an exchange over NCCL keeps
+        a GPU from handing out what is still to be written.
         """
         wait(self._pending)
 
@@ -294,8 +319,12 @@ class PartExchange:
 
     def _tensors(self, *, only_weights: bool) -> dict[str, list[Tensor]]:
         mine, rank = self.ownership.mine(self.held.groups()), self.communicator.rank
-        mine = {file: state for file, state in mine.items() if file == WEIGHTS_FILE or not only_weights}
-        tensors = snapshot({file: state for file, state in mine.items() if state}, self.held.spare_bytes())()
+        mine = {
+            file: state for file, state in mine.items() if file == WEIGHTS_FILE or not only_weights
+        }
+        tensors = snapshot(
+            {file: state for file, state in mine.items() if state}, self.held.spare_bytes()
+        )()
         return {file_of_rank(file, rank): of_file for file, of_file in tensors.items()}
 
     # --- into one directory ---
@@ -309,7 +338,9 @@ class PartExchange:
     ) -> Delivery | None:
         wait(self._pending)
         draft = None if delivery is None else delivery.draft
-        name: str | None = hand_out_json(self.communicator, None if draft is None else draft.directory.name)
+        name: str | None = hand_out_json(
+            self.communicator, None if draft is None else draft.directory.name
+        )
         if name is None:
             return delivery
         directory = target.resolve().parent / name
@@ -320,13 +351,17 @@ class PartExchange:
             delivery.collect = lambda progress: self._collected(directory, progress)
         return delivery
 
-    def _write(self, directory: Path, tensors: dict[str, list[Tensor]], writes: Callable[[], object]) -> None:
+    def _write(
+        self, directory: Path, tensors: dict[str, list[Tensor]], writes: Callable[[], object]
+    ) -> None:
         """Write this rank's part, then a note of it."""
         files: dict[str, dict[str, Any]] = {}
         try:
             for name, each in tensors.items():
                 writes()
-                files[name] = vars(write_file(directory / name, safetensors_pieces(each), self.busy))
+                files[name] = vars(
+                    write_file(directory / name, safetensors_pieces(each), self.busy)
+                )
             said: dict[str, Any] = {"files": files}
         except (AllhandsError, OSError) as error:
             told = error if isinstance(error, AllhandsError) else storage_error_of(error, directory)
@@ -368,17 +403,25 @@ class PartExchange:
 
     # --- to other computers ---
 
-    def _begin_sent(self, delivery: Delivery | None, tensors: dict[str, list[Tensor]]) -> Delivery | None:
-        """Send every rank's part to all, of whom those that keep files write them, while the training waits."""
+    def _begin_sent(
+        self, delivery: Delivery | None, tensors: dict[str, list[Tensor]]
+    ) -> Delivery | None:
+        """Send every rank's part to all, of whom those that keep files write them, while the
+        training waits.
+        """
         mine = {name: safetensors_size(of_file) for name, of_file in tensors.items()}
         sizes: list[dict[str, int]] = gather_json(self.communicator, mine)
         parts = [WrittenPart({}, arrays) for arrays in self.ownership.by_rank]
         for index in range(max(map(len, sizes))):
             names = [sorted(files)[index] if index < len(files) else None for files in sizes]
-            lengths = [0 if name is None else files[name] for name, files in zip(names, sizes, strict=True)]
+            lengths = [
+                0 if name is None else files[name] for name, files in zip(names, sizes, strict=True)
+            ]
             own = names[self.communicator.rank]
             pieces = safetensors_pieces(tensors[own]) if own is not None else iter(())
-            stored = self._received(delivery, names, gather_bytes(self.communicator, pieces, lengths))
+            stored = self._received(
+                delivery, names, gather_bytes(self.communicator, pieces, lengths)
+            )
             for part, name, file in zip(parts, names, stored, strict=False):
                 if name is not None:
                     part.files[name] = file
@@ -387,7 +430,10 @@ class PartExchange:
         return delivery
 
     def _received(
-        self, delivery: Delivery | None, names: Sequence[str | None], blocks: Iterable[list[memoryview]]
+        self,
+        delivery: Delivery | None,
+        names: Sequence[str | None],
+        blocks: Iterable[list[memoryview]],
     ) -> list[StoredFile]:
         """Every rank's file of these names, written if this rank keeps files and can; else none."""
         writers: list[_Writer] = []
@@ -398,7 +444,9 @@ class PartExchange:
                     continue
                 place = delivery.draft.directory
                 try:
-                    writers = writers or [stack.enter_context(_Writer(name and place / name)) for name in names]
+                    writers = writers or [
+                        stack.enter_context(_Writer(name and place / name)) for name in names
+                    ]
                     for writer, piece in zip(writers, block, strict=True):
                         writer.add(piece)
                 except OSError as error:

@@ -1,4 +1,6 @@
-"""Check that a run may write into a directory: it is no input of the run and holds no other program's files."""
+"""Check that a run may write into a directory: it is no input of the run and holds no other
+program's files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from allhands.io.names import (
 
 # Names that a run replaces or sets aside.
 _REPLACED = (CHECKPOINTS, BEST, PLOT_FILE, MEMORY_FILE, ANSWERS_FILE)
-_TRAINERS = ("trainer_state.json", "training_args.bin", "pytorch_model.bin", "adapter_model.safetensors")
+_TRAINERS = (
+    "trainer_state.json",
+    "training_args.bin",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+)
 _HINT = "choose a directory that is new, empty, or an earlier run's"
 
 
@@ -32,21 +39,33 @@ def require_place_of_run(config: TrainConfig) -> None:
     """Check that the run of ``config``, if it trains, may write into its directory.
 
     Raises:
-        ConfigError: it is the model's or the data's own directory, lies in it, holds the model, or has another
-            program's files in it.
+        ConfigError: it is the model's or the data's own directory, lies in it, holds the model, or
+            has another program's files in it.
     """
     if not config.train:
         return
     directory = Path(config.adapter_path)
     place = directory.resolve()
-    for name, flag in ((None if pretraining(config) else config.model, "--model"), (config.data, "--data")):
+    for name, flag in (
+        (None if pretraining(config) else config.model, "--model"),
+        (config.data, "--data"),
+    ):
         if name is None or not Path(name).is_dir():
             continue
         inputs = Path(name).resolve()
         if place.is_relative_to(inputs):
-            raise _refused(directory, f"it is, or lies in, the directory of {flag} {name}, from which the run is made")
-        if flag == "--model" and inputs.is_relative_to(place) and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN:
-            raise _refused(directory, f"{flag} {name} lies in it, and would be set aside for the new run's")
+            raise _refused(
+                directory,
+                f"it is, or lies in, the directory of {flag} {name}, from which the run is made",
+            )
+        if (
+            flag == "--model"
+            and inputs.is_relative_to(place)
+            and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN
+        ):
+            raise _refused(
+                directory, f"{flag} {name} lies in it, and would be set aside for the new run's"
+            )
     try:
         foreign = next(_foreign(directory), None)
     except OSError:  # who writes there says why it cannot be done
@@ -69,7 +88,11 @@ def _foreign(directory: Path) -> Iterator[str]:
         METRICS_FILE: lambda: not _is_ours(directory / METRICS_FILE),
     }
     yield from (name for name, is_foreign in signs.items() if name in names and is_foreign())
-    if not (names & {RUN_NAME, METRICS_FILE, CONFIG_FILE} or best_in(directory) or _has_checkpoints(directory)):
+    if not (
+        names & {RUN_NAME, METRICS_FILE, CONFIG_FILE}
+        or best_in(directory)
+        or _has_checkpoints(directory)
+    ):
         yield from (name for name in _REPLACED if name in names)
 
 

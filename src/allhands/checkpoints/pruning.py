@@ -21,7 +21,8 @@ def prune(
     protected: Collection[int],
     written: Checkpoint | None = None,
 ) -> list[Path]:
-    """Remove the checkpoints of steps that need not be kept; what is not a checkpoint of ours is never touched.
+    """Remove the checkpoints of steps that need not be kept; what is not a checkpoint of ours is
+    never touched.
 
     The newest whole one always stays, and what is newer than the oldest that ``keep_last`` keeps.
 
@@ -44,8 +45,14 @@ def prune(
         for parent in (directory, run_dir):
             sweep(parent)
         seen = [found for found in survey(run_dir, verify=False) if found.path.parent == directory]
-        whole = [found.checkpoint for found in seen if found.checkpoint is not None and found.error is None]
-        old = _unneeded(seen, whole[:keep_last], keep_every, {*protected, *([written.step] if written else ())})
+        whole = [
+            found.checkpoint
+            for found in seen
+            if found.checkpoint is not None and found.error is None
+        ]
+        old = _unneeded(
+            seen, whole[:keep_last], keep_every, {*protected, *([written.step] if written else ())}
+        )
         newest = _newest_whole(whole, written) if old else None
         removed = [it.path for it in old if newest is not None and it.path != newest.path]
         for path in removed:
@@ -56,11 +63,18 @@ def prune(
 
 
 def _unneeded(
-    seen: Sequence[FoundCheckpoint], last: Sequence[Checkpoint], keep_every: int | None, kept: Collection[int]
+    seen: Sequence[FoundCheckpoint],
+    last: Sequence[Checkpoint],
+    keep_every: int | None,
+    kept: Collection[int],
 ) -> list[Checkpoint]:
     """The checkpoints before the ``last`` ones, but for those of steps that are ``kept``."""
     oldest = min((it.step for it in last), default=0)
-    old = [it for found in seen if (it := found.checkpoint) and it.step < oldest and it.step not in kept]
+    old = [
+        it
+        for found in seen
+        if (it := found.checkpoint) and it.step < oldest and it.step not in kept
+    ]
     ours = [it for it in old if not it.path.is_symlink() and not others_in(it.path, it.files)]
     return [it for it in ours if not (keep_every and it.iteration % keep_every == 0)]
 

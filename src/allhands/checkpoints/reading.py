@@ -29,7 +29,8 @@ class Checkpoint:
     Attributes:
         path: its directory.
         step: optimizer updates that had been made.
-        iteration: batches that had been trained on; in a person's own loop, which has its own way to count, the step.
+        iteration: batches that had been trained on; in a person's own loop, which has its own way
+            to count, the step.
         run_id: the job that wrote it.
         time: when, in Unix seconds.
         state: content of ``state.json``; empty where only the manifest was read.
@@ -55,7 +56,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Return the checkpoint in ``path``, with all files present and of their size; ``verify``: and with the right sums.
+    """Return the checkpoint in ``path``, with all files present and of their size; ``verify``: and
+    with the right sums.
 
     Raises:
         CheckpointError: it is missing or damaged; says which file, and how.
@@ -79,7 +81,10 @@ def described(path: Path) -> Checkpoint:
     try:
         # Every byte counts, also those that mean nothing to JSON.
         same = raw == manifest_text({key: value for key, value in body.items() if key != "sha256"})
-        files = {str(name): StoredFile(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
+        files = {
+            str(name): StoredFile(int(f["bytes"]), str(f["sha256"]))
+            for name, f in body["files"].items()
+        }
         step, iteration = int(body["step"]), int(body["iteration"])
         run_id, time = str(body["run_id"]), float(body["time"])
         arrays = tuple(map(StoredArray.from_json, body["arrays"]))
@@ -89,7 +94,9 @@ def described(path: Path) -> Checkpoint:
         raise damaged(file, "it is not a manifest of allhands") from None
     if not same or not all(map(is_plain, files)):
         raise damaged(file, _ALTERED)
-    return Checkpoint(path, step, iteration, run_id, time, {}, files, arrays, hashlib.sha256(raw).hexdigest())
+    return Checkpoint(
+        path, step, iteration, run_id, time, {}, files, arrays, hashlib.sha256(raw).hexdigest()
+    )
 
 
 def check_sizes(found: Checkpoint) -> None:
@@ -111,7 +118,8 @@ def check_sizes(found: Checkpoint) -> None:
 
 
 def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
-    """Return a described checkpoint with its state; ``verify``: after the sums of all files have been compared.
+    """Return a described checkpoint with its state; ``verify``: after the sums of all files have
+    been compared.
 
     Raises:
         CheckpointError: a file was altered, or cannot be read.
@@ -186,4 +194,6 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return damaged(file, "it is missing")
     hint = "check the rights of the file, and the disk"
-    return CheckpointError(f"the checkpoint cannot be read: {error.strerror}", where=str(file), hint=hint)
+    return CheckpointError(
+        f"the checkpoint cannot be read: {error.strerror}", where=str(file), hint=hint
+    )

@@ -47,8 +47,8 @@ class Restored:
         weights: the trained weights, to be read; so is ``optimizer``, its state.
         place: the checkpoint's directory, as rank 0 sees it.
         run_id: of the run that wrote it.
-        own: whether it is one of this run's directory on rank 0, and not set aside there. The path does not tell it
-            to other computers, which may have that directory elsewhere.
+        own: whether it is one of this run's directory on rank 0, and not set aside there. The path
+            does not tell it to other computers, which may have that directory elsewhere.
         left: what packing has left out of each rank's gradients, to be read.
     """
 
@@ -69,10 +69,11 @@ class Restored:
 def find_checkpoint(
     config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that this start goes on from, if any, and what a person should know of others.
+    """Return the checkpoint that this start goes on from, if any, and what a person should know of
+    others.
 
-    A restart goes on from its own run's latest; if none is whole it begins as the first attempt did, because nobody
-    is there to decide otherwise.
+    A restart goes on from its own run's latest; if none is whole it begins as the first attempt
+    did, because nobody is there to decide otherwise.
 
     Args:
         verify: whether to compute sums; else sizes are compared, which takes milliseconds.
@@ -81,18 +82,30 @@ def find_checkpoint(
         CheckpointError: what was asked for is missing or damaged, or all that there is.
     """
     rejected: list[CheckpointError] = []
-    found = latest(directory, run_id=run_id, verify=verify, rejected=rejected) if attempt > 1 else None
+    found = (
+        latest(directory, run_id=run_id, verify=verify, rejected=rejected) if attempt > 1 else None
+    )
     own_lost = found is None and bool(rejected)
     if found is None and config.resume is not None:
-        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
+        found = _asked_for(
+            config.resume, directory, run_id if attempt > 1 else None, rejected, verify
+        )
     notes = _left_out(rejected)
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
-        notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
+        notes.append(
+            f"no checkpoint of this run is whole, so it starts again as it first did: from {start}"
+        )
     elif found is None and config.resume == AUTO and attempt == 1:
         kept = kept_aside(directory)
-        aside = f"; to go on from an earlier run's, up to step {kept[1]}: --resume {kept[0]}" if kept else ""
-        notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins{aside}")
+        aside = (
+            f"; to go on from an earlier run's, up to step {kept[1]}: --resume {kept[0]}"
+            if kept
+            else ""
+        )
+        notes.append(
+            f"there is no checkpoint in {directory} to go on from: a new run begins{aside}"
+        )
     return found, notes
 
 
@@ -100,11 +113,16 @@ def _left_out(rejected: Sequence[CheckpointError]) -> list[str]:
     """A note on each checkpoint that was passed over."""
     errors = {one.where: one for one in rejected}.values()
     kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
-    return [f"a {kind} checkpoint is left out: {one.where}: {one.message}" for one, kind in kinds.items()]
+    return [
+        f"a {kind} checkpoint is left out: {one.where}: {one.message}"
+        for one, kind in kinds.items()
+    ]
 
 
 def date_of(checkpoint: Checkpoint) -> datetime | None:
-    """Return the moment whose date the chat template writes in the checkpoint's run; ``None`` if it writes none."""
+    """Return the moment whose date the chat template writes in the checkpoint's run; ``None`` if it
+    writes none.
+    """
     told = checkpoint.state["data"][DATE_KEY]
     return datetime.fromisoformat(told) if told else None
 
@@ -112,7 +130,9 @@ def date_of(checkpoint: Checkpoint) -> datetime | None:
 def _asked_for(
     resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
 ) -> Checkpoint | None:
-    """The checkpoint for ``--resume``; ``run_id``: of a restart whose own checkpoints are not whole."""
+    """The checkpoint for ``--resume``; ``run_id``: of a restart whose own checkpoints are not
+    whole.
+    """
     if resume != AUTO:
         return find(resume, directory, verify=verify)
     if run_id is not None and _began_without(directory, run_id):
@@ -121,8 +141,12 @@ def _asked_for(
 
 
 def _began_without(directory: Path, run_id: str) -> bool:
-    """True if the run's first attempt found nothing to go on from: all that is here is the run's own."""
-    runs = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
+    """True if the run's first attempt found nothing to go on from: all that is here is the run's
+    own.
+    """
+    runs = {
+        found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint
+    }
     try:
         return run_name(directory) == run_id and runs <= {run_id}
     except OSError:
@@ -137,8 +161,8 @@ def receive(
 ) -> Restored | None:
     """Return the checkpoint that rank 0 has found, on every rank; called on all of them together.
 
-    Where all ranks find the same one at the same path each reads what it needs there; otherwise rank 0 hands it out,
-    an array at a time, as they are read.
+    Where all ranks find the same one at the same path each reads what it needs there; otherwise
+    rank 0 hands it out, an array at a time, as they are read.
 
     Args:
         directory: of this run, on this rank's computer.
@@ -159,11 +183,17 @@ def receive(
         weights, optimizer, left = (local_arrays(own, file) for file in _FILES)
     else:
         state = hand_out_json(communicator, None if checkpoint is None else dict(checkpoint.state))
-        weights, optimizer, left = (shared_arrays(communicator, checkpoint, file) for file in _FILES)
-    return Restored(dict(state), weights, optimizer, told["path"], told["run_id"], told["own"], left)
+        weights, optimizer, left = (
+            shared_arrays(communicator, checkpoint, file) for file in _FILES
+        )
+    return Restored(
+        dict(state), weights, optimizer, told["path"], told["run_id"], told["own"], left
+    )
 
 
-def restore_weights(model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None) -> None:
+def restore_weights(
+    model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None
+) -> None:
     """Put a checkpoint's weights in place of the trained ones, one after the other.
 
     Args:
@@ -182,7 +212,9 @@ def restore_weights(model: nn.Module, restored: Restored, progress: Callable[[],
 def restore_optimizer(
     optimizer: optim.Optimizer, restored: Restored, progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Give the optimizer the state that it had, all of it; ``progress`` as in :func:`restore_weights`."""
+    """Give the optimizer the state that it had, all of it; ``progress`` as in
+    :func:`restore_weights`.
+    """
     state: list[tuple[str, mx.array]] = []
     for name, stored in restored.optimizer.items():
         state.append((name, stored.read()))
@@ -210,7 +242,8 @@ def _same_here(path: str, digest: str) -> Checkpoint | None:
 
 
 def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies: int) -> bool:
-    """True if this rank writes the run's files: rank 0, and one rank on each of a few hosts that cannot see them.
+    """True if this rank writes the run's files: rank 0, and one rank on each of a few hosts that
+    cannot see them.
 
     So the loss of rank 0's computer loses nothing. Called on all ranks together.
     """
@@ -219,7 +252,8 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
     seen = sees_main(communicator, directory)
     blind = mesh.local_rank == 0 and not seen
     if blind:
-        # What a computer that lost its power was writing; where nothing will be written nobody else looks.
+        # What a computer that lost its power was writing; where nothing will be written nobody else
+        # looks.
         with suppress(OSError):
             sweep(directory / CHECKPOINTS)
         with suppress(OSError):

@@ -1,4 +1,6 @@
-"""Files of an earlier run in a run's directory: set aside, or gone on from. None of them is removed."""
+"""Files of an earlier run in a run's directory: set aside, or gone on from. None of them is
+removed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from pathlib import Path
 
 from allhands.checkpoints.finding import quick_step, survey
 from allhands.checkpoints.format import WEIGHTS_FILE
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, entries, run_name
+from allhands.checkpoints.layout import (
+    BEST,
+    CHECKPOINTS,
+    RUN_NAME,
+    checkpoint_path,
+    entries,
+    run_name,
+)
 from allhands.checkpoints.resuming import Restored
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
@@ -27,7 +36,8 @@ from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
-# Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
+# Everything of a run that is set aside under its own name with a number; numbered adapters go into
+# one directory.
 _KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _PIECE_BYTES = 4 << 20
@@ -37,8 +47,9 @@ _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[str]:
     """Prepare ``directory`` for this run's files; what a person should know.
 
-    A new run sets an earlier one's aside, under a number. One that goes on from a checkpoint elsewhere brings that
-    run's curve and best adapter along. A restart finds that this has been done: the directory has the run's name.
+    A new run sets an earlier one's aside, under a number. One that goes on from a checkpoint
+    elsewhere brings that run's curve and best adapter along. A restart finds that this has been
+    done: the directory has the run's name.
 
     Raises:
         StorageError: it cannot be done.
@@ -49,7 +60,9 @@ def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[s
         notes = _make_room(directory, restored)
     except OSError as error:
         raise storage_error(directory, error) from None
-    write_whole(directory / RUN_NAME, lambda draft: draft.write_text(run_id, encoding="utf-8"), private=True)
+    write_whole(
+        directory / RUN_NAME, lambda draft: draft.write_text(run_id, encoding="utf-8"), private=True
+    )
     return notes
 
 
@@ -73,7 +86,8 @@ def _make_room(directory: Path, restored: Restored | None) -> list[str]:
 def _set_all_aside(directory: Path) -> list[Path]:
     """Make way for a new run: where the files of the one before are now, all under the same number.
 
-    The adapter to use stays until there is a new one, which must not be the end of it if no checkpoint holds it.
+    The adapter to use stays until there is a new one, which must not be the end of it if no
+    checkpoint holds it.
     """
     number = _free_number(directory)
     adapter = [] if (directory / CHECKPOINTS).exists() else _only_adapter(directory)
@@ -103,7 +117,11 @@ def _only_adapter(directory: Path) -> list[Path]:
     weights = directory / WEIGHTS_FILE
     if not weights.is_file() or weights.stat().st_nlink > 1:
         return []
-    return [file for file in (weights, directory / CONFIG_FILE, directory / TEMPLATE_FILE) if file.is_file()]
+    return [
+        file
+        for file in (weights, directory / CONFIG_FILE, directory / TEMPLATE_FILE)
+        if file.is_file()
+    ]
 
 
 def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
@@ -127,7 +145,9 @@ def _with_number(name: str, number: int) -> str:
 
 def _free_number(directory: Path) -> int:
     """One more than the highest under which something is kept: the later, the higher."""
-    taken = [number for name in (*_KEPT, _NUMBERED_ADAPTERS) for number in _numbers_of(directory, name)]
+    taken = [
+        number for name in (*_KEPT, _NUMBERED_ADAPTERS) for number in _numbers_of(directory, name)
+    ]
     return max(taken, default=0) + 1
 
 
@@ -139,7 +159,9 @@ def _numbers_of(directory: Path, name: str) -> list[int]:
 
 
 def kept_as(directory: Path, file: Path) -> Path | None:
-    """Return the place of a file of the run directory since it was last set aside; ``None`` if it was not."""
+    """Return the place of a file of the run directory since it was last set aside; ``None`` if it
+    was not.
+    """
     try:
         first, *rest = Path(os.path.abspath(file)).relative_to(os.path.abspath(directory)).parts
         if _NUMBERED_ADAPTER.fullmatch(first):
@@ -152,9 +174,15 @@ def kept_as(directory: Path, file: Path) -> Path | None:
 
 
 def _leave_branch(directory: Path, restored: Restored) -> list[str]:
-    """Set aside what lies beyond the checkpoint: a restart would take it for the latest of this run."""
+    """Set aside what lies beyond the checkpoint: a restart would take it for the latest of this
+    run.
+    """
     step = restored.step
-    later = [found for found in survey(directory, verify=False) if found.checkpoint and found.checkpoint.step > step]
+    later = [
+        found
+        for found in survey(directory, verify=False)
+        if found.checkpoint and found.checkpoint.step > step
+    ]
     if not later:
         return []
     number = _free_number(directory)
@@ -169,7 +197,9 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
 
 
 def run_of(restored: Restored) -> tuple[Path, str]:
-    """Return the run directory of a checkpoint, and the number (".1") under which the checkpoint was set aside."""
+    """Return the run directory of a checkpoint, and the number (".1") under which the checkpoint
+    was set aside.
+    """
     place = Path(restored.place)
     kind, _, number = place.parent.name.partition(".")
     if kind == CHECKPOINTS:
@@ -184,7 +214,9 @@ def _bring_along(source: Path, number: str, directory: Path, restored: Restored)
     if metrics.is_file():
         with metrics.open("rb") as stream:
             content = stream.read(int(restored.state.get("metrics_bytes", 0)))
-        write_whole(directory / METRICS_FILE, lambda draft: draft.write_bytes(content), private=True)
+        write_whole(
+            directory / METRICS_FILE, lambda draft: draft.write_bytes(content), private=True
+        )
     for name in (BEST, BEST_MODEL):
         # A branch that was left took its best along.
         for best in (source / f"{name}{number}", Path(restored.place).parent / name):
@@ -196,12 +228,17 @@ def _bring_along(source: Path, number: str, directory: Path, restored: Restored)
 
 
 def share_history(
-    communicator: Communicator, directory: Path, restored: Restored | None, run_id: str, newcomer: bool
+    communicator: Communicator,
+    directory: Path,
+    restored: Restored | None,
+    run_id: str,
+    newcomer: bool,
 ) -> None:
-    """Give ranks that begin to keep the files of a run which has begun without them its curve and its best adapter.
+    """Give ranks that begin to keep the files of a run which has begun without them its curve and
+    its best adapter.
 
-    So whoever keeps files can lose all others. What lies there of another run is set aside. Called on all ranks
-    together, before one of them adds to its curve.
+    So whoever keeps files can lose all others. What lies there of another run is set aside. Called
+    on all ranks together, before one of them adds to its curve.
 
     Args:
         newcomer: whether this rank keeps files, and is not rank 0.
@@ -217,10 +254,14 @@ def share_history(
         _hand_out_history(communicator, directory, {run_id, restored.run_id}, lacks=lacks)
 
 
-def _hand_out_history(communicator: Communicator, directory: Path, runs: set[str], *, lacks: bool) -> None:
+def _hand_out_history(
+    communicator: Communicator, directory: Path, runs: set[str], *, lacks: bool
+) -> None:
     leads, staged = communicator.rank == 0, directory / BEST
     files = [directory / METRICS_FILE, *entries(staged)] if leads else []
-    sizes = [(file.parent == staged, file.name, file.stat().st_size) for file in files if file.is_file()]
+    sizes = [
+        (file.parent == staged, file.name, file.stat().st_size) for file in files if file.is_file()
+    ]
     with ExitStack() as stack:
 
         def prepare() -> None:
@@ -253,17 +294,27 @@ def _error_of(action: Callable[[], None], directory: Path) -> AllhandsError | No
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
-    """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
+    """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before
+    it.
+    """
     kept = checkpoint_path(directory, restored.step)
     try:
-        found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
+        found = [
+            one.checkpoint
+            for one in survey(directory, verify=False)
+            if one.path == kept and one.error is None
+        ]
     except CheckpointError:  # it cannot be read
         return False
-    return (directory / METRICS_FILE).exists() and any(one and one.run_id == restored.run_id for one in found)
+    return (directory / METRICS_FILE).exists() and any(
+        one and one.run_id == restored.run_id for one in found
+    )
 
 
 def _make_way(directory: Path, runs: set[str]) -> None:
-    there = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
+    there = {
+        found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint
+    }
     if there and there.isdisjoint(runs):
         _set_all_aside(directory)
 

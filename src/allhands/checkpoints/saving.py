@@ -1,4 +1,6 @@
-"""Writing checkpoints and adapters beside the training, which stands still only until its state is held."""
+"""Writing checkpoints and adapters beside the training, which stands still only until its state is
+held.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.io.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.io.tensors import Tensor, safetensors_pieces
-from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config, save_template
+from allhands.model.adapters import (
+    CONFIG_FILE,
+    adapter_config_text,
+    save_adapter_config,
+    save_template,
+)
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import SavedReport, Warned
 from allhands.runtime.faults import inject_fault
 
-# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
-# "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
+# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a
+# numbered file; "same" is "last" of a run that was resumed and has not changed: what is there stays
+# as it is.
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
 Save = Callable[[Any, SaveKind], None]
@@ -55,7 +63,11 @@ class CopyError(StorageError):
 def not_saved(failure: AllhandsError) -> str:
     """Return the warning of a checkpoint that could not be written, in a training that goes on."""
     adapter_alone = isinstance(failure, CopyError)
-    what = "the checkpoint is there, but not its adapter" if adapter_alone else "no checkpoint was written"
+    what = (
+        "the checkpoint is there, but not its adapter"
+        if adapter_alone
+        else "no checkpoint was written"
+    )
     return f"{what} ({failure.where}: {failure.message}); training goes on"
 
 
@@ -69,11 +81,14 @@ class SavePlan:
         keep_every: also keep those of every so many iterations (batches).
         numbered: whether adapters are also written under their iteration's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
-        chat_template: content of the file beside it; ``None``: the model's own chat template is used.
-        constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
+        chat_template: content of the file beside it; ``None``: the model's own chat template is
+            used.
+        constants: what every checkpoint of the run says; called in the writing thread, because
+            hashes take long.
         model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
-        room: makes way for the run's files; called before something is written, until it has once succeeded.
+        room: makes way for the run's files; called before something is written, until it has once
+            succeeded.
     """
 
     directory: Path
@@ -115,8 +130,8 @@ class Saver:
 
     Args:
         plan: what goes where.
-        hold: keeps the arrays as they are while training goes on; called again in the writing thread, what it gives are
-            those to write, by file.
+        hold: keeps the arrays as they are while training goes on; called again in the writing
+            thread, what it gives are those to write, by file.
         describe: the state of the run as JSON values.
         parts: of other arrays, which ranks have divided among them: then all ranks save together.
         waits: whether training goes on only when all is written, see :class:`Held`.
@@ -144,7 +159,8 @@ class Saver:
     def save(self, state: Progress, kind: SaveKind) -> None:
         """Begin to write what the run is now.
 
-        What an earlier step left to write is waited for: two versions of all weights are enough in memory.
+        What an earlier step left to write is waited for: two versions of all weights are enough in
+        memory.
         """
         begun, plan = time.perf_counter(), self._plan
         wait([future for step, future in self._pending if step < state.step])
@@ -209,7 +225,11 @@ class Saver:
             there = self._there(request) if request.kind == "same" else frozenset[Path]()
             if there == self._wanted(request):
                 return None
-            return self._write_best(request) if request.kind == "best" else self._write_last(request, there)
+            return (
+                self._write_best(request)
+                if request.kind == "best"
+                else self._write_last(request, there)
+            )
         except OSError as error:
             raise storage_error_of(error, self._plan.directory) from error
 
@@ -220,7 +240,11 @@ class Saver:
             StorageError: a rank's could not be had.
         """
         common = request.tensors().get(WEIGHTS_FILE, [])
-        if request.delivery is None or self._parts is None or not self._parts.ownership.divides_weights:
+        if (
+            request.delivery is None
+            or self._parts is None
+            or not self._parts.ownership.divides_weights
+        ):
             return [common]
         return [list(common), *request.delivery.weights(self._plan.busy)]
 
@@ -231,7 +255,9 @@ class Saver:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
 
     def _wanted(self, request: _Request) -> frozenset[Path]:
-        """The files that there should be after a save of the last weights: the checkpoint, and those beside it."""
+        """The files that there should be after a save of the last weights: the checkpoint, and
+        those beside it.
+        """
         plan = self._plan
         checkpoint = [checkpoint_path(plan.directory, request.step)] if plan.keep_last else []
         numbered = [self._numbered(request)] if plan.numbered else []
@@ -253,7 +279,11 @@ class Saver:
             try:
                 if path.is_dir():
                     return open_checkpoint(path).files[WEIGHTS_FILE].sha256 == weights
-                return path.exists() if path.name in (CONFIG_FILE, TEMPLATE_FILE) else sum_of(path) == weights
+                return (
+                    path.exists()
+                    if path.name in (CONFIG_FILE, TEMPLATE_FILE)
+                    else sum_of(path) == weights
+                )
             except (CheckpointError, KeyError):  # it is missing, damaged, or something else
                 return False
 
@@ -280,7 +310,8 @@ class Saver:
             except (StorageError, OSError) as error:
                 failure = error
             finally:
-                # Also where it could not be written: what need not be kept may be what fills the disk.
+                # Also where it could not be written: what need not be kept may be what fills the
+                # disk.
                 self._prune(request, written)
             if failure is not None:
                 raise self._without_checkpoint(request, there, failure) from failure
@@ -290,14 +321,22 @@ class Saver:
         except (AllhandsError, OSError) as error:
             if written is None and target not in there:
                 raise
-            told = error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
+            told = (
+                error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
+            )
             raise CopyError(told.message, where=told.where, hint=told.hint) from error
 
     def _without_checkpoint(
         self, request: _Request, there: frozenset[Path], error: StorageError | OSError
     ) -> StorageError:
-        """The error, which says whether the weights could be written: they take a part of a checkpoint's room."""
-        told = error if isinstance(error, StorageError) else storage_error_of(error, self._plan.directory)
+        """The error, which says whether the weights could be written: they take a part of a
+        checkpoint's room.
+        """
+        told = (
+            error
+            if isinstance(error, StorageError)
+            else storage_error_of(error, self._plan.directory)
+        )
         try:
             path = self._write_copies(request, there | {self._numbered(request)})
         except (AllhandsError, OSError):
@@ -306,7 +345,9 @@ class Saver:
         return StorageError(told.message, where=told.where, hint=hint)
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
-        """The weights under their iteration's number and, unless they are suspect, as the adapter to use."""
+        """The weights under their iteration's number and, unless they are suspect, as the adapter
+        to use.
+        """
         plan, weights = self._plan, self._all_weights(request)
         numbered = self._numbered(request)
         if request.kind == "suspect" or (plan.numbered and numbered not in there):
@@ -320,7 +361,8 @@ class Saver:
             return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
         if not there >= {adapter, config}:
-            # The configuration is written with the weights, not before: until then what is there may be another run's.
+            # The configuration is written with the weights, not before: until then what is there
+            # may be another run's.
             save_adapter_config(plan.adapter_config, plan.directory)
             save_template(plan.chat_template, plan.directory)
             write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
@@ -362,7 +404,8 @@ def saving(
     *,
     keeps: bool,
 ) -> Generator[tuple[Save, Saved]]:
-    """Functions that begin to save on this rank, and tell of it; entered, and saving, on all ranks together.
+    """Functions that begin to save on this rank, and tell of it; entered, and saving, on all ranks
+    together.
 
     Args:
         keeps: whether this rank keeps files; others write what only they hold, if there is such.
@@ -371,7 +414,9 @@ def saving(
 
     def hold() -> _Tensors:
         groups = held.groups()
-        return snapshot(groups if parts is None else parts.ownership.common(groups), held.spare_bytes())
+        return snapshot(
+            groups if parts is None else parts.ownership.common(groups), held.spare_bytes()
+        )
 
     def offer(state: Progress, kind: SaveKind) -> None:
         target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)

@@ -1,4 +1,6 @@
-"""The settings that a resumed run must have in common with the one it goes on from, and those that it may change."""
+"""The settings that a resumed run must have in common with the one it goes on from, and those that
+it may change.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,29 @@ _SHAPE = frozenset({*NUMBERS, "shape", "dtype", "router_aux_loss"})
 # How the training goes on from here: may be changed, and the change is told.
 TOLD: frozenset[str] = frozenset(
     {
-        *("iters", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "weight_decay_on"),
-        *("max_grad_norm", "compress", "sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
+        *(
+            "iters",
+            "epochs",
+            "learning_rate",
+            "lr_schedule",
+            "warmup_steps",
+            "weight_decay",
+            "weight_decay_on",
+        ),
+        *(
+            "max_grad_norm",
+            "compress",
+            "sync_every",
+            "outer_lr",
+            "outer_momentum",
+            "sync_fragments",
+            "sync_delay",
+        ),
         *("val_batches", "early_stopping_patience", "early_stopping_min_delta", "non_finite"),
     }
 )
-# How and where it is computed, reported and kept: changes no number but by rounding. Model and data are compared by
-# their content instead of by their names.
+# How and where it is computed, reported and kept: changes no number but by rounding. Model and data
+# are compared by their content instead of by their names.
 FREE: frozenset[str] = frozenset(TrainConfig.model_fields) - FIXED - TOLD
 
 _FLOATING = "the learning rate follows it over the whole run, so the rest of it is another curve"
@@ -69,11 +87,15 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     stretched = before["iters"] != now["iters"] or before["epochs"] != now["epochs"]
     by_name = config.lr_schedule is not None and config.lr_schedule.name in ("linear", "cosine")
     if stretched and by_name:
-        notes.append(f"the {now['lr_schedule']['name']} schedule runs over the new length: {_FLOATING}")
+        notes.append(
+            f"the {now['lr_schedule']['name']} schedule runs over the new length: {_FLOATING}"
+        )
     return notes
 
 
-def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_fixed(
+    checkpoint: Checkpoint, config: TrainConfig, before: dict[str, Any], now: dict[str, Any]
+) -> None:
     fresh = pretraining(config) is not None
     was, this = (_with_shape(before), _with_shape(now)) if fresh else (before, now)
     differing = [key for key in sorted(FIXED | _SHAPE if fresh else FIXED) if was[key] != this[key]]
@@ -102,7 +124,8 @@ def _as_it_was(key: str, value: Any) -> str:
 
 
 def _with_shape(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with all numbers of the shape: one that is given as it is by default is no change.
+    """The settings with all numbers of the shape: one that is given as it is by default is no
+    change.
 
     The vocabulary is left out: it may be the tokenizer's, and is compared as part of the model.
     """
@@ -183,7 +206,9 @@ def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[
 
 
 def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
-    """All settings that the checkpoint was made with; those that it does not know had their defaults."""
+    """All settings that the checkpoint was made with; those that it does not know had their
+    defaults.
+    """
     saved = checkpoint.state.get("config")
     if not isinstance(saved, dict):
         raise CheckpointError(

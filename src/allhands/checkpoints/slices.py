@@ -34,12 +34,14 @@ class StoredNumbers:
 
     def __init__(self, stored: StoredArray, files: Mapping[str, MappedFile]) -> None:
         self.shape, self.dtype, self.size = stored.shape, stored.dtype, stored.size
-        self._slices = [(each.region, each.key, files[each.file]) for each in stored.slices if each.region.size]
+        self._slices = [
+            (each.region, each.key, files[each.file]) for each in stored.slices if each.region.size
+        ]
         self._word = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")
 
     def words(self, region: Region | None = None) -> Words:
-        """Return the numbers of ``region`` (default: all) in its shape, as integers; no more than the array is in
-        memory.
+        """Return the numbers of ``region`` (default: all) in its shape, as integers; no more than
+        the array is in memory.
 
         Raises:
             CheckpointError: a file has not what the manifest says.
@@ -55,7 +57,8 @@ class StoredNumbers:
         elif isinstance(wanted, Box) and all(isinstance(each, Box) for each, _, _ in self._slices):
             self._fill(result, wanted)
         else:
-            # Ranges of boxes, or boxes of ranges: both are simple in the whole array, and in nothing smaller.
+            # Ranges of boxes, or boxes of ranges: both are simple in the whole array, and in
+            # nothing smaller.
             del result
             whole = np.empty(self.shape, dtype=self._word)
             for each, key, file in self._slices:
@@ -105,7 +108,10 @@ def _shared(one: Region, other: Region) -> Region | None:
         return Flat(start, stop) if start < stop else None
     assert isinstance(other, Box)
     starts = tuple(map(max, one.start, other.start)) if one.start else ()
-    stops = [min(a + n, b + m) for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)]
+    stops = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
+    ]
     shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return Box(starts, shape) if all(n > 0 for n in shape) else None
 
@@ -130,10 +136,16 @@ class MappedFile:
         """Return a view of a tensor."""
         try:
             start, stop = self._entries[key]["data_offsets"]
-            numbers = np.frombuffer(self._map, np.uint8, stop - start, self._begin + start) if stop > start else None
+            numbers = (
+                np.frombuffer(self._map, np.uint8, stop - start, self._begin + start)
+                if stop > start
+                else None
+            )
             return np.empty(shape, word) if numbers is None else numbers.view(word).reshape(shape)
         except (KeyError, TypeError, ValueError):
-            raise damaged(self._path, f"it has no {key} of the shape that the manifest says") from None
+            raise damaged(
+                self._path, f"it has no {key} of the shape that the manifest says"
+            ) from None
 
     def release(self) -> None:
         """Let go of the pages that were read; the views stay as they are."""

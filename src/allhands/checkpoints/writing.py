@@ -39,7 +39,9 @@ _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """The part of another writer in the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
+    """The part of another writer in the directory of a :class:`CheckpointDraft`, for its own slices
+    of arrays.
+    """
 
     files: dict[str, StoredFile]
     arrays: Sequence[StoredArray]
@@ -47,7 +49,9 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """A checkpoint in the making: a directory beside ``target`` that others may put files into, too."""
+    """A checkpoint in the making: a directory beside ``target`` that others may put files into,
+    too.
+    """
 
     target: Path
     directory: Path
@@ -69,8 +73,13 @@ class CheckpointDraft:
         """
         contents = _contents(state, tensors, texts or {})
         _refuse_others(self.target, contents)
-        arrays = [_whole_or_part(file, tensor) for file, listed in tensors.items() for tensor in listed]
-        files = {name: write_file(self.directory / name, pieces, progress) for name, pieces in contents.items()}
+        arrays = [
+            _whole_or_part(file, tensor) for file, listed in tensors.items() for tensor in listed
+        ]
+        files = {
+            name: write_file(self.directory / name, pieces, progress)
+            for name, pieces in contents.items()
+        }
         for part in parts():
             files |= part.files
             arrays += part.arrays
@@ -81,7 +90,12 @@ class CheckpointDraft:
         # A person's own loop, which has no iterations, counts by steps alone.
         given = known.get("iteration")
         iteration: int = given if type(given) is int else step
-        body: dict[str, Any] = {"format": FORMAT, "step": step, "iteration": iteration, "run_id": run_id}
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "step": step,
+            "iteration": iteration,
+            "run_id": run_id,
+        }
         body["time"] = round(time.time(), 3)
         described = {
             "files": {name: vars(file) for name, file in files.items()},
@@ -95,10 +109,12 @@ class CheckpointDraft:
 
 @contextmanager
 def drafting(target: Path) -> Generator[CheckpointDraft]:
-    """A checkpoint in the making, gone at the end unless it was published. What killed writers left is removed.
+    """A checkpoint in the making, gone at the end unless it was published. What killed writers left
+    is removed.
 
     Raises:
-        StorageError: it cannot be written. What stood at ``target`` is untouched and nothing else is left.
+        StorageError: it cannot be written. What stood at ``target`` is untouched and nothing else
+            is left.
     """
     try:
         if not target.parent.exists():
@@ -124,21 +140,23 @@ def write_checkpoint(
     texts: Mapping[str, str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
-    """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read it.
+    """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read
+    it.
 
     Killed at any instant, it leaves the old one or the new one, whole.
 
     Args:
         target: its directory, in a directory that no other process writes checkpoints into.
         step: optimizer updates made.
-        state: JSON values; NaN and infinity are none. ``iteration``, where it has that, is in the manifest, too.
+        state: JSON values; NaN and infinity are none. ``iteration``, where it has that, is in the
+            manifest, too.
         tensors: arrays by file name; they are called after the file and their own names.
         texts: contents of further files by name.
         progress: called as the writing gets on, after each few megabytes.
 
     Raises:
-        StorageError: it cannot be written, or ``target`` holds what is not a checkpoint's. What stood there is
-            untouched and nothing else is left.
+        StorageError: it cannot be written, or ``target`` holds what is not a checkpoint's. What
+            stood there is untouched and nothing else is left.
         ValueError: the arguments describe no checkpoint.
         TypeError: ``state`` holds what JSON does not have.
     """
@@ -153,7 +171,8 @@ def _whole_or_part(file: str, tensor: Tensor) -> StoredArray:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed writers and removals left beside checkpoints, and put back what an exchange had moved.
+    """Remove what killed writers and removals left beside checkpoints, and put back what an
+    exchange had moved.
 
     Raises:
         OSError: the directory cannot be read.
@@ -168,13 +187,18 @@ def sweep(directory: Path) -> None:
 
 
 def others_in(directory: Path, files: Collection[str]) -> list[str]:
-    """Names in a checkpoint's directory that are not its own; hidden files of the system do not count.
+    """Names in a checkpoint's directory that are not its own; hidden files of the system do not
+    count.
 
     Raises:
         OSError: the directory cannot be read.
     """
     names = [path.name for path in entries(directory)]
-    return [name for name in names if name not in files and name != MANIFEST and not name.startswith(".")]
+    return [
+        name
+        for name in names
+        if name not in files and name != MANIFEST and not name.startswith(".")
+    ]
 
 
 def _contents(
@@ -182,10 +206,14 @@ def _contents(
 ) -> dict[str, _Pieces]:
     """The bytes of each file by its name."""
     names = [*tensors, *texts, STATE]
-    wrong = [name for name in names if not is_plain(name) or name == MANIFEST or names.count(name) > 1]
+    wrong = [
+        name for name in names if not is_plain(name) or name == MANIFEST or names.count(name) > 1
+    ]
     if wrong:
         raise ValueError(f"{wrong[0]!r} cannot be a file of a checkpoint, or not twice")
-    contents: dict[str, _Pieces] = {name: safetensors_pieces(arrays) for name, arrays in tensors.items()}
+    contents: dict[str, _Pieces] = {
+        name: safetensors_pieces(arrays) for name, arrays in tensors.items()
+    }
     contents |= {name: [text.encode()] for name, text in texts.items()}
     return contents | {STATE: [dumped(state)]}
 

@@ -27,7 +27,11 @@ def ranks_asked(asked: Generate | Chat | Compare) -> dict[str, Any] | None:
         return {**ranks, "strategy": asked.strategy.value}
     for name in ranks:
         flag = f"--{name.replace('_', '-')}"
-        raise ConfigError("it has no effect without --strategy pipeline", where=flag, hint="add it, or leave it out")
+        raise ConfigError(
+            "it has no effect without --strategy pipeline",
+            where=flag,
+            hint="add it, or leave it out",
+        )
     return None
 
 

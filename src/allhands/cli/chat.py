@@ -41,7 +41,9 @@ def chat(asked: Chat) -> None:
         from allhands.infer.generate import Sampling
 
         how = Sampling(asked.temp, asked.top_p, asked.seed)
-        talks = Conversation(loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt)
+        talks = Conversation(
+            loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt
+        )
         if answering is None:
             _talk(talks)
         else:

@@ -51,37 +51,52 @@ def check(asked: DataCheck) -> None:
     data = {} if asked.data is None else {"data": asked.data}
     config = build_config({**data, **asked.flags}, asked.flags.get("config"))
     sample = ShownSample(asked.show, asked.row or ())
-    if run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json) and asked.strict:
+    if (
+        run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json)
+        and asked.strict
+    ):
         raise typer.Exit(DataError.exit_code)
 
 
 def _chosen_splits(name: str | None) -> tuple[str, ...]:
     if name is not None and name not in SPLITS:
-        raise ConfigError(f"{name!r} is not a split", where="--split", hint=f"write {', '.join(SPLITS)}")
+        raise ConfigError(
+            f"{name!r} is not a split", where="--split", hint=f"write {', '.join(SPLITS)}"
+        )
     return SPLITS if name is None else (name,)
 
 
-def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *, as_json: bool = False) -> bool:
-    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined.
+def run_check(
+    config: TrainConfig, names: Sequence[str], sample: ShownSample, *, as_json: bool = False
+) -> bool:
+    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the
+    run is ruined.
 
     Raises:
         DataError: the data are missing, or the one split that is asked for.
-        typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
+        typer.Exit: with that error's code, after all is printed: lines were asked for, and no
+            example was shown.
     """
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
-    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
+    loaded = load_tokenizer(
+        config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config)
+    )
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
     with counting(100) as count:
         reports, found = look(
-            splits, examiner, report=lambda split, done: count(done, f"{split}: {counted(done, 'row')}")
+            splits,
+            examiner,
+            report=lambda split, done: count(done, f"{split}: {counted(done, 'row')}"),
         )
     found += [DataFinding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
     found += [DataFinding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer, reports)
-    found += size_findings(config, {report.name: report for report in reports}, positions_in(loaded.path))
+    found += size_findings(
+        config, {report.name: report for report in reports}, positions_in(loaded.path)
+    )
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     found += _missing(names[0], set(sample.lines) - {record.line for record, _ in shown})
     order = list(_SEVERITIES)
@@ -119,31 +134,43 @@ def _options(config: TrainConfig, model: Path) -> CheckOptions:
 def _trains_embedding(config: TrainConfig) -> bool:
     if config.fine_tune_type == "full":
         return config.num_layers in (None, -1)
-    # By their names in mlx_lm's models: model.embed_tokens, transformer.wte, model.tok_embeddings and so on.
-    return any(re.search(r"(embed|wte|embedding)[^.]*$", key) for key in config.lora_parameters.keys or ())
+    # By their names in mlx_lm's models: model.embed_tokens, transformer.wte, model.tok_embeddings
+    # and so on.
+    return any(
+        re.search(r"(embed|wte|embedding)[^.]*$", key) for key in config.lora_parameters.keys or ()
+    )
 
 
 def vocabulary_of(model: Path) -> int | None:
-    """Rows of the embedding of the model in this directory; None if its config does not say, or it is a tokenizer."""
+    """Rows of the embedding of the model in this directory; None if its config does not say, or it
+    is a tokenizer.
+    """
     file = model / "config.json"
     values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for place in (values, values.get("text_config")):
-        if isinstance(place, dict) and isinstance(size := cast("dict[str, Any]", place).get("vocab_size"), int):
+        if isinstance(place, dict) and isinstance(
+            size := cast("dict[str, Any]", place).get("vocab_size"), int
+        ):
             return size
     return None
 
 
-# --- what is read ------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 def _sources(
     config: TrainConfig, names: Sequence[str]
 ) -> tuple[dict[str, Iterator[Example | DataError]], list[tuple[str, str]]]:
-    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop.
+    """The rows of the splits ``names`` as training would read them, and the errors at which it
+    would stop.
 
     And what is to be known of how they are read, each with its split.
     """
-    wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
+    wanted: dict[str, Any] = {
+        "train": names != ("test",),
+        "test": "test" in names,
+        "early_stopping_patience": None,
+    }
     chosen = config.model_copy(update={**wanted, "val_batches": -1})
     try:
         found = find_splits(chosen)
@@ -158,10 +185,14 @@ def _sources(
     return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
 
 
-def _items(config: TrainConfig, name: str, split: RecordSource | None) -> Iterator[Example | DataError]:
+def _items(
+    config: TrainConfig, name: str, split: RecordSource | None
+) -> Iterator[Example | DataError]:
     if split is None:
         return iter(())
-    files = [file for end in ("jsonl", "json") if (file := Path(config.data) / f"{name}.{end}").is_file()]
+    files = [
+        file for end in ("jsonl", "json") if (file := Path(config.data) / f"{name}.{end}").is_file()
+    ]
     if files and config.hf_dataset is None and config.data != "demo":
         return _of_file(files[0], ColumnNames.from_options(config.model_dump()))
     return _of_records(split.records())
@@ -181,7 +212,9 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
             yield row.error()
             continue
         try:
-            example = parse_example(row.value, columns, source=row.source, line=row.line, empty_texts=True)
+            example = parse_example(
+                row.value, columns, source=row.source, line=row.line, empty_texts=True
+            )
             if example.record is None:
                 # It says why training refuses preference data.
                 parse_record(row.value, columns, source=row.source, line=row.line)
@@ -192,7 +225,9 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
 
 
 class ShownSample:
-    """Records spread evenly over a stream of unknown length, and those of chosen lines; few are kept."""
+    """Records spread evenly over a stream of unknown length, and those of chosen lines; few are
+    kept.
+    """
 
     def __init__(self, number: int, lines: Sequence[int]) -> None:
         self._number, self.lines = number, lines
@@ -220,26 +255,34 @@ class ShownSample:
         """Return the asked ones, then the spread ones, in order."""
         last = len(self._spread) - 1
         steps = max(1, self._number - 1)
-        places = sorted({round(i * last / steps) for i in range(self._number)}) if self._spread else []
+        places = (
+            sorted({round(i * last / steps) for i in range(self._number)}) if self._spread else []
+        )
         return self._asked + [self._spread[i] for i in places]
 
 
 def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
     limit = None if config.packing else config.max_seq_length
-    renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
+    renderer = Renderer(
+        tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on
+    )
     try:
         return renderer.explain(record)
     except AllhandsError as error:
         return error
 
 
-# --- the screen --------------------------------------------------------------------------------------
+# --- the screen -----------------------------------------------------------------------------------
 
 ShownRecord = tuple["Record", "Explained | AllhandsError"]
 Kind = Literal["trained", "masked", "cut"]
 STYLES: dict[Kind, str] = {"trained": "bold green", "masked": "", "cut": "dim strike"}
 # Without colours: the signs of wdiff.
-SIGNS: dict[Kind, tuple[str, str]] = {"trained": ("{+", "+}"), "masked": ("", ""), "cut": ("[-", "-]")}
+SIGNS: dict[Kind, tuple[str, str]] = {
+    "trained": ("{+", "+}"),
+    "masked": ("", ""),
+    "cut": ("[-", "-]"),
+}
 
 
 def to_json(
@@ -247,13 +290,20 @@ def to_json(
 ) -> dict[str, Any]:
     """Everything as plain JSON values."""
     return {
-        "splits": {report.name: asdict(report) | {"trained_share": report.trained_share} for report in reports},
+        "splits": {
+            report.name: asdict(report) | {"trained_share": report.trained_share}
+            for report in reports
+        },
         "findings": [
-            asdict(finding) | {"message": message_of(finding), "remedy": remedy_of(finding)} for finding in findings
+            asdict(finding) | {"message": message_of(finding), "remedy": remedy_of(finding)}
+            for finding in findings
         ],
         "ruined": any(finding.severity == "ruins" for finding in findings),
         "shown": [
-            {"where": record.where, "runs": [{"kind": kind, "text": text} for kind, text in runs_of(explained)]}
+            {
+                "where": record.where,
+                "runs": [{"kind": kind, "text": text} for kind, text in runs_of(explained)],
+            }
             for record, explained in shown
             if not isinstance(explained, AllhandsError)
         ],
@@ -262,7 +312,9 @@ def to_json(
 
 def runs_of(explained: Explained) -> list[tuple[Kind, str]]:
     """Return the rendered example in stretches that are trained, masked or cut off, in order."""
-    runs: list[tuple[Kind, str]] = [("trained" if trained else "masked", text) for text, trained in explained.runs()]
+    runs: list[tuple[Kind, str]] = [
+        ("trained" if trained else "masked", text) for text, trained in explained.runs()
+    ]
     runs.append(("cut", explained.cut))
     return [run for run in runs if run[1]]
 
@@ -285,7 +337,9 @@ def _print_all(
 
 def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> None:
     shapes = ", ".join(f"{shape} {number:,}" for shape, number in report.shapes.items())
-    title = f"{report.name}: {counted(report.examples, 'example')}" + (f" ({shapes})" if shapes else "")
+    title = f"{report.name}: {counted(report.examples, 'example')}" + (
+        f" ({shapes})" if shapes else ""
+    )
     console.print(title, style="bold")
     if report.lengths.count:
         console.print(spread_table({"tokens": report.lengths, "trained tokens": report.trained}))
@@ -297,7 +351,14 @@ def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> 
 def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
     """Return a table with a line for each of ``spreads``."""
     rows = [
-        (f"  {name:15}", f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}")
+        (
+            f"  {name:15}",
+            f"{s.min:,}",
+            f"{s.median:,.1f}",
+            f"{s.mean:,.1f}",
+            f"{s.max:,}",
+            f"{s.total:,}",
+        )
         for name, s in spreads.items()
     ]
     return table_of(("", "min", "median", "mean", "max", "total"), rows)
@@ -317,7 +378,10 @@ def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
     elif report.examples and not config.packing:
         yield "cut off", f"nothing, at {counted(config.max_seq_length, 'token')}"
     if report.left_out:
-        yield "left out", f"{report.left_out:,} of {counted(report.lengths.count, 'example')}, without a trained token"
+        yield (
+            "left out",
+            f"{report.left_out:,} of {counted(report.lengths.count, 'example')}, without a trained token",
+        )
     if report.bad_rows:
         yield "bad rows", f"{report.bad_rows:,}; training stops at the first"
     if report.name == "train" and report.examples:
@@ -328,19 +392,35 @@ def _trained(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, st
     left = " that are left" if report.tokens != report.lengths.total else ""
     whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
     masked = f"{report.tokens - report.trained.total:,} {whole}"
-    yield "trained", f"{report.trained.total:,} {whole} ({percent(report.trained.total, report.tokens)})"
-    yield "masked", masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)")
+    yield (
+        "trained",
+        f"{report.trained.total:,} {whole} ({percent(report.trained.total, report.tokens)})",
+    )
+    yield (
+        "masked",
+        masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)"),
+    )
 
 
 def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     padding = report.padding
     if padding.rows is None:
-        yield "padding", f"{padding.share:.0%} of what is computed (in random batches: {padding.random_share:.0%})"
+        yield (
+            "padding",
+            f"{padding.share:.0%} of what is computed (in random batches: {padding.random_share:.0%})",
+        )
     else:
-        yield "padding", f"none: {counted(padding.rows, 'row')} of {counted(config.max_seq_length, 'token')}"
+        yield (
+            "padding",
+            f"none: {counted(padding.rows, 'row')} of {counted(config.max_seq_length, 'token')}",
+        )
     batches = padding.batches_per_epoch
     iters = None if config.iters is None and config.epochs else config.batches(batches)
-    passes = f"; {counted(iters, 'iteration')} (--iters): {counted(iters / batches, 'epoch')}" if iters else ""
+    passes = (
+        f"; {counted(iters, 'iteration')} (--iters): {counted(iters / batches, 'epoch')}"
+        if iters
+        else ""
+    )
     yield "an epoch", f"{counted(batches, 'batch', 'batches')} of {config.batch_size}{passes}"
 
 
@@ -371,7 +451,9 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
     coloured = console.color_system is not None and not console.no_color
     legend = Text("legend: ")
     for kind in STYLES:
-        legend.append_text(run_text(kind, {"cut": "cut off"}.get(kind, kind), special, coloured=coloured)).append("  ")
+        legend.append_text(
+            run_text(kind, {"cut": "cut off"}.get(kind, kind), special, coloured=coloured)
+        ).append("  ")
     console.print(legend)
     for record, explained in shown:
         console.print()
@@ -380,7 +462,9 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
             continue
         total = len(explained.tokens) + explained.truncated
         trained = int(explained.mask.sum())
-        console.print(f"--- {record.where}: {counted(total, 'token')}, {trained:,} trained", style="dim")
+        console.print(
+            f"--- {record.where}: {counted(total, 'token')}, {trained:,} trained", style="dim"
+        )
         text = Text()
         for kind, words in runs_of(explained):
             text.append_text(run_text(kind, words, special, coloured=coloured))
@@ -389,7 +473,9 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
-    """Return a stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
+    """Return a stretch of an example for the screen; special tokens stand out, the middle of a long
+    one is left out.
+    """
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "
         words = words[:_SHOWN_CHARACTERS] + left_out + words[-_SHOWN_CHARACTERS:]
@@ -398,5 +484,7 @@ def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) 
         return Text(f"{opening}{words}{closing}")
     text = Text(words, style=STYLES[kind])
     if special:
-        text.highlight_regex("|".join(map(re.escape, special)), "underline" if kind == "trained" else "magenta")
+        text.highlight_regex(
+            "|".join(map(re.escape, special)), "underline" if kind == "trained" else "magenta"
+        )
     return text

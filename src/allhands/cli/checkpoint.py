@@ -15,7 +15,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from allhands.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_path, damage, find, is_checkpoint, look_at
+from allhands.checkpoints import (
+    Checkpoint,
+    FoundCheckpoint,
+    checkpoint_path,
+    damage,
+    find,
+    is_checkpoint,
+    look_at,
+)
 from allhands.checkpoints.format import StoredArray
 from allhands.checkpoints.reading import OtherFormatError
 from allhands.cli.verbs_runs import CheckpointInspect, CheckpointList, CheckpointVerify
@@ -38,7 +46,11 @@ def list_checkpoints(asked: CheckpointList) -> None:
     found = _survey(place, verify=not asked.quick)
     console = _console()
     _print_path(console, place)
-    console.print(_table(found, "sizes are right" if asked.quick else "whole", of_run=not _is_one(found, place)))
+    console.print(
+        _table(
+            found, "sizes are right" if asked.quick else "whole", of_run=not _is_one(found, place)
+        )
+    )
     if _first_whole(found) is None:
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -53,7 +65,11 @@ def verify_checkpoints(asked: CheckpointVerify) -> None:
     damaged = [look for look in found if look.error is not None]
     if not one:
         first = _first_whole(found)
-        taken = f"step {first.checkpoint.step}:" if first is not None and first.checkpoint is not None else "nothing"
+        taken = (
+            f"step {first.checkpoint.step}:"
+            if first is not None and first.checkpoint is not None
+            else "nothing"
+        )
         console.print(f"\n{len(damaged)} of {len(found)} damaged; --resume would take {taken}")
         if first is not None:
             _print_path(console, first.path)
@@ -70,7 +86,10 @@ def inspect_checkpoint(asked: CheckpointInspect) -> None:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
     if asked.as_json:
-        facts = {"path": str(checkpoint.path), "arrays": [array.to_json() for array in checkpoint.arrays]}
+        facts = {
+            "path": str(checkpoint.path),
+            "arrays": [array.to_json() for array in checkpoint.arrays],
+        }
         typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
         return
     _show(checkpoint)
@@ -86,7 +105,11 @@ def _place(path: Path) -> Path:
         return path
     if path.exists() and is_checkpoint(path.parent):
         return path.parent
-    what = "this file does not belong to a checkpoint" if path.exists() else "there is no such file or directory"
+    what = (
+        "this file does not belong to a checkpoint"
+        if path.exists()
+        else "there is no such file or directory"
+    )
     raise CheckpointError(what, where=str(path), hint=meant(path, _WHAT_TO_GIVE))
 
 
@@ -118,7 +141,7 @@ def _printable(text: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
-# --- list and verify ---------------------------------------------------------------------------------
+# --- list and verify ------------------------------------------------------------------------------
 
 
 def _first_whole(found: Iterable[FoundCheckpoint]) -> FoundCheckpoint | None:
@@ -135,7 +158,12 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
         words += _named(look)
         row = ["?"] * 4
         if (it := look.checkpoint) is not None:
-            row = [str(it.step), _when(it.time), format_size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
+            row = [
+                str(it.step),
+                _when(it.time),
+                format_size(it.num_bytes),
+                _printable(it.run_id)[:_ID_DIGITS],
+            ]
         rows.append((*row, ", ".join(words)))
     return table_of(("step", "when", "size", "run", "state"), rows, left=(1, 3, 4))
 
@@ -155,7 +183,7 @@ def _when(seconds: float) -> str:
         return "?"
 
 
-# --- inspect -----------------------------------------------------------------------------------------
+# --- inspect --------------------------------------------------------------------------------------
 
 
 def _show(checkpoint: Checkpoint) -> None:
@@ -165,11 +193,14 @@ def _show(checkpoint: Checkpoint) -> None:
     changed = _changed_settings(checkpoint.state.get("config"))
     if changed:
         console.print("\nsettings that differ from the defaults")
-        console.print(_listed((f"  {_printable(name)}", json.dumps(value)) for name, value in changed.items()))
+        console.print(
+            _listed((f"  {_printable(name)}", json.dumps(value)) for name, value in changed.items())
+        )
     console.print("\nfiles")
     for name, file in checkpoint.files.items():
         console.print(
-            f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True
+            f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}",
+            soft_wrap=True,
         )
     groups: dict[str, list[StoredArray]] = {}
     for array in checkpoint.arrays:
@@ -205,10 +236,18 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
         "trained for": told("elapsed_s", format_duration),
         "ranks": told("world_size", "{:.0f}".format),
         given: model.get("path"),
-        "its fingerprint": str(model["fingerprint"])[:_ID_DIGITS] if "fingerprint" in model else None,
-        "data": ", ".join(f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in content.items() if sha) or None,
+        "its fingerprint": str(model["fingerprint"])[:_ID_DIGITS]
+        if "fingerprint" in model
+        else None,
+        "data": ", ".join(
+            f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in content.items() if sha
+        )
+        or None,
         "date in its chats": str(date)[:10] if date else None,
-        "versions": ", ".join(f"{name} {version}" for name, version in _mapping(state.get("versions")).items()) or None,
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in _mapping(state.get("versions")).items()
+        )
+        or None,
     }
     return [(name, value) for name, value in facts.items() if value is not None]
 
@@ -230,17 +269,26 @@ def _changed_settings(config: Any) -> dict[str, Any]:
     settings = _mapping(config)
     kind = PretrainConfig if _is_of_pretraining(settings) else TrainConfig
     defaults = kind.model_construct().model_dump(mode="json")
-    return {name: value for name, value in sorted(settings.items()) if name not in defaults or value != defaults[name]}
+    return {
+        name: value
+        for name, value in sorted(settings.items())
+        if name not in defaults or value != defaults[name]
+    }
 
 
 def _array_table(arrays: Iterable[StoredArray]) -> Table:
     """Arrays of the same kind in different layers on one line."""
     kinds = Counter(
-        (re.sub(r"\d+", "*", it.name.partition(".")[2]), it.dtype, "x".join(map(str, it.shape)) or "one number")
+        (
+            re.sub(r"\d+", "*", it.name.partition(".")[2]),
+            it.dtype,
+            "x".join(map(str, it.shape)) or "one number",
+        )
         for it in arrays
     )
     return _listed(
-        (f"  {_printable(name)}", f"{count} of {dtype}", shape) for (name, dtype, shape), count in sorted(kinds.items())
+        (f"  {_printable(name)}", f"{count} of {dtype}", shape)
+        for (name, dtype, shape), count in sorted(kinds.items())
     )
 
 

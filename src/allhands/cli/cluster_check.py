@@ -1,4 +1,6 @@
-"""``allhands cluster check``: what would keep a set of computers from training together, and what to do about it."""
+"""``allhands cluster check``: what would keep a set of computers from training together, and what
+to do about it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def cluster_check(asked: ClusterCheck) -> None:
 
 
 def _option(hostfile: Path | None, names: str | None) -> str:
-    return f"--hostfile {shlex.quote(str(hostfile))}" if hostfile else f"--hosts {shlex.quote(names or '')}"
+    return (
+        f"--hostfile {shlex.quote(str(hostfile))}"
+        if hostfile
+        else f"--hosts {shlex.quote(names or '')}"
+    )
 
 
 def _backend(asked: str, hostfile: Path | None) -> str:
@@ -65,7 +71,9 @@ def _backend(asked: str, hostfile: Path | None) -> str:
         ConfigError: there is none of that name.
     """
     if asked not in BACKENDS:
-        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}"
+        )
     if asked == "auto" and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
         return own if own in BACKENDS else "auto"
@@ -89,10 +97,12 @@ def _console() -> Console:
     return found
 
 
-# --- for people ---------------------------------------------------------------------------------------
+# --- for people -----------------------------------------------------------------------------------
 
 
-def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]) -> None:
+def show(
+    console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
+) -> None:
     """Everything on one screen: the computers, what is wrong, what to do, what is well."""
     for host in cluster.hosts:
         console.print(_plain(host_line(host)), soft_wrap=True)
@@ -122,8 +132,18 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
     for number, finding in enumerate(findings, 1):
         style = _STYLES[finding.severity]
-        words = (f"{number:2d} {finding.severity}", finding.check, ", ".join(finding.hosts), finding.message)
-        table.add_row(*(Text(_plain(word), style=style if place < 1 else "") for place, word in enumerate(words)))
+        words = (
+            f"{number:2d} {finding.severity}",
+            finding.check,
+            ", ".join(finding.hosts),
+            finding.message,
+        )
+        table.add_row(
+            *(
+                Text(_plain(word), style=style if place < 1 else "")
+                for place, word in enumerate(words)
+            )
+        )
     return table
 
 
@@ -152,13 +172,17 @@ def network_lines(network: Network) -> list[str]:
             lines.append(f"  {' - '.join(link.hosts)}: {_speed(link)}{slowest}")
     if network.seconds:
         words = {"LoRA": "LoRA (rank 8, last 16 layers)", "full": "all weights"}
-        parts = [f"{words.get(what, what)} {_seconds(taken)}" for what, taken in network.seconds.items()]
+        parts = [
+            f"{words.get(what, what)} {_seconds(taken)}" for what, taken in network.seconds.items()
+        ]
         lines.append(f"communication a step, at 4 bytes a parameter: {', '.join(parts)}")
     if len(network.speeds) > 1:
         whole = sum(network.speeds.values())
         each = [f"{name} {speed / 1e9:,.0f} GFLOP/s" for name, speed in network.speeds.items()]
         shares = " : ".join(f"{100 * speed / whole:.0f}" for speed in network.speeds.values())
-        lines.append(f"products of matrices, all at once: {', '.join(each)}: by that, shares of a batch of {shares} %")
+        lines.append(
+            f"products of matrices, all at once: {', '.join(each)}: by that, shares of a batch of {shares} %"
+        )
     return lines
 
 
@@ -175,13 +199,19 @@ def _seconds(taken: float) -> str:
 def _with_detail(check: Check, cluster: Cluster) -> str:
     """Return the title of a passed check, with the figure that people look for."""
     if check.name == "versions":
-        versions = next((facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {})
-        words = [f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions]
+        versions = next(
+            (facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {}
+        )
+        words = [
+            f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions
+        ]
         return f"versions ({', '.join(words)})" if words else "versions"
     if check.name == "ports":
         return f"ports ({counted(len(cluster.reached), 'way')})"
     if check.name in ("model", "data"):
-        tree = next((tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None)
+        tree = next(
+            (tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None
+        )
         how = "read and compared" if cluster.hashed and len(cluster.hosts) > 1 else "sizes compared"
         return f"{check.title} ({counted(len(tree.files) if tree else 0, 'file')}, {how})"
     return check.title
@@ -204,7 +234,11 @@ def verdict(findings: Sequence[Finding]) -> str:
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
     more = f", {counted(warnings, 'warning')}" if warnings else ""
-    return f"{counted(stops, 'thing')} would stop training{more}" if stops else f"nothing stops training{more}"
+    return (
+        f"{counted(stops, 'thing')} would stop training{more}"
+        if stops
+        else f"nothing stops training{more}"
+    )
 
 
 def _plain(text: str) -> str:
@@ -212,10 +246,12 @@ def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-# --- for machines -------------------------------------------------------------------------------------
+# --- for machines ---------------------------------------------------------------------------------
 
 
-def as_content(cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]) -> dict[str, Any]:
+def as_content(
+    cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
+) -> dict[str, Any]:
     """Findings first, then the names of the checks that found nothing, then every fact."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),

@@ -26,7 +26,15 @@ _END = "END_OF_HOSTFILE"
 
 def cluster_init(asked: ClusterInit) -> None:
     """Run the verb."""
-    mode: Mode = "dry-run" if asked.dry_run else "yes" if asked.yes else "ask" if sys.stdin.isatty() else "refuse"
+    mode: Mode = (
+        "dry-run"
+        if asked.dry_run
+        else "yes"
+        if asked.yes
+        else "ask"
+        if sys.stdin.isatty()
+        else "refuse"
+    )
     raise typer.Exit(
         run_init(
             _wishes(
@@ -52,24 +60,41 @@ def run_init(wishes: Wishes) -> int:
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
         _print_script(report, wishes.output)
-    if wishes.mode == "refuse" and (report.shown or (report.text and not report.written and not report.up_to_date)):
+    if wishes.mode == "refuse" and (
+        report.shown or (report.text and not report.written and not report.up_to_date)
+    ):
         _print_outcomes(report)
         _refuse(report, wishes.output)
     _print_outcomes(report)
     if wishes.mode != "dry-run":
         _print_end(report, wishes.output)
-    return DistributedError.exit_code if any(o.trouble and not o.pending for o in report.outcomes) else 0
+    return (
+        DistributedError.exit_code
+        if any(o.trouble and not o.pending for o in report.outcomes)
+        else 0
+    )
 
 
 def _wishes(
-    hosts: str, output: Path, python: str | None, env_dir: str, origin: str | None, mode: Mode, *, install_key: bool
+    hosts: str,
+    output: Path,
+    python: str | None,
+    env_dir: str,
+    origin: str | None,
+    mode: Mode,
+    *,
+    install_key: bool,
 ) -> Wishes:
     names = [name for name, _ in hosts_of(hosts)]
     output = output.absolute()
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
         hint = f"give an absolute path, or one below ~/ such as {PLACE}"
-        raise ConfigError(f"{env_dir!r} would be a different place on every computer", where="--env-dir", hint=hint)
+        raise ConfigError(
+            f"{env_dir!r} would be a different place on every computer",
+            where="--env-dir",
+            hint=hint,
+        )
     old = hostfile.read_old(output) or {"hosts": []}
     wanted = wanted_from(find_source(origin, wheel_store()), python)
     return Wishes(
@@ -145,7 +170,8 @@ def _refuse(report: SetupReport, output: Path) -> None:
     if report.text is not None and not report.up_to_date and output.exists():
         steps.append(f"  # bring {output} up to date")
     raise ConfigError(
-        "nothing has been changed, because there is no terminal to ask on. This would be done:\n" + "\n".join(steps),
+        "nothing has been changed, because there is no terminal to ask on. This would be done:\n"
+        + "\n".join(steps),
         where="cluster init",
         hint="add --yes to agree to all of it, or run it in a terminal",
     )
@@ -156,12 +182,19 @@ def _print_outcomes(report: SetupReport) -> None:
         if outcome.trouble is not None:
             if not outcome.pending:
                 typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
-                typer.echo(f"  what to do: {outcome.hint}" if outcome.hint else "", nl=bool(outcome.hint), err=True)
+                typer.echo(
+                    f"  what to do: {outcome.hint}" if outcome.hint else "",
+                    nl=bool(outcome.hint),
+                    err=True,
+                )
             continue
         typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
         if unused := " and ".join(outcome.unused):
             verb = "is" if len(outcome.unused) == 1 else "are"
-            typer.echo(f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used", err=True)
+            typer.echo(
+                f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used",
+                err=True,
+            )
     if report.why and len(report.outcomes) > 1:
         typer.echo(f"network: {report.why}", err=True)
     if report.warning:
@@ -194,8 +227,13 @@ def _print_end(report: SetupReport, output: Path) -> None:
     name = shlex.quote(name)
     if report.refused:
         names = ", ".join(report.refused)
-        typer.echo(f"{name} is not written, because you did not agree to the changes needed on {names}", err=True)
-        typer.echo(f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True)
+        typer.echo(
+            f"{name} is not written, because you did not agree to the changes needed on {names}",
+            err=True,
+        )
+        typer.echo(
+            f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True
+        )
     elif not (report.up_to_date or report.written):
         typer.echo(f"{name} is not written", err=True)
     else:
@@ -206,12 +244,18 @@ def _print_hostfile(report: SetupReport, name: str) -> None:
     """Print the members of the hostfile, the missing computers, and the next commands."""
     missing = f" without {', '.join(report.without)} (see above)" if report.without else ""
     kept = f"; the earlier one is {report.kept.name}" if report.kept else ""
-    typer.echo(f"{name} is up to date{missing}" if report.up_to_date else f"{name} written{missing}{kept}")
+    typer.echo(
+        f"{name} is up to date{missing}" if report.up_to_date else f"{name} written{missing}{kept}"
+    )
     if others := [name for name in report.also if name not in report.stays]:
         typer.echo(f"it also has {', '.join(others)}, as before")
     if report.stays:
-        typer.echo(f"{', '.join(report.stays)} stays in it, as before, and cannot be used now (see above)")
+        typer.echo(
+            f"{', '.join(report.stays)} stays in it, as before, and cannot be used now (see above)"
+        )
     if len(report.hosts) == 1 and report.without:
         typer.echo("it has only one computer: correct the faults of the others, and run this again")
         return
-    typer.echo(f"next:\n  allhands cluster check --hostfile {name}\n  allhands train --hostfile {name} ...")
+    typer.echo(
+        f"next:\n  allhands cluster check --hostfile {name}\n  allhands train --hostfile {name} ..."
+    )

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from allhands.cli.notices import say
 from allhands.cli.sync_stages import plan_stages, wanted_stages
@@ -49,9 +56,20 @@ def sync(asked: ClusterSync) -> None:
         hint = "files that exist only there are kept: remove them by hand"
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
-    options = _options([name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run)
-    wanted = WantedSync(asked.model, asked.data, asked.config, tuple(asked.paths or ()), asked.stages, asked.pp_split)
-    raise typer.Exit(run_sync(wanted, chosen_hosts(asked.hosts, asked.hostfile), options, as_json=asked.as_json))
+    options = _options(
+        [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
+    )
+    wanted = WantedSync(
+        asked.model,
+        asked.data,
+        asked.config,
+        tuple(asked.paths or ()),
+        asked.stages,
+        asked.pp_split,
+    )
+    raise typer.Exit(
+        run_sync(wanted, chosen_hosts(asked.hosts, asked.hostfile), options, as_json=asked.as_json)
+    )
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
@@ -62,12 +80,16 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
         hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
         raise ConfigError(f"there is no {transport} any more", where="--transport", hint=hint)
     if transport not in ("auto", "ssh"):
-        raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh")
+        raise ConfigError(
+            f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh"
+        )
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
 
 
-def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
+def run_sync(
+    wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool
+) -> int:
     """Copy what is wanted to these hosts and print the result; returns the exit code.
 
     Raises:
@@ -94,7 +116,8 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
 
 
 def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) -> list[str]:
-    """The paths of what is wanted; what the configuration names counts where no flag says something else.
+    """The paths of what is wanted; what the configuration names counts where no flag says something
+    else.
 
     Args:
         content: the configuration.
@@ -120,12 +143,16 @@ def _data_path(data: str) -> str:
         DataError: it is not, which is the same mistake as in training.
     """
     if not Path(os.path.expanduser(data)).exists():
-        raise DataError("the data folder does not exist", where=data, hint="check --data; nothing has been sent")
+        raise DataError(
+            "the data folder does not exist", where=data, hint="check --data; nothing has been sent"
+        )
     return data
 
 
 def _model_path(source: str) -> str:
-    """A directory as it is named; anything else as the place in the cache where it is found by its name."""
+    """A directory as it is named; anything else as the place in the cache where it is found by its
+    name.
+    """
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     leave_torch_out()
@@ -134,7 +161,7 @@ def _model_path(source: str) -> str:
     return str(resolve(source, report=say).absolute())
 
 
-# --- output -------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
@@ -145,7 +172,9 @@ def report_lines(state: SyncState, dry_run: bool) -> list[str]:
         lines.append(f"{host.name}: {_outcome(host, dry_run)}")
         if dry_run:
             more = len(host.paths) - _SHOWN_FILES
-            lines += [f"  {path}" for path in host.paths[:_SHOWN_FILES]] + [f"  and {more} more"] * (more > 0)
+            lines += [f"  {path}" for path in host.paths[:_SHOWN_FILES]] + [
+                f"  and {more} more"
+            ] * (more > 0)
     return lines
 
 
@@ -196,7 +225,9 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Generator[Show, None, None]:
-    """A bar for every host and one for all: what a host reads of its own files, then what it receives."""
+    """A bar for every host and one for all: what a host reads of its own files, then what it
+    receives.
+    """
     if not shown:
         yield lambda state: None
         return
@@ -221,7 +252,9 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
             if not state.sizes:
                 put("", "reading here", state.hashed, None)
             else:
-                known = [host for host in state.hosts if host.state in ("waiting", "receiving", "done")]
+                known = [
+                    host for host in state.hosts if host.state in ("waiting", "receiving", "done")
+                ]
                 put("", "all", sum(map(_come, known)), sum(host.needed for host in known))
 
         yield show

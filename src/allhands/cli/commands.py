@@ -33,27 +33,69 @@ allhands pretrain --data data/stories --tokenizer tokenizer --shape llama-15m
 allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 """,
 }
-# Of each verb the class of its options in verbs_*.py, module and function of its work, which is imported when the verb
-# is called, and its line of the overview, for which nothing is imported.
+# Of each verb the class of its options in verbs_*.py, module and function of its work, which is
+# imported when the verb is called, and its line of the overview, for which nothing is imported.
 _VERBS = {
-    "plan": ("runs.Plan plan:plan", "Predict a training's time and memory, on one computer or more."),
-    "launch": ("training.Launch launch:launch", "Run your own program on every rank; restart it after faults."),
-    "generate": ("models.Generate generate:generate", "Ask a model, with or without a trained adapter."),
-    "compare": ("models.Compare compare:compare", "Answer held-out prompts before and after training."),
-    "plot": ("runs.Plot plot:plot", "Draw the loss curves of runs on one graph; print their times."),
-    "monitor": ("runs.Monitor monitor:monitor", "Show memory, load and phases of a run's processes, live."),
-    "demo": ("runs.Demo demo:demo", "Teach a small model to talk like a pirate, from start to end."),
+    "plan": (
+        "runs.Plan plan:plan",
+        "Predict a training's time and memory, on one computer or more.",
+    ),
+    "launch": (
+        "training.Launch launch:launch",
+        "Run your own program on every rank; restart it after faults.",
+    ),
+    "generate": (
+        "models.Generate generate:generate",
+        "Ask a model, with or without a trained adapter.",
+    ),
+    "compare": (
+        "models.Compare compare:compare",
+        "Answer held-out prompts before and after training.",
+    ),
+    "plot": (
+        "runs.Plot plot:plot",
+        "Draw the loss curves of runs on one graph; print their times.",
+    ),
+    "monitor": (
+        "runs.Monitor monitor:monitor",
+        "Show memory, load and phases of a run's processes, live.",
+    ),
+    "demo": (
+        "runs.Demo demo:demo",
+        "Teach a small model to talk like a pirate, from start to end.",
+    ),
     "report": ("runs.Report report:report", "Write a page about a run, or several compared."),
-    "dashboard": ("runs.Dashboard dashboard:dashboard", "Show runs in the browser while they go on."),
+    "dashboard": (
+        "runs.Dashboard dashboard:dashboard",
+        "Show runs in the browser while they go on.",
+    ),
     "chat": ("models.Chat chat:chat", "Talk with a model, with or without a trained adapter."),
-    "eval": ("training.Eval evaluate:evaluate", "Measure loss and perplexity of a model on a split of the data."),
+    "eval": (
+        "training.Eval evaluate:evaluate",
+        "Measure loss and perplexity of a model on a split of the data.",
+    ),
     "serve": ("models.Serve serve:serve", "Serve a model over HTTP with OpenAI's interface."),
     "fuse": ("models.Fuse fuse:fuse", "Merge a trained adapter into its model."),
-    "export": ("models.Export exchange:export_adapter", "Export an adapter or a model for other programs."),
-    "import": ("models.Import exchange:import_adapter", "Import an adapter that another program has trained."),
-    "upload": ("models.Upload upload:upload", "Upload a model or an adapter to the Hugging Face Hub."),
-    "container": ("runs.Container container:container", "Train in a container, on SageMaker, Vertex AI or Kubernetes."),
-    "env": ("runs.Env env:show_environment", "Show the launcher of this process, and its settings."),
+    "export": (
+        "models.Export exchange:export_adapter",
+        "Export an adapter or a model for other programs.",
+    ),
+    "import": (
+        "models.Import exchange:import_adapter",
+        "Import an adapter that another program has trained.",
+    ),
+    "upload": (
+        "models.Upload upload:upload",
+        "Upload a model or an adapter to the Hugging Face Hub.",
+    ),
+    "container": (
+        "runs.Container container:container",
+        "Train in a container, on SageMaker, Vertex AI or Kubernetes.",
+    ),
+    "env": (
+        "runs.Env env:show_environment",
+        "Show the launcher of this process, and its settings.",
+    ),
     "version": ("runs.Version env:version", "Show the versions of allhands and its packages."),
 }
 _GROUPS = {
@@ -71,7 +113,10 @@ _GROUPS = {
     ),
     "tokenizer": (
         "Train tokenizers, and show how they split texts.",
-        {"train": "data.TokenizerTrain tokenizer:train", "show": "data.TokenizerShow tokenizer:show"},
+        {
+            "train": "data.TokenizerTrain tokenizer:train",
+            "show": "data.TokenizerShow tokenizer:show",
+        },
     ),
     "checkpoint": (
         "List, inspect and verify the checkpoints of a run.",
@@ -104,8 +149,9 @@ def register(app: typer.Typer, called: Sequence[str] = ()) -> None:
     """Attach every verb to ``app``.
 
     Args:
-        called: the verb that is called, or what stands in its place; the others then get no more than their line of
-            the overview, and what they need is not imported. Empty: all of them in full.
+        called: the verb that is called, or what stands in its place; the others then get no more
+            than their line of the overview, and what they need is not imported. Empty: all of them
+            in full.
     """
     verb = called[0] if called else None
     for name, text in _TRAINING.items():
@@ -131,7 +177,8 @@ def _attach(app: typer.Typer, name: str, place: str) -> None:
 
 
 def function_of(place: str) -> Callable[..., None]:
-    """Return the function whose parameters are the fields of the options' class, for typer; it does the work with them.
+    """Return the function whose parameters are the fields of the options' class, for typer; it does
+    the work with them.
 
     A field that is annotated with several options is the dictionary of those that were given.
     """
@@ -148,7 +195,9 @@ def function_of(place: str) -> Callable[..., None]:
             parameters += options
         else:
             default = kind._field_defaults.get(name, Parameter.empty)
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            )
 
     def command(**given: Any) -> None:
         for name, options in several.items():
@@ -167,10 +216,14 @@ def _not_called() -> None:
 
 
 def _training(verb: str) -> Callable[..., None]:
-    """The function of ``train`` or ``pretrain``, with an option for each field of its configuration."""
+    """The function of ``train`` or ``pretrain``, with an option for each field of its
+    configuration.
+    """
     from allhands.cli.options import option_function
 
-    schema = import_module("allhands.config.schema" if verb == "train" else "allhands.config.pretrain_schema")
+    schema = import_module(
+        "allhands.config.schema" if verb == "train" else "allhands.config.pretrain_schema"
+    )
     kind = schema.TrainConfig if verb == "train" else schema.PretrainConfig
 
     def run(flags: dict[str, Any]) -> None:

@@ -39,7 +39,11 @@ def compare(asked: Compare) -> None:
     ranks = ranks_asked(asked)
     adapter = asked.adapter_path
     if adapter is None:
-        raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
+        raise ConfigError(
+            "there is nothing to compare with",
+            where="--adapter-path",
+            hint="give a trained adapter",
+        )
 
     def work(load: Load | None, speaks: bool) -> None:
         # The place of the answers is found before anything that takes long.
@@ -57,27 +61,36 @@ def compare(asked: Compare) -> None:
             return
         show_speed(console, "after", speed_after)
         comparison = compared(prompts, before, after)
-        show_comparison(console, comparison, asked.show, asked.max_tokens, scored=asked.data == "demo")
+        show_comparison(
+            console, comparison, asked.show, asked.max_tokens, scored=asked.data == "demo"
+        )
         if target is not None:
             save_comparison(comparison, target)
             console.print(f"answers: {target}", soft_wrap=True)
 
     if ranks is not None:
         raise typer.Exit(
-            run_divided(asked.model, adapter, ranks, lambda answering, speaks: work(answering.load, speaks))
+            run_divided(
+                asked.model, adapter, ranks, lambda answering, speaks: work(answering.load, speaks)
+            )
         )
     check_adapter(adapter)
     work(None, True)
 
 
 def _place_of_answers(adapter_path: Path, out: Path | None, *, force: bool) -> Path | None:
-    """Return where the answers are written: ``out``, or in the directory of a run; ``None``: nowhere.
+    """Return where the answers are written: ``out``, or in the directory of a run; ``None``:
+    nowhere.
 
     Raises:
         ConfigError: the file holds no such answers, and is not to be replaced by ``force``.
         StorageError: it cannot be written.
     """
-    path = adapter_path / ANSWERS_FILE if out is None and (adapter_path / METRICS_FILE).exists() else out
+    path = (
+        adapter_path / ANSWERS_FILE
+        if out is None and (adapter_path / METRICS_FILE).exists()
+        else out
+    )
     if path is not None:
         require_ours(path, [SCORED], "comparison of answers", force=force)
         make_directory(path.parent)
@@ -90,7 +103,8 @@ class AnswersCompared:
     """Answers of one model to the same prompts, without and with an adapter.
 
     Attributes:
-        before_share: share of the words of ``before`` that are pirate speech; ``after_share`` likewise.
+        before_share: share of the words of ``before`` that are pirate speech; ``after_share``
+            likewise.
     """
 
     prompts: tuple[str, ...]
@@ -110,7 +124,9 @@ def held_out_prompts(data: str, count: int) -> list[str]:
     prompts = [text for record in records if (text := _question(record))]
     if not prompts:
         raise DataError(
-            "no example of test.jsonl has a question", where=data, hint="give chat or prompt/completion data"
+            "no example of test.jsonl has a question",
+            where=data,
+            hint="give chat or prompt/completion data",
         )
     # Spread over the file, because neighbours are often about the same thing.
     stride = max(1, len(prompts) // count)
@@ -159,7 +175,9 @@ def show_speed(console: Console, label: str, speed: Any) -> None:
     )
 
 
-def show_comparison(console: Console, comparison: AnswersCompared, show: int, max_tokens: int, *, scored: bool) -> None:
+def show_comparison(
+    console: Console, comparison: AnswersCompared, show: int, max_tokens: int, *, scored: bool
+) -> None:
     """Print the first ``show`` answers side by side, and the score.
 
     Args:
@@ -201,9 +219,13 @@ def _with_one(answers: Sequence[str]) -> str:
     return f"{sum(pirate_share([answer]) > 0 for answer in answers)} of {len(answers)}"
 
 
-def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> AnswersCompared:
+def compared(
+    prompts: Sequence[str], before: Sequence[str], after: Sequence[str]
+) -> AnswersCompared:
     """Score two sets of answers to the same prompts."""
-    return AnswersCompared(tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after))
+    return AnswersCompared(
+        tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after)
+    )
 
 
 def save_comparison(comparison: AnswersCompared, path: Path) -> None:

@@ -1,7 +1,9 @@
-"""``allhands container``: the program of the image under SageMaker, Vertex AI, Kubernetes or a person's hand.
+"""``allhands container``: the program of the image under SageMaker, Vertex AI, Kubernetes or a
+person's hand.
 
-The platform's inputs become options of ``allhands train``; the training runs with a rank a GPU on this computer, or as
-this computer's share of several; its results go where the platform collects them.
+The platform's inputs become options of ``allhands train``; the training runs with a rank a GPU on
+this computer, or as this computer's share of several; its results go where the platform collects
+them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,21 @@ from typing import Any, NoReturn
 
 import typer
 
-from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
-from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
+from allhands.cli.container_inputs import (
+    as_flags,
+    data_of,
+    hyperparameters,
+    merged,
+    model_of,
+    parse_arguments,
+)
+from allhands.cli.container_results import (
+    Mirror,
+    publish_model,
+    publish_records,
+    reason_of,
+    tell_failure,
+)
 from allhands.cli.notices import say
 from allhands.cli.train import job_of, supervise_training, work
 from allhands.cli.verbs_runs import Container
@@ -65,9 +80,15 @@ class Machine:
     cuda: bool = False
 
     def launch(self) -> Launch:
-        """Return the launch that the variables and files describe, with a rank a GPU unless they say another number."""
+        """Return the launch that the variables and files describe, with a rank a GPU unless they
+        say another number.
+        """
         env = dict(self.environ)
-        given = "ALLHANDS_RANKS_PER_NODE" in env or "SM_NUM_GPUS" in env or env.get("PET_NPROC_PER_NODE", "").isdigit()
+        given = (
+            "ALLHANDS_RANKS_PER_NODE" in env
+            or "SM_NUM_GPUS" in env
+            or env.get("PET_NPROC_PER_NODE", "").isdigit()
+        )
         if self.gpus > 1 and not given:
             env["ALLHANDS_RANKS_PER_NODE"] = str(self.gpus)
         return recognise(env, has_cuda=self.cuda, root=self.root)
@@ -136,7 +157,9 @@ def _become(words: Sequence[str]) -> NoReturn:
     """
     if shutil.which(words[0]) is None:
         hint = "give options of allhands train (they begin with --), or a program: allhands env"
-        raise ConfigError(f"{words[0]!r} is not a program of this image", where="arguments", hint=hint)
+        raise ConfigError(
+            f"{words[0]!r} is not a program of this image", where="arguments", hint=hint
+        )
     os.execvp(words[0], list(words))
 
 
@@ -153,9 +176,15 @@ class ContainerRun:
         self.platform = launch.platform.name
         self.is_cloud = self.platform in _CLOUDS
         # This process stands for one computer of several, and its ranks are still to be started.
-        self.is_share = launch.size > 1 and launch.node == launch.rank and launch.num_nodes == launch.size
-        self.bucket: Path | None = None  # the checkpoints' directory where directories cannot be renamed
-        if launch.paths.checkpoints and launch.paths.checkpoints.is_relative_to(below(self.machine.root, "/gcs")):
+        self.is_share = (
+            launch.size > 1 and launch.node == launch.rank and launch.num_nodes == launch.size
+        )
+        self.bucket: Path | None = (
+            None  # the checkpoints' directory where directories cannot be renamed
+        )
+        if launch.paths.checkpoints and launch.paths.checkpoints.is_relative_to(
+            below(self.machine.root, "/gcs")
+        ):
             self.bucket = launch.paths.checkpoints
         self.place = _NAMES.get(self.platform, "container")
         if self.is_share:
@@ -193,14 +222,19 @@ class ContainerRun:
     # --- options ----------------------------------------------------------------------------------
 
     def configure(self, words: Sequence[str]) -> TrainConfig:
-        """Return the options of the training: a person's own, and for the rest those that the platform's inputs mean.
+        """Return the options of the training: a person's own, and for the rest those that the
+        platform's inputs mean.
 
         Raises:
             AllhandsError: an option or an input cannot be used.
         """
         given = self._unbucketed(parse_arguments(words))
         directory = self.launch.paths.config
-        hyper = hyperparameters(self.machine.environ, directory / "hyperparameters.json") if directory else {}
+        hyper = (
+            hyperparameters(self.machine.environ, directory / "hyperparameters.json")
+            if directory
+            else {}
+        )
         asked = merged(given, self._unbucketed(hyper))
         for note in asked.notes:
             say(f"note: {note}")
@@ -215,13 +249,23 @@ class ContainerRun:
             ConfigError: an option would have no effect.
         """
         total, backend = self.launch.size * self.launch.ranks_per_node, self.launch.backend
-        ranks = f"{self.place} has its {total} ranks already", "leave it out; ALLHANDS_RANKS_PER_NODE sets their number"
+        ranks = (
+            f"{self.place} has its {total} ranks already",
+            "leave it out; ALLHANDS_RANKS_PER_NODE sets their number",
+        )
         restart = "with several computers the platform restarts the job"
-        again = restart, "leave it out; a job that is started again goes on from its last checkpoint"
+        again = (
+            restart,
+            "leave it out; a job that is started again goes on from its last checkpoint",
+        )
         for where, refused, (text, hint) in (
             ("--hostfile", asked.hostfile, ranks),
             ("-n", asked.num_ranks not in (1, total), ranks),
-            ("--backend", asked.backend not in ("auto", backend), (f"the back-end is {backend} here", "leave it out")),
+            (
+                "--backend",
+                asked.backend not in ("auto", backend),
+                (f"the back-end is {backend} here", "leave it out"),
+            ),
             ("--max-restarts", asked.max_restarts, again),
             ("--min-ranks", asked.min_ranks, again),
         ):
@@ -239,7 +283,9 @@ class ContainerRun:
             if isinstance(value, str) and value.startswith("gs://"):
                 if self.platform != "vertex":
                     hint = "buckets are mounted on Vertex AI only: give a path, or mount the bucket"
-                    raise ConfigError(f"{value} is not a path", where=f"--{name.replace('_', '-')}", hint=hint)
+                    raise ConfigError(
+                        f"{value} is not a path", where=f"--{name.replace('_', '-')}", hint=hint
+                    )
                 values[name] = str(from_bucket(value, self.machine.root))
         return values
 
@@ -249,12 +295,17 @@ class ContainerRun:
         values: dict[str, Any] = {"train": True, "resume": "auto"}
         if "data" not in given and (data := self._data()) is not None:
             values["data"] = str(data)
-        if "model" not in given and (model := model_of(launch.paths.data, self.scratch)) is not None:
+        if (
+            "model" not in given
+            and (model := model_of(launch.paths.data, self.scratch)) is not None
+        ):
             values["model"] = str(model)
         if self.is_cloud:
             values["adapter_path"] = str(self._run_dir())
         if launch.grace_s is not None:
-            values["stop_grace_s"] = max(_LEAST_STOP_S, launch.grace_s - min(_COPYING_S, launch.grace_s / 3))
+            values["stop_grace_s"] = max(
+                _LEAST_STOP_S, launch.grace_s - min(_COPYING_S, launch.grace_s / 3)
+            )
         if launch.size == 1:
             ranks = max(launch.ranks_per_node, self.machine.gpus)
             values |= {"max_restarts": RESTARTS} if asked.keep_last > 0 else {}
@@ -263,7 +314,8 @@ class ContainerRun:
 
     def _run_dir(self) -> Path:
         launch = self.launch
-        # Checkpoint directories of several computers are copied to one place: only the first one may use it.
+        # Checkpoint directories of several computers are copied to one place: only the first one
+        # may use it.
         keeps = launch.rank == 0 and not self.bucket and launch.paths.checkpoints
         return keeps or self.scratch / "run"
 
@@ -282,7 +334,9 @@ class ContainerRun:
         """Train with this computer's ranks of a job over several."""
         launch, count, job = self.launch, self.launch.ranks_per_node, job_of(config)
         if launch.meeting is None:
-            raise DistributedError("the address at which the computers meet is not known", hint="see allhands env")
+            raise DistributedError(
+                "the address at which the computers meet is not known", hint="see allhands env"
+            )
         spec = LaunchSpec(
             command,
             launch.size * count,
@@ -310,5 +364,11 @@ class ContainerRun:
         if paths.output is not None:
             publish_records(run_dir, paths.output)
         wanted = code == 0 or (code in _STOPPED and self.platform == "sagemaker")
-        if paths.model is not None and config.train and wanted and publish_model(run_dir, paths.model) and code == 0:
+        if (
+            paths.model is not None
+            and config.train
+            and wanted
+            and publish_model(run_dir, paths.model)
+            and code == 0
+        ):
             say(f"the adapter is in {paths.model}")

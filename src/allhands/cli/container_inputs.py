@@ -1,4 +1,6 @@
-"""Platform inputs as options of ``allhands train``: hyperparameters, arguments, data and model channels."""
+"""Platform inputs as options of ``allhands train``: hyperparameters, arguments, data and model
+channels.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,23 @@ SPLITS = {
 _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 
 
-# --- hyperparameters and arguments ---------------------------------------------------------------------
+# --- hyperparameters and arguments ----------------------------------------------------------------
 
 
 def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return the options in SageMaker's hyperparameters, by the configuration's names.
 
-    They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or ``SM_USER_ARGS``.
+    They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or
+    ``SM_USER_ARGS``.
 
     Raises:
         ConfigError: they cannot be read, or an option is given twice.
     """
     source = str(file) if file.is_file() else "SM_HPS" if environ.get("SM_HPS") else "SM_USER_ARGS"
     try:
-        text = file.read_text(encoding="utf-8") if source == str(file) else environ.get(source) or "[]"
+        text = (
+            file.read_text(encoding="utf-8") if source == str(file) else environ.get(source) or "[]"
+        )
         given: Any = json.loads(text, object_pairs_hook=without_repeats)
         if source == "SM_USER_ARGS":
             given = _pairs(given)
@@ -52,13 +57,17 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
             raise ValueError('no JSON object, such as {"iters": "100"}')
     except (OSError, ValueError) as error:
         hint = "write JSON in UTF-8, with each name once"
-        raise ConfigError(f"the hyperparameters cannot be read: {error}", where=source, hint=hint) from None
+        raise ConfigError(
+            f"the hyperparameters cannot be read: {error}", where=source, hint=hint
+        ) from None
     result: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], given).items():
         key = canonical_key(name.strip().lstrip("-"))
         if key in result:
             hint = "keep one of the names"
-            raise ConfigError(f"{key} is given twice, under two names", where=f"hyperparameter {name}", hint=hint)
+            raise ConfigError(
+                f"{key} is given twice, under two names", where=f"hyperparameter {name}", hint=hint
+            )
         if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
     return result
@@ -117,19 +126,26 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     app.command()(option_function(given.update, "Train."))
     command: Any = typer.main.get_command(app)
     try:
-        command.main(args=with_auto_resume(list(arguments)), prog_name="allhands train", standalone_mode=False)
+        command.main(
+            args=with_auto_resume(list(arguments)),
+            prog_name="allhands train",
+            standalone_mode=False,
+        )
     except AllhandsError:
         raise
     except Exception as error:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        raise ConfigError(str(message()), where="arguments", hint="see allhands train --help") from None
+        raise ConfigError(
+            str(message()), where="arguments", hint="see allhands train --help"
+        ) from None
     return given
 
 
 def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfig:
-    """Return the options that a person has given: arguments win over hyperparameters, both over their YAML file.
+    """Return the options that a person has given: arguments win over hyperparameters, both over
+    their YAML file.
 
     Raises:
         ConfigError: an option is unknown or out of bounds.
@@ -141,7 +157,9 @@ def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfi
     except ConfigError as error:
         name = (error.where or "").removeprefix("--").replace("-", "_")
         if name in hyper and name not in arguments:
-            raise ConfigError(error.message, where=f"hyperparameter {name}", hint=error.hint) from None
+            raise ConfigError(
+                error.message, where=f"hyperparameter {name}", hint=error.hint
+            ) from None
         raise
 
 
@@ -157,21 +175,24 @@ def as_flags(config: TrainConfig) -> list[str]:
     return flags
 
 
-# --- channels ------------------------------------------------------------------------------------------
+# --- channels -------------------------------------------------------------------------------------
 
 
 def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None, list[str]]:
-    """Return the data directory that the data channels make, ``None`` without one; and notes for a person.
+    """Return the data directory that the data channels make, ``None`` without one; and notes for a
+    person.
 
-    A single channel with ``train.jsonl`` is that directory. Otherwise each channel is the split that it is named for,
-    and its ``.jsonl`` files are joined in the order of their names.
+    A single channel with ``train.jsonl`` is that directory. Otherwise each channel is the split
+    that it is named for, and its ``.jsonl`` files are joined in the order of their names.
 
     Raises:
         DataError: a channel has no data to train on.
         StorageError: joined files cannot be written.
     """
     by_split, notes = dict[str, Path](), list[str]()
-    data = {name: path for name, path in sorted(channels.items()) if name.lower() not in MODEL_CHANNELS}
+    data = {
+        name: path for name, path in sorted(channels.items()) if name.lower() not in MODEL_CHANNELS
+    }
     for name, path in data.items():
         split = SPLITS.get(name.lower(), "train" if len(data) == 1 else "")
         if not split:
@@ -195,12 +216,16 @@ def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None,
 def _jsonl_files(path: Path, split: str) -> list[Path]:
     """The data files of a channel, which is a directory, a file, or a pattern such as ``train-*``."""
     if path.is_dir():
-        found = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+        found = sorted(
+            one for one in path.iterdir() if one.is_file() and not one.name.startswith(".")
+        )
         found = [one for one in found if one.name == f"{split}.jsonl"] or found
     else:
         found = sorted(path.parent.glob(path.name))
     if not found:
-        raise DataError(f"the {split} channel is empty", where=str(path), hint="put .jsonl files into it")
+        raise DataError(
+            f"the {split} channel is empty", where=str(path), hint="put .jsonl files into it"
+        )
     for one in found:
         if one.suffix != ".jsonl":
             hint = "bring it into shape first: allhands data prepare FILE --out DIR, and give that directory"
@@ -222,13 +247,15 @@ def _join(files: Sequence[Path], target: Path) -> None:
 
 
 def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
-    """Return the model directory in the model channel, also inside a ``.tar.gz`` or a directory; ``None``: no such
-    channel.
+    """Return the model directory in the model channel, also inside a ``.tar.gz`` or a directory;
+    ``None``: no such channel.
 
     Raises:
         ModelError: the channel has no model.
     """
-    channel = next((path for name, path in channels.items() if name.lower() in MODEL_CHANNELS), None)
+    channel = next(
+        (path for name, path in channels.items() if name.lower() in MODEL_CHANNELS), None
+    )
     if channel is None:
         return None
     place, archives = channel, [channel] if channel.is_file() else sorted(channel.glob("*.tar.gz"))
@@ -236,11 +263,19 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
         place = workspace / "model"
         try:
             with tarfile.open(archives[0]) as content:
-                content.extractall(place, filter="data")  # refuses paths and links that lead out of it
+                content.extractall(
+                    place, filter="data"
+                )  # refuses paths and links that lead out of it
         except (OSError, tarfile.TarError) as error:
             hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
-            raise ModelError(f"cannot be unpacked: {error}", where=str(archives[0]), hint=hint) from None
-    found = [one.parent for one in (place / "config.json", *sorted(place.glob("*/config.json"))) if one.is_file()]
+            raise ModelError(
+                f"cannot be unpacked: {error}", where=str(archives[0]), hint=hint
+            ) from None
+    found = [
+        one.parent
+        for one in (place / "config.json", *sorted(place.glob("*/config.json")))
+        if one.is_file()
+    ]
     if len(found) != 1:
         what = "no model (a directory with config.json)" if not found else "several models"
         hint = "give the channel one model directory, or its .tar.gz; an adapter alone is no model"

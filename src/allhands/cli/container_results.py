@@ -1,4 +1,6 @@
-"""Results that a container leaves for its platform: model, curves, logs, checkpoints, the reason of a failure."""
+"""Results that a container leaves for its platform: model, curves, logs, checkpoints, the reason of
+a failure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _MIRROR_LOGS_S = 60.0  # logs grow all the time, and are copied whole
 
 
 def tell_failure(file: Path | None, reason: str, warn: Callable[[str], None]) -> None:
-    """Write the reason of a failure to the platform's file, in place, because the file may be a mount of its own."""
+    """Write the reason of a failure to the platform's file, in place, because the file may be a
+    mount of its own.
+    """
     if file is None:
         return
     text = reason.strip().encode()[:_REASON_BYTES].decode(errors="ignore")
@@ -46,25 +50,30 @@ def reason_of(run_dir: Path, code: int) -> str:
         for event in reversed(events):
             if event.get("kind") in kinds:
                 with suppress(OSError, ValueError, KeyError, TypeError):
-                    error = json.loads((run_dir / _LOGS / f"error-rank-{event['rank']}.json").read_text("utf-8"))
+                    error = json.loads(
+                        (run_dir / _LOGS / f"error-rank-{event['rank']}.json").read_text("utf-8")
+                    )
                     if error["text"]:
                         return str(error["text"])
                 return str(event["message"])
     return f"the training ended with exit code {code}"
 
 
-# --- copies --------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def publish_model(run_dir: Path, target: Path) -> bool:
-    """Copy the trained adapter and the best one to ``target``, all files or none; false if there is no adapter.
+    """Copy the trained adapter and the best one to ``target``, all files or none; false if there is
+    no adapter.
 
     Raises:
         StorageError: a file cannot be copied.
     """
     if not all((run_dir / name).is_file() for name in _MODEL[1:]):
         return False
-    _copy_all(run_dir, target, (Path(directory, name) for directory in (BEST, "") for name in _MODEL))
+    _copy_all(
+        run_dir, target, (Path(directory, name) for directory in (BEST, "") for name in _MODEL)
+    )
     return True
 
 
@@ -78,7 +87,9 @@ def publish_records(run_dir: Path, target: Path) -> None:
 
 
 def _copy_all(source: Path, target: Path, names: Iterable[Path]) -> None:
-    """Copy those of the files that exist, in this order; after a failure ``target`` has none of them."""
+    """Copy those of the files that exist, in this order; after a failure ``target`` has none of
+    them.
+    """
     copied: list[Path] = []
     for name in names:
         if (source / name).is_file():
@@ -92,7 +103,8 @@ def _copy_all(source: Path, target: Path, names: Iterable[Path]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file beside its place and rename it, which buckets can do with files but not with directories.
+    """Copy a file beside its place and rename it, which buckets can do with files but not with
+    directories.
 
     Raises:
         FileNotFoundError: ``source`` is gone.
@@ -117,19 +129,23 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _logs_of(run_dir: Path) -> list[Path]:
-    return [path.relative_to(run_dir) for path in sorted((run_dir / _LOGS).rglob("*")) if path.is_file()]
+    return [
+        path.relative_to(run_dir) for path in sorted((run_dir / _LOGS).rglob("*")) if path.is_file()
+    ]
 
 
 def _checkpoints_of(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, the last step first, and the best one."""
-    return [path for path in (*checkpoints_in(run_dir), run_dir / BEST) if (path / MANIFEST).is_file()]
+    return [
+        path for path in (*checkpoints_in(run_dir), run_dir / BEST) if (path / MANIFEST).is_file()
+    ]
 
 
 class Mirror:
     """A copy of a run's checkpoints and logs in a bucket, where directories cannot be renamed.
 
-    A checkpoint's manifest is copied last, and training passes over checkpoints without one: a process that is killed
-    leaves the checkpoint before.
+    A checkpoint's manifest is copied last, and training passes over checkpoints without one: a
+    process that is killed leaves the checkpoint before.
 
     Args:
         local: the run directory.
@@ -138,7 +154,9 @@ class Mirror:
         logs_only: for a computer whose ranks do not write the run's checkpoints.
     """
 
-    def __init__(self, local: Path, remote: Path, warn: Callable[[str], None], *, logs_only: bool = False) -> None:
+    def __init__(
+        self, local: Path, remote: Path, warn: Callable[[str], None], *, logs_only: bool = False
+    ) -> None:
         self._local = local
         self._remote = remote
         self._warn = warn
@@ -163,8 +181,12 @@ class Mirror:
             except StorageError as error:
                 self._warn(f"the logs of an earlier start will be overwritten: {error.message}")
         if whole := _checkpoints_of(self._remote):
-            files = [path.relative_to(self._remote) for one in whole for path in sorted(one.iterdir())]
-            _copy_all(self._remote, self._local, (*files, *map(Path, (RUN_NAME, *_RECORDS, *_MODEL))))
+            files = [
+                path.relative_to(self._remote) for one in whole for path in sorted(one.iterdir())
+            ]
+            _copy_all(
+                self._remote, self._local, (*files, *map(Path, (RUN_NAME, *_RECORDS, *_MODEL)))
+            )
 
     def start(self) -> None:
         """Copy new files every few seconds until :meth:`finish`."""
@@ -198,7 +220,9 @@ class Mirror:
     def _copy_run(self) -> None:
         whole = _checkpoints_of(self._local)
         for path in sorted(whole):
-            with suppress(FileNotFoundError, CheckpointError):  # pruned meanwhile: the next round has the newer one
+            with suppress(
+                FileNotFoundError, CheckpointError
+            ):  # pruned meanwhile: the next round has the newer one
                 self._copy_checkpoint(path, self._remote / path.relative_to(self._local))
         self._copy_changed(map(Path, (RUN_NAME, *_RECORDS, *_MODEL)))
         kept = {path.name for path in whole} - {BEST}

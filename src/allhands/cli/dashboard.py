@@ -20,7 +20,11 @@ def dashboard(asked: Dashboard) -> None:
     token = asked.token
     if not asked.runs.is_dir():
         there = "this is a file" if asked.runs.exists() else "there is no such directory"
-        raise DataError(there, where=str(asked.runs), hint=meant(asked.runs, "give the directory in which runs are"))
+        raise DataError(
+            there,
+            where=str(asked.runs),
+            hint=meant(asked.runs, "give the directory in which runs are"),
+        )
 
     listening = listen(asked.host, asked.port, token=token, names=asked.name or ())
 

@@ -1,4 +1,6 @@
-"""``allhands demo``: from a model that talks like everybody to one that talks like a pirate, with the proof."""
+"""``allhands demo``: from a model that talks like everybody to one that talks like a pirate, with
+the proof.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,39 @@ def demo(asked: Demo) -> None:
     started = time.perf_counter()
     for name, mark in _WRITTEN.items():
         if (asked.out / name).exists() and mark not in (asked.out / name).read_bytes():
-            raise ConfigError(f"there is another {name}", where=f"--out {asked.out}", hint="choose another directory")
+            raise ConfigError(
+                f"there is another {name}",
+                where=f"--out {asked.out}",
+                hint="choose another directory",
+            )
     make_directory(asked.out)
 
-    _title(console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo")
+    _title(
+        console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo"
+    )
     model = str(_model(console, asked.out / "model"))
 
     _title(console, "2. Data: everyday questions, answered in pirate English", "allhands data demo")
     counts = write_demo_data(asked.out / "data")
-    console.print(f"{asked.out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+    console.print(
+        f"{asked.out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items())
+    )
 
-    _title(console, "3. Baseline: the model answers questions it will not be trained on", "allhands generate")
+    _title(
+        console,
+        "3. Baseline: the model answers questions it will not be trained on",
+        "allhands generate",
+    )
     prompts = held_out_prompts(str(asked.out / "data"), NUM_PROMPTS)
     before, speed = answers(model, None, prompts, MAX_TOKENS)
     show_speed(console, "baseline", speed)
     console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
     cores = cores_for_two()
-    histories = [_training(console, asked.out, model, ranks, cores, asked.iters, asked.seed) for ranks in (1, 2)]
+    histories = [
+        _training(console, asked.out, model, ranks, cores, asked.iters, asked.seed)
+        for ranks in (1, 2)
+    ]
 
     _title(console, "5. One computer against two", "allhands plot RUN RUN")
     _show_times(console, asked.out, histories, cores)
@@ -75,7 +92,10 @@ def demo(asked: Demo) -> None:
     comparison = compared(prompts, before, after)
     show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
     save_comparison(comparison, asked.out / ANSWERS_FILE)
-    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {asked.out}", soft_wrap=True)
+    console.print(
+        f"\nall of it took {time.perf_counter() - started:.0f} s and is in {asked.out}",
+        soft_wrap=True,
+    )
     console.print("ask it yourself:", soft_wrap=True)
     console.print(
         f'  allhands generate --model {model} --adapter-path {adapter} --prompt "How do I make tea?"',
@@ -97,11 +117,15 @@ def _model(console: Console, path: Path) -> Path:
 
 
 def cores_for_two() -> int:
-    """Cores of each "computer", in both runs: half of this machine's, so that two are twice the hardware."""
+    """Cores of each "computer", in both runs: half of this machine's, so that two are twice the
+    hardware.
+    """
     return max(1, allowed_cores() // 2)
 
 
-def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> TrainConfig:
+def demo_config(
+    out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
+) -> TrainConfig:
     """Return the training of the demo; the same for both runs but for the number of processes."""
     name = {1: "one-process", 2: "two-processes"}[ranks]
     return build_config(
@@ -130,14 +154,22 @@ def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed:
     )
 
 
-def _training(console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> RunHistory:
+def _training(
+    console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
+) -> RunHistory:
     config = demo_config(out, model, ranks, cores, iters, seed)
     words = "one process" if ranks == 1 else "two processes"
-    _title(console, f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each", command_line(config))
+    _title(
+        console,
+        f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each",
+        command_line(config),
+    )
     console.print(hardware_line(cores).replace(" had ", " has "), soft_wrap=True)
     code = supervise_training(config, [sys.executable, "-m", "allhands", *arguments(config)])
     if code:
-        error = AllhandsError(f"the training on {words} failed", where=config.adapter_path, hint="see its logs there")
+        error = AllhandsError(
+            f"the training on {words} failed", where=config.adapter_path, hint="see its logs there"
+        )
         error.exit_code = code  # type: ignore[misc]
         raise error
     return read_metrics(config.adapter_path)
@@ -145,7 +177,8 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
 
 def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
-    # Without the file it came from, which would be read again and undo a flag that had put a default back.
+    # Without the file it came from, which would be read again and undo a flag that had put a
+    # default back.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
     for name, value in given.items():
@@ -163,7 +196,9 @@ def command_line(config: TrainConfig) -> str:
 
 
 def _show_times(console: Console, out: Path, histories: list[RunHistory], cores: int) -> None:
-    graph = plot_losses(histories, out / "loss.png", title="A chat model learns to talk like a pirate")
+    graph = plot_losses(
+        histories, out / "loss.png", title="A chat model learns to talk like a pirate"
+    )
     table = out / "times.md"
     write_whole(table, lambda temporary: temporary.write_text(times_markdown(histories)))
     console.print(hardware_line(cores), soft_wrap=True)
@@ -174,7 +209,9 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 
 def hardware_line(cores: int) -> str:
-    """Return a line about the hardware of both runs, so that nobody takes the speed-up for something else."""
+    """Return a line about the hardware of both runs, so that nobody takes the speed-up for
+    something else.
+    """
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":
@@ -185,4 +222,6 @@ def hardware_line(cores: int) -> str:
 def largest_gap(histories: list[RunHistory]) -> float:
     """Largest difference between the runs' training losses at the same step."""
     losses = [{report.step: report.loss for report in history.train} for history in histories]
-    return max(abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys())
+    return max(
+        abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys()
+    )

@@ -126,7 +126,9 @@ def _end(wire: Wire | None, ranks: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -> Generator[None]:
-    """Raise :class:`RanksEnded` as soon as their supervisor ends, also out of a line that is being typed."""
+    """Raise :class:`RanksEnded` as soon as their supervisor ends, also out of a line that is being
+    typed.
+    """
 
     def ended(number: int, frame: object) -> None:
         # An answer's end is seen by who reads it.
@@ -142,7 +144,8 @@ def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -
 
 
 def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
-    """Refuse another launcher, which keeps the terminal, and ranks of which none is on this computer.
+    """Refuse another launcher, which keeps the terminal, and ranks of which none is on this
+    computer.
 
     Raises:
         ConfigError: nobody could talk with the ranks.

@@ -1,4 +1,6 @@
-"""``allhands env``: the launcher of this process, the settings that follow from it, and the source of each fact."""
+"""``allhands env``: the launcher of this process, the settings that follow from it, and the source
+of each fact.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,12 @@ def _device() -> dict[str, Any]:
         found = detect()
     except Exception as error:
         return {"error": f"MLX does not work here: {error}"}
-    return {"kind": found.kind, "name": found.name, "memory_bytes": found.memory_bytes, "cores": found.cores}
+    return {
+        "kind": found.kind,
+        "name": found.name,
+        "memory_bytes": found.memory_bytes,
+        "cores": found.cores,
+    }
 
 
 def _show(report: _Report) -> None:
@@ -117,14 +124,20 @@ def _headline(launch: Launch) -> str:
         return f"{launch.launcher}: one process for the {launch.ranks_per_node} ranks of {nodes}"
     if launch.size == 1:
         by = f"{launch.launcher}: " if launch.launcher != "single" else ""
-        on = f" on {launch.platform.name}" if launch.platform.name not in ("", launch.launcher) else ""
+        on = (
+            f" on {launch.platform.name}"
+            if launch.platform.name not in ("", launch.launcher)
+            else ""
+        )
         return f"{by}one process{on}"
     here = f", {launch.local_rank} of {launch.local_size} on this computer"
     return f"{launch.launcher}: rank {launch.rank} of {launch.size}{here}"
 
 
 def _used(launch: Launch) -> list[tuple[str, str]]:
-    rows = [("back-end", launch.backend if launch.size > 1 else "none: one process exchanges nothing")]
+    rows = [
+        ("back-end", launch.backend if launch.size > 1 else "none: one process exchanges nothing")
+    ]
     if launch.meeting is not None:
         ports = f"{launch.meeting.ports[0]} to {launch.meeting.ports[-1]}, the first that is free"
         rows.append(("meeting", f"of all ranks at {launch.meeting.host}, port {ports}"))
@@ -151,7 +164,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ignored(launch: Launch) -> list[str]:
-    """Variables of other launchers; a long one is not shown, and control characters would steer the terminal."""
+    """Variables of other launchers; a long one is not shown, and control characters would steer the
+    terminal.
+    """
     alone = launch.launcher == "single"
     why = "this variable alone does not make a rank" if alone else f"{launch.launcher} comes first"
     values = {name: os.environ.get(name, "") for name in launch.ignored}
@@ -162,12 +177,20 @@ def _ignored(launch: Launch) -> list[str]:
 
 
 def _here(report: _Report) -> list[tuple[str, str]]:
-    rows = [("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items()))]
+    rows = [
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    ]
     device = report.device
     if "error" in device:
         return [*rows, ("device", str(device["error"]))]
     memory = format_bytes(device["memory_bytes"])
-    return [*rows, ("device", f"{device['kind']} ({device['name']}), {memory}, {counted(device['cores'], 'core')}")]
+    return [
+        *rows,
+        (
+            "device",
+            f"{device['kind']} ({device['name']}), {memory}, {counted(device['cores'], 'core')}",
+        ),
+    ]
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:

@@ -1,4 +1,6 @@
-"""``allhands eval``: loss and perplexity of a split, on one process or on several, and public benchmarks."""
+"""``allhands eval``: loss and perplexity of a split, on one process or on several, and public
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def evaluate(asked: Eval) -> None:
         return
     for flag, value in (("--limit", asked.limit), ("--num-shots", asked.num_shots)):
         if value is not None:
-            raise ConfigError("it has no effect without --tasks", where=flag, hint="for less data give --test-batches")
+            raise ConfigError(
+                "it has no effect without --tasks",
+                where=flag,
+                hint="for less data give --test-batches",
+            )
     raise typer.Exit(_evaluate(asked.flags, asked.as_json))
 
 
@@ -76,7 +82,8 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
 
 
 def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> int:
-    """Start the processes, here or on several computers, and answer for them; their logs stay if they have failed.
+    """Start the processes, here or on several computers, and answer for them; their logs stay if
+    they have failed.
 
     ``env`` is for all of them.
     """
@@ -123,10 +130,16 @@ def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
         return  # other computers have files of their own
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
         found, hint = what_is(Path(config.adapter_path))
-        raise ModelError(f"there is no adapter (adapters.safetensors): {found}", where=config.adapter_path, hint=hint)
+        raise ModelError(
+            f"there is no adapter (adapters.safetensors): {found}",
+            where=config.adapter_path,
+            hint=hint,
+        )
 
 
-def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
+def _evaluate_as_rank(
+    config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool
+) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
@@ -134,23 +147,33 @@ def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext,
         from allhands.run.evaluating import run_evaluation
 
     console = progress_console(highlight=False) if launch.rank == 0 else None
-    surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)
+    surroundings = replace(
+        surroundings_of(worker, launch, config), console=console, cores_per_rank=cores
+    )
     found = run_evaluation(config, surroundings)
     if launch.rank == 0:
         for note in found.notes:
             tell(f"note: {note}")
-        print(_as_json(config, found) if as_json else "\n".join(_as_lines(config, found)), flush=True)
+        print(
+            _as_json(config, found) if as_json else "\n".join(_as_lines(config, found)), flush=True
+        )
 
 
 def _as_json(config: EvalConfig, found: Evaluation) -> str:
     values = asdict(found)
     del values["notes"]
-    named = {"model": config.model, "adapter_path": config.adapter_path or None, "data": config.data}
+    named = {
+        "model": config.model,
+        "adapter_path": config.adapter_path or None,
+        "data": config.data,
+    }
     return json.dumps({**named, "split": config.split, **values})
 
 
 def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
-    count = f"{counted(config.test_batches, 'batch', 'batches')} of {counted(config.batch_size, 'row')}"
+    count = (
+        f"{counted(config.test_batches, 'batch', 'batches')} of {counted(config.batch_size, 'row')}"
+    )
     if found.num_examples is not None:
         count = counted(found.num_examples, "example")
     about = f"{config.split} split of {config.data}: {count}, {counted(found.num_tokens, 'token')} counted"
@@ -166,17 +189,25 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
     for name in flags:
         if name not in known:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError("it has no effect with --tasks", where=flag, hint="leave one of the two out")
+            raise ConfigError(
+                "it has no effect with --tasks", where=flag, hint="leave one of the two out"
+            )
 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"
-        raise ConfigError("benchmarks need lm-evaluation-harness, which is not installed", where="--tasks", hint=hint)
+        raise ConfigError(
+            "benchmarks need lm-evaluation-harness, which is not installed",
+            where="--tasks",
+            hint=hint,
+        )
     preload_blas()
     from allhands.export.harness import Harness, run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise ConfigError("it names no task", where="--tasks", hint="give names, as in arc_easy,piqa")
+        raise ConfigError(
+            "it names no task", where="--tasks", hint="give names, as in arc_easy,piqa"
+        )
     adapter = flags.get("adapter_path")
     harness = Harness(
         flags.get("model", "demo"),

@@ -29,17 +29,31 @@ _OURS = ("adapters.safetensors", "adapter_config.json")
 
 def export_adapter(asked: Export) -> None:
     """Run the verb."""
-    for flag, value, only in (("--base", asked.base, Target.peft), ("--dtype", asked.dtype, Target.hf)):
+    for flag, value, only in (
+        ("--base", asked.base, Target.peft),
+        ("--dtype", asked.dtype, Target.hf),
+    ):
         if value is not None and asked.to is not only:
-            raise ConfigError(f"it has no effect with --to {asked.to.value}", where=flag, hint="leave it out")
+            raise ConfigError(
+                f"it has no effect with --to {asked.to.value}", where=flag, hint="leave it out"
+            )
 
     if asked.to is Target.peft:
         if asked.adapter_path is None:
-            raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
+            raise ConfigError(
+                "--to peft writes an adapter",
+                where="--adapter-path",
+                hint="say which: --adapter-path",
+            )
         check_adapter(asked.adapter_path)
         tell_harm(asked.adapter_path)
         _to_peft(
-            asked.adapter_path, asked.out, asked.model, asked.base, force=asked.force, trust=asked.trust_remote_code
+            asked.adapter_path,
+            asked.out,
+            asked.model,
+            asked.base,
+            force=asked.force,
+            trust=asked.trust_remote_code,
         )
         return
     if asked.adapter_path is None and asked.model is None:
@@ -48,12 +62,16 @@ def export_adapter(asked: Export) -> None:
     tell_harm(asked.adapter_path, asked.model)  # before it may be refused for what the training did
     export_model(
         asked.to.value,
-        FuseOptions(asked.model, asked.adapter_path, True, asked.dtype, asked.force, asked.trust_remote_code),
+        FuseOptions(
+            asked.model, asked.adapter_path, True, asked.dtype, asked.force, asked.trust_remote_code
+        ),
         asked.out,
     )
 
 
-def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
+def _to_peft(
+    adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool
+) -> None:
     adapter = _read(adapter_path, *_OURS)
     below = model or model_below(adapter_path, adapter.config)
     require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
@@ -67,11 +85,17 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     def check(staged: Path) -> None:
         check_peft(_read(staged, WEIGHTS_FILE, CONFIG_FILE), adapter, told)
 
-    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check, adapter_path / TEMPLATE_FILE)
+    _write(
+        made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check, adapter_path / TEMPLATE_FILE
+    )
     settings = made.config
     if stops := adapter.config.get("stop_tokens"):
-        print(f"note: answers end with {stops[0]}, at which the model does not stop: give generate() this eos_token_id")
-    print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})")
+        print(
+            f"note: answers end with {stops[0]}, at which the model does not stop: give generate() this eos_token_id"
+        )
+    print(
+        f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})"
+    )
     print("checked: read back by PEFT's rules, every weight update equals the adapter's")
     if settings.get("ensure_weight_tying"):
         print(
@@ -79,13 +103,17 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
             "twice to the shared weights: --to hf writes the merged model"
         )
     if any(name.rpartition(".")[0] in told.experts for name in adapter.weights):
-        print("note: the adapter has parts for experts: with transformers 5 they need PEFT 0.19 or later")
+        print(
+            "note: the adapter has parts for experts: with transformers 5 they need PEFT 0.19 or later"
+        )
     if "quantization" in loaded.config and base is None:
         print(
             f"note: {below} is quantised for MLX, which other programs cannot read: name the original with --base, "
             "or as the model in Python"
         )
-    print(f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base or below}"), "{out}")')
+    print(
+        f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base or below}"), "{out}")'
+    )
 
 
 def import_adapter(asked: Import) -> None:
@@ -96,19 +124,27 @@ def import_adapter(asked: Import) -> None:
     if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
         hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
-            "adapter_model.bin is a pickle, which may run code when it is read", where=str(asked.path), hint=hint
+            "adapter_model.bin is a pickle, which may run code when it is read",
+            where=str(asked.path),
+            hint=hint,
         )
     adapter = _read(asked.path, WEIGHTS_FILE, CONFIG_FILE)
     below = asked.model or adapter.config.get("base_model_name_or_path")
     if not isinstance(below, str) or not below:
-        raise ConfigError("the adapter names no model", where=str(asked.path / CONFIG_FILE), hint="say which: --model")
+        raise ConfigError(
+            "the adapter names no model",
+            where=str(asked.path / CONFIG_FILE),
+            hint="say which: --model",
+        )
     require_place(asked.out, "an adapter", _OURS, force=asked.force)
     loaded: Any = load_model(below, trust_remote_code=asked.trust_remote_code)
     try:
         made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
     except ModelError as error:
         # It is told of a file; in which directory is known here.
-        raise ModelError(error.message, where=str(asked.path / (error.where or "")), hint=error.hint) from None
+        raise ModelError(
+            error.message, where=str(asked.path / (error.where or "")), hint=error.hint
+        ) from None
     made.config["model"] = below
 
     def fits(staged: Path) -> None:
@@ -118,7 +154,9 @@ def import_adapter(asked: Import) -> None:
         except ModelError as error:
             hint = "use the model that the adapter was trained on: --model"
             raise ModelError(
-                error.message.replace(str(staged), str(asked.path)), where=str(asked.path), hint=hint
+                error.message.replace(str(staged), str(asked.path)),
+                where=str(asked.path),
+                hint=hint,
             ) from None
         import mlx.core as mx
 
@@ -127,12 +165,16 @@ def import_adapter(asked: Import) -> None:
             if name not in found or not mx.array_equal(found[name], value):
                 message = f"the written files differ from the adapter, and were not kept: {name} has other values"
                 raise ModelError(
-                    message, where=str(asked.out), hint="if your input is right, this is a defect: report it"
+                    message,
+                    where=str(asked.out),
+                    hint="if your input is right, this is a defect: report it",
                 )
 
     _write(made, asked.out, *_OURS, {"format": "mlx"}, fits, private=True)
     settings = made.config["lora_parameters"]
-    print(f"written: {asked.out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
+    print(
+        f"written: {asked.out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})"
+    )
     print(f"allhands generate --model {below} --adapter-path {asked.out} --prompt ...")
 
 
@@ -154,7 +196,9 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
             if directory.is_file():
                 there = "; this is a file, not a directory"
             raise ModelError(
-                f"{name} is missing{there}", where=str(directory), hint=meant(directory, "give an adapter's directory")
+                f"{name} is missing{there}",
+                where=str(directory),
+                hint=meant(directory, "give an adapter's directory"),
             )
     import mlx.core as mx
 
@@ -165,7 +209,9 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
         return Adapter(dict(mx.load(str(directory / weights))), described)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OSError) as error:
         file = directory / (weights if isinstance(error, RuntimeError) else config)
-        raise ModelError(f"the file is torn: {error}", where=str(file), hint="fetch or write it again") from None
+        raise ModelError(
+            f"the file is torn: {error}", where=str(file), hint="fetch or write it again"
+        ) from None
 
 
 def _write(
@@ -180,18 +226,22 @@ def _write(
 ) -> None:
     """Write both files, whole or not at all, and only if ``check`` is content with their directory.
 
-    ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
-    alone, as a run is; else with the modes of every export.
+    ``template``: the file with the chat template that goes with them, if there is one. ``private``:
+    for its owner alone, as a run is; else with the modes of every export.
     """
     import mlx.core as mx
 
     with staging(out, private=private) as staged:
         write_whole(
             staged / weights,
-            lambda temporary: mx.save_safetensors(str(temporary), adapter.weights, metadata=dict(metadata)),
+            lambda temporary: mx.save_safetensors(
+                str(temporary), adapter.weights, metadata=dict(metadata)
+            ),
             private=private,
         )
-        (staged / config).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (staged / config).write_text(
+            json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         if template is not None and template.is_file():
             (staged / TEMPLATE_FILE).write_bytes(template.read_bytes())
         check(staged)

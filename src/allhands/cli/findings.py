@@ -90,10 +90,18 @@ REMEDIES = {
     "no-row": "look at the file, and at the rows that are bad",
 }
 # Details that are told with what they count.
-_NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples": "example", "tokens": "token"}
+_NOUNS = {
+    "limit": "token",
+    "longest": "token",
+    "cut_tokens": "token",
+    "examples": "example",
+    "tokens": "token",
+}
 
 
-def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[DataFinding]:
+def size_findings(
+    config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None
+) -> list[DataFinding]:
     """Yield findings about the sizes of the splits, of the training and of the model together."""
     found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
@@ -102,7 +110,11 @@ def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], posit
         details = {"examples": held, "enough": ENOUGH_VALIDATION}
         found.append(DataFinding("few-validation", "harms", "valid", details=details))
     # The last token of a row is a target alone.
-    rows = [min(report.lengths.max, config.max_seq_length) - 1 for report in reports.values() if report.examples]
+    rows = [
+        min(report.lengths.max, config.max_seq_length) - 1
+        for report in reports.values()
+        if report.examples
+    ]
     longest = config.max_seq_length if config.packing else max(rows, default=0)
     if positions is not None and longest > positions:
         details = {"tokens": longest, "positions": positions}
@@ -125,7 +137,11 @@ def message_of(finding: DataFinding) -> str:
     if "message" in finding.details:
         return f"{counted(finding.count, 'row')}: {finding.details['message']}"
     text = MESSAGES[finding.code].format(split=finding.split, **_worded(finding))
-    return f"{finding.count:,} of {counted(finding.total, 'example')}: {text}" if finding.count else text
+    return (
+        f"{finding.count:,} of {counted(finding.total, 'example')}: {text}"
+        if finding.count
+        else text
+    )
 
 
 def remedy_of(finding: DataFinding) -> str:

@@ -22,7 +22,12 @@ def fuse(asked: Fuse) -> None:
 
     tell_harm(asked.adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(
-        asked.model, asked.adapter_path, asked.dequantize, asked.dtype, asked.force, asked.trust_remote_code
+        asked.model,
+        asked.adapter_path,
+        asked.dequantize,
+        asked.dtype,
+        asked.force,
+        asked.trust_remote_code,
     )
     if asked.export_gguf:
         # Before any work is done.
@@ -31,7 +36,9 @@ def fuse(asked: Fuse) -> None:
         check_convertible(resolve(below), dense=asked.dequantize)
         done = fuse_model(options, asked.save_path, writer)
     elif asked.gguf_path is not None:
-        raise ConfigError("it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf")
+        raise ConfigError(
+            "it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf"
+        )
     else:
         done = fuse_model(options, asked.save_path)
     tell(done, asked.save_path, adapter=asked.adapter_path)
@@ -41,13 +48,23 @@ def fuse(asked: Fuse) -> None:
 
 
 def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) -> None:
-    """Print the written model, its ``adapter``, and the difference of both; ``when``: a note on the check."""
-    what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
+    """Print the written model, its ``adapter``, and the difference of both; ``when``: a note on the
+    check.
+    """
+    what = (
+        "all weights"
+        if done.kind == "full"
+        else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
+    )
     of = f" of {adapter}" if adapter is not None else ""
     print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}{of}, {what}'})")
-    print(f"checked{when}: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
+    print(
+        f"checked{when}: its logits differ from those of model and adapter by {done.difference:.1e} of their spread"
+    )
     if done.stop is not None:
-        print(f"note: answers end with {done.stop}, which was added to eos_token_id: the model did not stop there")
+        print(
+            f"note: answers end with {done.stop}, which was added to eos_token_id: the model did not stop there"
+        )
     if done.requantized:
         print(
             "note: layers with an adapter were quantised again, and rounding lost some of the training; "

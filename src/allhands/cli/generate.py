@@ -30,7 +30,9 @@ def generate(asked: Generate) -> None:
         from allhands.infer.generate import Sampling, prompt_tokens, stream_answer
 
         use_template = not asked.ignore_chat_template
-        tokens = prompt_tokens(loaded, prompt, system_prompt=asked.system_prompt, use_template=use_template)
+        tokens = prompt_tokens(
+            loaded, prompt, system_prompt=asked.system_prompt, use_template=use_template
+        )
         cost, sampling = None, Sampling(asked.temp, asked.top_p, asked.seed)
         for text, cost in stream_answer(loaded, tokens, asked.max_tokens, sampling):  # noqa: B007
             if speaks:
@@ -40,7 +42,9 @@ def generate(asked: Generate) -> None:
         print("\n" + "=" * 10)
         if cost is not None:
             print(f"Prompt: {cost.prompt_tokens} tokens, {cost.prompt_tps:.3f} tokens-per-sec")
-            print(f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec")
+            print(
+                f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec"
+            )
             print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
 
     with_model(asked, ranks, answer)
@@ -52,11 +56,19 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
     Raises:
         ConfigError: it is empty, or options of it exclude each other.
     """
-    if asked.ignore_chat_template and (asked.chat_template is not None or asked.system != "template"):
+    if asked.ignore_chat_template and (
+        asked.chat_template is not None or asked.system != "template"
+    ):
         flag = "--system" if asked.chat_template is None else "--chat-template"
-        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
+        raise ConfigError(
+            "it has no effect with --ignore-chat-template",
+            where=flag,
+            hint="leave one of the two out",
+        )
     if asked.prompt == "-" and on_ranks:
-        raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
+        raise ConfigError(
+            "several ranks have no standard input", where="--prompt -", hint="give the text itself"
+        )
     prompt = sys.stdin.read() if asked.prompt == "-" else asked.prompt
     if not prompt.strip():
         raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
@@ -64,9 +76,13 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
 
 
 def with_model(
-    asked: Generate | Chat, ranks: Mapping[str, Any] | None, work: Work, env: Mapping[str, str] | None = None
+    asked: Generate | Chat,
+    ranks: Mapping[str, Any] | None,
+    work: Work,
+    env: Mapping[str, str] | None = None,
 ) -> None:
-    """Load the model, on this process or with its blocks on ``ranks``, tell what is to be known of it, and let it work.
+    """Load the model, on this process or with its blocks on ``ranks``, tell what is to be known of
+    it, and let it work.
 
     Args:
         env: further variables of the ranks.
@@ -89,9 +105,15 @@ def with_model(
         def on_rank(answering: AnsweringRanks, speaks: bool) -> None:
             told(answering.load(adapter, chat), speaks, answering)
 
-        raise typer.Exit(run_divided(asked.model, adapter, ranks, on_rank, trust_remote_code=trust, env=env))
+        raise typer.Exit(
+            run_divided(asked.model, adapter, ranks, on_rank, trust_remote_code=trust, env=env)
+        )
     from allhands.infer.generate import load_for_generation
     from allhands.model.beyond import answering, limits_told
 
     with limits_told(answering(asked.model, adapter, trust_remote_code=trust)):
-        told(load_for_generation(asked.model, adapter, trust_remote_code=trust, chat=chat), True, None)
+        told(
+            load_for_generation(asked.model, adapter, trust_remote_code=trust, chat=chat),
+            True,
+            None,
+        )

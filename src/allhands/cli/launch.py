@@ -1,4 +1,6 @@
-"""``allhands launch``: a person's own program, started on every rank, watched, and started again after a fault."""
+"""``allhands launch``: a person's own program, started on every rank, watched, and started again
+after a fault.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def _job(options: Launch) -> TrainingJob:
         hang_timeout_s=options.hang_timeout_s,
         start_deadline_s=math.inf if options.start_timeout_s is None else options.start_timeout_s,
         stop_grace_s=options.stop_grace_s,
-        # A rank may well have more to do at the end than another: only what hangs is ended, not what is busy.
+        # A rank may well have more to do at the end than another: only what hangs is ended, not
+        # what is busy.
         finish_grace_s=math.inf,
         checkpoints=directory,
         env={DIRECTORY_VARIABLE: str(directory)},
@@ -70,7 +73,9 @@ def _job(options: Launch) -> TrainingJob:
 
 
 def _tell_found(job: TrainingJob) -> None:
-    """Tell of checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
+    """Tell of checkpoints in a place that nobody has chosen: a finished program would seem to do
+    nothing.
+    """
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
@@ -80,16 +85,24 @@ def _tell_found(job: TrainingJob) -> None:
 
 def _check_options(options: Launch) -> None:
     if options.hosts is not None and options.hostfile is not None:
-        raise ConfigError("--hosts and --hostfile: give one of the two", where="--hosts", hint="leave one of them out")
+        raise ConfigError(
+            "--hosts and --hostfile: give one of the two",
+            where="--hosts",
+            hint="leave one of them out",
+        )
     if options.backend not in BACKENDS:
         raise ConfigError(
-            f"{options.backend!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}"
+            f"{options.backend!r} is not a back-end",
+            where="--backend",
+            hint=f"use {', '.join(BACKENDS)}",
         )
     for name in ("hang_timeout_s", "start_timeout_s", "stop_grace_s"):
         seconds = getattr(options, name)
         if seconds is not None and not seconds > 0:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{seconds:g} is not a time to wait", where=flag, hint="give seconds, more than 0")
+            raise ConfigError(
+                f"{seconds:g} is not a time to wait", where=flag, hint="give seconds, more than 0"
+            )
 
 
 def _refuse_another_launcher() -> None:
@@ -103,10 +116,12 @@ def _refuse_another_launcher() -> None:
 
 
 def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
-    """Return the command with ``python`` as this Python, unless another one is in its place on ``PATH``.
+    """Return the command with ``python`` as this Python, unless another one is in its place on
+    ``PATH``.
 
     Args:
-        anywhere: it runs on other computers, too, which have other files: nothing is looked for here.
+        anywhere: it runs on other computers, too, which have other files: nothing is looked for
+            here.
 
     Raises:
         ConfigError: there is no command, no such program, or no such script.
@@ -133,7 +148,9 @@ def _is_this_python(found: str | None) -> bool:
 
 
 def _tell_python(command: Sequence[str]) -> None:
-    """Tell that ``python`` is another Python than this, if it lacks what the program is likely to need."""
+    """Tell that ``python`` is another Python than this, if it lacks what the program is likely to
+    need.
+    """
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
         return
@@ -144,7 +161,9 @@ def _tell_python(command: Sequence[str]) -> None:
 
 
 def _lacking(python: str) -> list[str]:
-    """Return those of MLX and allhands that the interpreter does not find; none if it gives no answer."""
+    """Return those of MLX and allhands that the interpreter does not find; none if it gives no
+    answer.
+    """
     look = "import importlib.util as u; print(*(n for n in ('mlx', 'allhands') if u.find_spec(n) is None))"
     try:
         done = subprocess.run(
@@ -169,10 +188,14 @@ def _check_program(program: str, said: str) -> None:
         hint = f"make it executable: chmod +x {said}"
     else:
         hint = "check its name; what comes after the options of allhands launch, or after --, is the command"
-    raise ConfigError(f"{said!r} is not a program that can be started", where="allhands launch", hint=hint)
+    raise ConfigError(
+        f"{said!r} is not a program that can be started", where="allhands launch", hint=hint
+    )
 
 
 def _check_script(arguments: Sequence[str]) -> None:
     """Python's own message would come from every rank."""
     if arguments and not arguments[0].startswith("-") and not Path(arguments[0]).exists():
-        raise ConfigError("there is no such script", where=arguments[0], hint="check the path of the script")
+        raise ConfigError(
+            "there is no such script", where=arguments[0], hint="check the path of the script"
+        )

@@ -1,4 +1,6 @@
-"""Parts shared by ``allhands train`` and ``allhands launch``: from options to supervised ranks, with messages."""
+"""Parts shared by ``allhands train`` and ``allhands launch``: from options to supervised ranks,
+with messages.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +45,31 @@ class TrainingJob:
 
     Attributes:
         directory: gets ``events.jsonl``; claimed, as ``checkpoints`` is, for the time of the job.
-        num_ranks: with a hostfile the most ranks, ``None``: all its slots; without one ``None`` is one.
+        num_ranks: with a hostfile the most ranks, ``None``: all its slots; without one ``None`` is
+            one.
         min_ranks: go on with no fewer; ``None``: all.
-        checkpoints: a run directory with the job's checkpoints, if it has any, the same on all computers.
-        resume: the run directory or checkpoint from which the job goes on until it has one of its own.
-        earlier: whether there are traces here of an earlier run in the directory, on which this one is to go on.
+        checkpoints: a run directory with the job's checkpoints, if it has any, the same on all
+            computers.
+        resume: the run directory or checkpoint from which the job goes on until it has one of its
+            own.
+        earlier: whether there are traces here of an earlier run in the directory, on which this one
+            is to go on.
         new_journal: whether ``events.jsonl`` of an earlier run is set aside, not added to.
-        there: how other computers are told of ``directory`` and ``resume``, where that is not as here.
-        memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short, ...".
-        resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as ``allhands train`` does; a
-            program of one's own goes on from what it finds.
+        there: how other computers are told of ``directory`` and ``resume``, where that is not as
+            here.
+        memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short,
+            ...".
+        resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as
+            ``allhands train`` does; a program of one's own goes on from what it finds.
         expected_s: how long it may take, roughly; ``None``: not known.
         explain: tells why this back-end was chosen, line by line.
-        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several
-            on several computers, or anywhere with ``tag_here``.
+        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if
+            there are several on several computers, or anywhere with ``tag_here``.
         keep_logs: whether other computers keep ``log_dir`` even if all goes well there.
-        compared: whether its ranks compare what they have loaded before they start, so that newcomers can be looked at.
-        sync: the command that brings what the job needs to a computer that lacks it, if there is one.
+        compared: whether its ranks compare what they have loaded before they start, so that
+            newcomers can be looked at.
+        sync: the command that brings what the job needs to a computer that lacks it, if there is
+            one.
     """
 
     directory: Path
@@ -112,7 +122,9 @@ class TrainingJob:
 
     @property
     def _leaves_here(self) -> bool:
-        return self.hostfile is not None and any(host.ssh is not None for host in read_hostfile(self.hostfile))
+        return self.hostfile is not None and any(
+            host.ssh is not None for host in read_hostfile(self.hostfile)
+        )
 
 
 def check(job: TrainingJob) -> None:
@@ -138,7 +150,8 @@ def check(job: TrainingJob) -> None:
 
 
 def require_cores(num_ranks: int) -> None:
-    """Refuse more processes than this computer can start in reasonable time: each takes memory, and its turn.
+    """Refuse more processes than this computer can start in reasonable time: each takes memory, and
+    its turn.
 
     Raises:
         ConfigError: there are more than :data:`RANKS_A_CORE` for each core.
@@ -184,7 +197,8 @@ def _check_backend(job: TrainingJob, size: int) -> None:
         raise ConfigError(
             f"NCCL needs one NVIDIA GPU for each process: {gpus} for {size} processes",
             where="--backend nccl",
-            hint="leave --backend out, or give --backend ring" + (f" or -n {gpus}" if gpus > 1 else ""),
+            hint="leave --backend out, or give --backend ring"
+            + (f" or -n {gpus}" if gpus > 1 else ""),
         )
 
 
@@ -210,7 +224,11 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
         sync=job.sync,
     )
     options = SuperviseOptions(
-        job.max_restarts, job.min_ranks, run_id, resize=_resizer(job), try_out=Trial if job.compared else None
+        job.max_restarts,
+        job.min_ranks,
+        run_id,
+        resize=_resizer(job),
+        try_out=Trial if job.compared else None,
     )
     try:
         with ExitStack() as claims:
@@ -236,7 +254,9 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
 
 
 def _tell_slots(job: TrainingJob) -> None:
-    """Tell that there are fewer slots than requested ranks, which may be intended: computers can be added."""
+    """Tell that there are fewer slots than requested ranks, which may be intended: computers can be
+    added.
+    """
     if job.hostfile is None or job.num_ranks is None or (slots := job.size) >= job.num_ranks:
         return
     count = f"{slots} slot{'s' * (slots != 1)}: {slots} rank{'s' * (slots != 1)} now"
@@ -244,7 +264,9 @@ def _tell_slots(job: TrainingJob) -> None:
 
 
 def _tell_cores(job: TrainingJob) -> None:
-    """Tell that processes on CPU cores must take turns; this may be intended, to try the effect of many."""
+    """Tell that processes on CPU cores must take turns; this may be intended, to try the effect of
+    many.
+    """
     cores = allowed_cores()
     if job.hostfile is None and job.size > cores and not nvidia_gpus():
         turns = f"{job.size} processes on {cores} core{'s' * (cores > 1)} take turns"
@@ -278,7 +300,8 @@ def _spec(job: TrainingJob, command: Sequence[str]) -> LaunchSpec:
         tag_output=job.tagged,
         log_dir_there=_log_dir_there(job),
         keep_logs=job.keep_logs,
-        examine=job.hostfile and shlex.join(["allhands", "cluster", "check", "--hostfile", job.hostfile]),
+        examine=job.hostfile
+        and shlex.join(["allhands", "cluster", "check", "--hostfile", job.hostfile]),
     )
 
 
@@ -295,7 +318,11 @@ def _hosts_told(job: TrainingJob) -> dict[str, str]:
 def _log_dir_there(job: TrainingJob) -> str | None:
     """The directory of the logs, where the run's directory is another one on each computer."""
     below = job.directory in job.there and job.log_dir.is_relative_to(job.directory)
-    return str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory)) if below else None
+    return (
+        str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory))
+        if below
+        else None
+    )
 
 
 def _choose_backend(job: TrainingJob) -> Backend:
@@ -310,7 +337,8 @@ def _choose_backend(job: TrainingJob) -> Backend:
     choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
-        # Sums of three ranks or more would be taken in another order, and the last bits would differ.
+        # Sums of three ranks or more would be taken in another order, and the last bits would
+        # differ.
         choice = replace(choice, backend=cast(Backend, before), reason="the resumed run used it")
     job.explain(explain(choice))
     return choice.backend
@@ -340,7 +368,9 @@ def _resizer(job: TrainingJob) -> Callable[[LaunchSpec], LaunchSpec]:
 def _members(job: TrainingJob, run_id: str) -> Members:
     directory = job.checkpoints
     if job.hostfile is None:
-        return LocalMembers(job.size, None if directory is None else lambda: _newest_step(job, run_id))
+        return LocalMembers(
+            job.size, None if directory is None else lambda: _newest_step(job, run_id)
+        )
     if directory is None:
         return HostfileMembers(job.hostfile, job.num_ranks)
 
@@ -359,8 +389,8 @@ def _newest_step(job: TrainingJob, run_id: str) -> int | None:
 
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
-    """Return the newest step in a run directory, or of a checkpoint; for messages: the ranks will say what is wrong
-    there.
+    """Return the newest step in a run directory, or of a checkpoint; for messages: the ranks will
+    say what is wrong there.
     """
     try:
         return quick_step(place, run_id)
@@ -369,7 +399,8 @@ def step_in(place: Path, run_id: str | None = None) -> int | None:
 
 
 def way_on(job: TrainingJob, run_id: str | None) -> str | None:
-    """Tell how to go on with a job that has ended too early; ``None``: there is nothing to go on from.
+    """Tell how to go on with a job that has ended too early; ``None``: there is nothing to go on
+    from.
 
     Args:
         run_id: of this run; ``None``: not known, and any checkpoint of the directory counts.

@@ -18,9 +18,12 @@ from allhands.io.terminal import tell
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
 _NOTHING = "nothing was written"
-# What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the end.
+# What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the
+# end.
 _LEFT = {
-    **dict.fromkeys(("fuse", "export", "import", "model get", "tokenizer train", "data prepare"), _NOTHING),
+    **dict.fromkeys(
+        ("fuse", "export", "import", "model get", "tokenizer train", "data prepare"), _NOTHING
+    ),
     "generate": "the answer is not complete",
     "compare": "no answers were compared, and none were written",
     "eval": "there is no result",
@@ -32,23 +35,31 @@ _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a trainin
 
 
 def make_app(*called: str) -> App:
-    """Return the parser with every verb; given the one that is called, what the others need is not imported."""
+    """Return the parser with every verb; given the one that is called, what the others need is not
+    imported.
+    """
     app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        # Plain help: the rich one cuts long flags off at 80 columns and takes [brackets] for markup.
+        # Plain help: the rich one cuts long flags off at 80 columns and takes [brackets] for
+        # markup.
         rich_markup_mode=None,
-        context_settings={"token_normalize_func": canonical_flag, "help_option_names": ["-h", "--help"]},
+        context_settings={
+            "token_normalize_func": canonical_flag,
+            "help_option_names": ["-h", "--help"],
+        },
     )
     commands.register(app, called)
     return app
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with a documented code; only a defect of allhands shows a traceback."""
+    """Run the command line and exit with a documented code; only a defect of allhands shows a
+    traceback.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         arguments = ["version"]
@@ -60,8 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         _tell_interrupted(arguments)
         code = _INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
-        # The reader of our output has gone (a pager, head): nothing is left to say to it. rich and the parser turn that
-        # into an exit of their own.
+        # The reader of our output has gone (a pager, head): nothing is left to say to it. rich and
+        # the parser turn that into an exit of their own.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()
@@ -107,7 +118,11 @@ def _exit_of(error: Exception) -> int | None:
         print_error(error)
         return error.exit_code
     if hint := _hint_for_flag(error):
-        print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
+        print_error(
+            ConfigError(
+                "not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint
+            )
+        )
         return ConfigError.exit_code
     show = getattr(error, "show", None)
     if callable(show):
@@ -118,7 +133,8 @@ def _exit_of(error: Exception) -> int | None:
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
     if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
-        # Files of ours are written by functions that say which one it is: what is left is the output itself.
+        # Files of ours are written by functions that say which one it is: what is left is the
+        # output itself.
         from allhands.io.files import storage_error_of
 
         _silence_output()
@@ -133,7 +149,9 @@ def _told_by_validator(message: str, cause: BaseException | None) -> str:
     short = in_our_words(message)
     errors: Callable[[], list[Any]] | None = getattr(cause, "errors", None)
     value = errors()[0].get("input") if callable(errors) else None
-    return f"{short} (got {value!r})" if isinstance(value, str) and repr(value) not in short else short
+    return (
+        f"{short} (got {value!r})" if isinstance(value, str) and repr(value) not in short else short
+    )
 
 
 def _hint_for_flag(error: Exception) -> str | None:
@@ -141,7 +159,11 @@ def _hint_for_flag(error: Exception) -> str | None:
     flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if not flag or context is None or not hasattr(error, "possibilities"):
         return None
-    options = {name.lstrip("-").replace("-", "_") for option in context.command.params for name in option.opts}
+    options = {
+        name.lstrip("-").replace("-", "_")
+        for option in context.command.params
+        for name in option.opts
+    }
     return instead_of_flag(flag, context.command_path.partition(" ")[2], options)
 
 

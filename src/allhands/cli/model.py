@@ -29,7 +29,11 @@ def _named_once(argument: str | None, option: str | None) -> str:
     """
     given = [name for name in (argument, option) if name is not None]
     if len(given) != 1:
-        message = "it is named twice: drop --model" if given else "name one: demo, a directory, or a Hub repository"
+        message = (
+            "it is named twice: drop --model"
+            if given
+            else "name one: demo, a directory, or a Hub repository"
+        )
         raise typer.BadParameter(message, param_hint="MODEL")
     return given[0]
 
@@ -41,7 +45,9 @@ def get(asked: ModelGet) -> None:
     console = console_for(soft_wrap=True)
     target = asked.out or Path("models") / name.rstrip("/").split("/")[-1]
     conversion = Conversion(asked.quantize, asked.group_size, asked.dequantize, asked.dtype)
-    console.print(f"model: {get_model(name, target, conversion, force=asked.force, report=console.print)}")
+    console.print(
+        f"model: {get_model(name, target, conversion, force=asked.force, report=console.print)}"
+    )
 
 
 def check(asked: ModelCheck) -> None:
@@ -60,7 +66,15 @@ def check(asked: ModelCheck) -> None:
 
 
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:
-    heads = ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in")
+    heads = (
+        "tokens",
+        "blocks",
+        "loss",
+        "mlx_lm's",
+        "gradient differs by",
+        "rounding up to",
+        "most in",
+    )
     rows: list[Sequence[str]] = []
     for row in verdict.compared:
         worst, share = row.worst

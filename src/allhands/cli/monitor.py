@@ -20,8 +20,21 @@ from allhands.cli.verbs_runs import Monitor
 from allhands.cluster.hosts import Host, hosts_named
 from allhands.cluster.monitoring import RemoteSamples
 from allhands.errors import AllhandsError
-from allhands.io.formatting import format_bytes, format_duration, format_rate, format_shares, format_size
-from allhands.io.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
+from allhands.io.formatting import (
+    format_bytes,
+    format_duration,
+    format_rate,
+    format_shares,
+    format_size,
+)
+from allhands.io.terminal import (
+    broken,
+    console_for,
+    is_read_live,
+    is_screen,
+    progress_console,
+    tell,
+)
 from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
@@ -139,7 +152,7 @@ def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) ->
     return verdict_of(run, history or RunHistory(run.name), journal, board, now)
 
 
-# --- what is shown ----------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def view(
@@ -152,11 +165,19 @@ def view(
 ) -> Group:
     """Return a heading, a row a process, and what they have together."""
     heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
-    return Group(Text(broken(heading, width)), table_of(board, now, gone, width), Text(broken(together, width)))
+    return Group(
+        Text(broken(heading, width)),
+        table_of(board, now, gone, width),
+        Text(broken(together, width)),
+    )
 
 
 def _heading(
-    board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, verdict: Verdict | None
+    board: Board,
+    now: float,
+    gone: set[tuple[str, int]],
+    history: RunHistory | None,
+    verdict: Verdict | None,
 ) -> str:
     rows = board.rows()
     age = format_duration(max(0.0, now - max(row.last.time for row in rows)))
@@ -165,9 +186,15 @@ def _heading(
         state = f"{verdict.status}, last seen {age} ago"
     elif board.over(now, gone):
         # Who ends by itself says so; first comes who started the others.
-        state = f"ended {age} ago" if rows[0].last.ended else f"broken off (it was killed), last seen {age} ago"
+        state = (
+            f"ended {age} ago"
+            if rows[0].last.ended
+            else f"broken off (it was killed), last seen {age} ago"
+        )
     steps = [row.last.step for row in rows if row.last.step is not None]
-    planned = history.started.total_steps if history is not None and history.started is not None else 0
+    planned = (
+        history.started.total_steps if history is not None and history.started is not None else 0
+    )
     step = f"step {max(steps)}{f' of {planned}' if planned else ''}" if steps else ""
     name = "" if history is None else history.name
     return ", ".join(filter(None, [name, state, step, *_last_report(history)]))
@@ -187,12 +214,16 @@ def _last_report(history: RunHistory | None) -> Iterator[str]:
 
 
 def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 200) -> Table:
-    """One row a process; columns of which nothing is known, or for which there is no room, are left out."""
+    """One row a process; columns of which nothing is known, or for which there is no room, are left
+    out.
+    """
     rows = board.rows()
     columns = _fitting(_columns(rows, now, gone), width)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("process", "host", "doing") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("process", "host", "doing") else "right", no_wrap=True
+        )
     for place, row in enumerate(rows):
         dim = row.state(now, gone) != "lives"
         table.add_row(*(cells[place] for cells in columns.values()), style="dim" if dim else None)
@@ -212,7 +243,9 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
     return columns
 
 
-def _columns(rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
+def _columns(
+    rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]
+) -> dict[str, list[str]]:
     """Return the cells of each column of which something is known, in the order of the table."""
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
     lives = {id(row): row.state(now, gone) == "lives" for row in rows}
@@ -240,7 +273,9 @@ def _columns(rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]) -
     if len({row.last.host for row in rows}) == 1:
         del cells["host"]
     found = {name: [cell(row) for row in rows] for name, cell in cells.items()}
-    return {name: list(map(_shown, values)) for name, values in found.items() if set(values) != {None}}
+    return {
+        name: list(map(_shown, values)) for name, values in found.items() if set(values) != {None}
+    }
 
 
 def _shown(cell: str | float | None) -> str:
@@ -248,13 +283,18 @@ def _shown(cell: str | float | None) -> str:
 
 
 def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
-    """Return the traffic of each computer, by the row that shows it: that of a rank, if one lives there."""
+    """Return the traffic of each computer, by the row that shows it: that of a rank, if one lives
+    there.
+    """
     found: dict[str, BoardRow] = {}
     for row in sorted(rows, key=lambda row: row.last.role != "rank"):
         if lives[id(row)]:
             found.setdefault(row.last.host, row)
     known = {id(row): rates for row in found.values() if (rates := row.net_per_s()) is not None}
-    return {place: (format_size(sent), format_size(received)) for place, (sent, received) in known.items()}
+    return {
+        place: (format_size(sent), format_size(received))
+        for place, (sent, received) in known.items()
+    }
 
 
 def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:

@@ -31,8 +31,12 @@ def bench(asked: ClusterBench) -> None:
     """Run the verb."""
     chosen = chosen_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
     names = _backends(asked.backend, chosen)
-    options = BenchOptions(timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell)
-    found = [result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))]
+    options = BenchOptions(
+        timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell
+    )
+    found = [
+        result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))
+    ]
     if asked.as_json:
         typer.echo(json.dumps([result.as_json() for result in found], indent=1))
     else:
@@ -41,15 +45,20 @@ def bench(asked: ClusterBench) -> None:
         raise typer.Exit(DistributedError.exit_code)
 
 
-def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None) -> tuple[Host, ...]:
+def chosen_hosts(
+    hostfile: str | None, hosts: str | None, num_ranks: int | None
+) -> tuple[Host, ...]:
     """Return the computers that the options name; without any, this one with two ranks.
 
     Raises:
-        ConfigError: options contradict each other, name no computer, or ask it for too many processes.
+        ConfigError: options contradict each other, name no computer, or ask it for too many
+            processes.
     """
     named = hosts_named(hosts, hostfile)
     if named and num_ranks:
-        raise ConfigError("-n is for this computer alone", where="-n", hint="write slots: --hosts node1:2,node2:2")
+        raise ConfigError(
+            "-n is for this computer alone", where="-n", hint="write slots: --hosts node1:2,node2:2"
+        )
     if named:
         return named
     require_cores(num_ranks or 2)
@@ -59,13 +68,19 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     """Those to measure, in the order in which they would be taken."""
     if backend not in MEASURED:
-        raise ConfigError(f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(MEASURED)}")
+        raise ConfigError(
+            f"{backend!r} is not a back-end",
+            where="--backend",
+            hint=f"use one of {', '.join(MEASURED)}",
+        )
     if backend != "all":
         return [backend]
     return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
 
 
-def _measure(hosts: Sequence[Host], backend: str, options: Any, *, many: bool) -> Measurement | None:
+def _measure(
+    hosts: Sequence[Host], backend: str, options: Any, *, many: bool
+) -> Measurement | None:
     try:
         return measure(hosts, backend, options)
     except AllhandsError as error:
@@ -79,7 +94,7 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-# --- for people ---------------------------------------------------------------------------------------
+# --- for people -----------------------------------------------------------------------------------
 
 
 def show(results: Sequence[Measurement], console: Console | None = None) -> None:
@@ -93,7 +108,9 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
         for failure in result.failures:
             _show_failure(console, failure)
         for group in result.not_measured:
-            console.print(f"not measured, because the time was over: {', '.join(group)} (--timeout-s)")
+            console.print(
+                f"not measured, because the time was over: {', '.join(group)} (--timeout-s)"
+            )
         console.print()
     if any(result.whole or result.links for result in results):
         console.print(_LEGEND)
@@ -114,7 +131,11 @@ def _show_whole(console: Console, figures: Figures) -> None:
         )
         for timing in figures.timings
     ]
-    console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
+    console.print(
+        table_of(
+            ("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()
+        )
+    )
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
     text = f"a step's exchange takes {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
     console.print(text, soft_wrap=True)
@@ -175,4 +196,6 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    return f"{number:.2f}" if number < 9.95 else f"{number:.1f}" if number < 99.5 else f"{number:.0f}"
+    return (
+        f"{number:.2f}" if number < 9.95 else f"{number:.1f}" if number < 99.5 else f"{number:.0f}"
+    )

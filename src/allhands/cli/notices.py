@@ -37,7 +37,8 @@ class Notices:
 
     Attributes:
         memory_hint: what to do if memory was short.
-        way_on: says how to go on after an end that was not the job's own; ``None``: there is nothing to go on from.
+        way_on: says how to go on after an end that was not the job's own; ``None``: there is
+            nothing to go on from.
         stop_grace_s: how long ranks have to save and end.
         ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
         tagged: whether the lines of all ranks are on the screen.
@@ -123,7 +124,11 @@ class Notices:
 
     def _why_killed(self) -> str:
         late = time.monotonic() - self._stop_began >= self.stop_grace_s
-        why = f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)" if late else "ended at once"
+        why = (
+            f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
+            if late
+            else "ended at once"
+        )
         return f"{why}; what was not saved is lost"
 
     def _show_stop(self) -> None:
@@ -149,9 +154,11 @@ class Notices:
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the lines of a rank's log from the first one on that may say something; none, if all of them tell of
-    progress.
+    """Return the lines of a rank's log from the first one on that may say something; none, if all
+    of them tell of progress.
 
     The outer end of a stack whose inner one is cut off does not: the log has all of it.
     """
-    return tuple(dropwhile(lambda line: _OWN_LINES.fullmatch(line) or _FRAME.fullmatch(line), lines))
+    return tuple(
+        dropwhile(lambda line: _OWN_LINES.fullmatch(line) or _FRAME.fullmatch(line), lines)
+    )

@@ -21,7 +21,9 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 
-def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] = TrainConfig) -> Callable[..., None]:
+def option_function(
+    run: Callable[..., None], doc: str, kind: type[TrainConfig] = TrainConfig
+) -> Callable[..., None]:
     """Return a function for typer whose parameters are the fields of ``kind``.
 
     ``run`` receives ``flags``, a dictionary of the options that were given.
@@ -40,9 +42,13 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
     if "log_level" in kind.model_fields:
         words = "As --log-level verbose."
         panel = group_of("verbose")
-        option = typer.Option("-v", "--verbose", help=words, show_default=False, rich_help_panel=panel)
+        option = typer.Option(
+            "-v", "--verbose", help=words, show_default=False, rich_help_panel=panel
+        )
         parameters.append(
-            inspect.Parameter("verbose", _KEYWORD, default=None, annotation=Annotated[bool | None, option])
+            inspect.Parameter(
+                "verbose", _KEYWORD, default=None, annotation=Annotated[bool | None, option]
+            )
         )
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
@@ -51,7 +57,10 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
 
 def options_of(kind: type[TrainConfig], names: Iterable[str]) -> list[inspect.Parameter]:
     """Return options for fields of a configuration; all default to ``None``."""
-    return [inspect.Parameter(name, _KEYWORD, default=None, annotation=_annotation(name, kind)) for name in names]
+    return [
+        inspect.Parameter(name, _KEYWORD, default=None, annotation=_annotation(name, kind))
+        for name in names
+    ]
 
 
 def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:

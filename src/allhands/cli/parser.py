@@ -1,4 +1,6 @@
-"""The command-line parser of all verbs: an option is given once, and ``~`` is the home directory in every path."""
+"""The command-line parser of all verbs: an option is given once, and ``~`` is the home directory in
+every path.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,20 @@ from typer.core import TyperCommand, TyperGroup
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path, require_words
 
-# Options and arguments that are read as text and are paths, or names that may be: of models, of data sets.
+# Options and arguments that are read as text and are paths, or names that may be: of models, of
+# data sets.
 TEXT_PATHS = frozenset(
     {
-        *("model", "data", "tokenizer", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile"),
+        *(
+            "model",
+            "data",
+            "tokenizer",
+            "adapter_path",
+            "resume",
+            "resume_adapter_file",
+            "config",
+            "hostfile",
+        ),
         *("source", "sources", "base", "origin", "chat_template"),
     }
 )
@@ -48,7 +60,8 @@ class Command(TyperCommand):
         """Parse, refuse options that are given twice, and put the home directory in place of ``~``.
 
         Raises:
-            ConfigError: an option that takes one value is given more than once, or a ``~user`` is nobody.
+            ConfigError: an option that takes one value is given more than once, or a ``~user`` is
+                nobody.
         """
         words = list(args)
         typed, _, order = self.make_parser(ctx).parse_args(args=list(words))
@@ -57,17 +70,26 @@ class Command(TyperCommand):
         rest: list[str] = super().parse_args(ctx, args)
         for option in self.params:
             if typed.get(option.name) is not None and option.name in ctx.params:
-                ctx.params[option.name] = self._at_home(option, typed[option.name], ctx.params[option.name])
+                ctx.params[option.name] = self._at_home(
+                    option, typed[option.name], ctx.params[option.name]
+                )
         return rest
 
     def _refuse_twice(self, ctx: Any, words: list[str], order: list[Any]) -> None:
         """The parser itself would take the last of several values without a word."""
         for option, count in Counter(order).items():
-            if option.param_type_name == "option" and count > 1 and not option.multiple and not option.count:
+            if (
+                option.param_type_name == "option"
+                and count > 1
+                and not option.multiple
+                and not option.count
+            ):
                 raise twice(_spelled(option, words, ctx.token_normalize_func), _flag_of(option))
 
     def _at_home(self, option: Any, typed: Any, value: Any) -> Any:
-        """``value`` as typed, because a ``Path`` does not know any more whether it was ``~`` or ``./~``."""
+        """``value`` as typed, because a ``Path`` does not know any more whether it was ``~`` or
+        ``./~``.
+        """
         if isinstance(value, list | tuple):
             pairs: Any = zip(typed, value, strict=True)
             return [self._at_home(option, *pair) for pair in pairs]
@@ -136,7 +158,9 @@ def _require_words(value: str, where: str) -> None:
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
     """Return the error of an option that is given more than once, as ``spelled``."""
-    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
+    return ConfigError(
+        f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them"
+    )
 
 
 def _flag_of(option: Any) -> str:
@@ -162,11 +186,15 @@ def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | N
 
 
 def with_auto_resume(arguments: list[str]) -> list[str]:
-    """``--resume`` without a value means the latest checkpoint; the parser knows only options with one."""
+    """``--resume`` without a value means the latest checkpoint; the parser knows only options with
+    one.
+    """
     result: list[str] = []
     for place, word in enumerate(arguments):
         result.append(word)
         following = arguments[place + 1 : place + 2]
-        if word in ("--resume", "--resume-from-checkpoint") and (not following or following[0].startswith("-")):
+        if word in ("--resume", "--resume-from-checkpoint") and (
+            not following or following[0].startswith("-")
+        ):
             result.append("auto")
     return result

@@ -44,7 +44,9 @@ def plan(asked: Plan) -> None:
     config = training_config(asked.context.args)
     devices = None if asked.device is None else ", ".join(asked.device)
     prices = Prices(asked.price_per_hour, asked.watts, asked.price_per_kwh)
-    computers = AskedComputers(devices, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices)
+    computers = AskedComputers(
+        devices, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices
+    )
     check_computers(config, computers)
     from allhands.cli.plan_facts import facts_of
 
@@ -53,7 +55,11 @@ def plan(asked: Plan) -> None:
     )
     outlook = look_ahead(job)
     # Options that this kind of training does not have are no options of the plan.
-    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
+    options = {
+        name: value
+        for name, value in config.model_dump(mode="json").items()
+        if name not in config.HIDDEN
+    }
     processor = "cpu" if outlook.job.kind == "cpu" else "gpu"
     values = {
         **plan_record(options, processor=processor, device=devices),
@@ -126,10 +132,16 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     except ValueError:
         found = (0,)
     if found and not 1 <= found[0] <= found[-1] <= 1024:
-        raise ConfigError(f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4")
+        raise ConfigError(
+            f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4"
+        )
     return found
 
 
 def _require_amount(flag: str, value: float | None, example: str) -> None:
     if value is not None and not 0.0 <= value < math.inf:
-        raise ConfigError(f"{value:g} is no amount", where=flag, hint=f"give a number from 0 on, as {flag} {example}")
+        raise ConfigError(
+            f"{value:g} is no amount",
+            where=flag,
+            hint=f"give a number from 0 on, as {flag} {example}",
+        )

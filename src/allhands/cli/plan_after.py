@@ -1,4 +1,6 @@
-"""``allhands plan --after``: a run beside its plan, and signs that it has outgrown its way of training."""
+"""``allhands plan --after``: a run beside its plan, and signs that it has outgrown its way of
+training.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def show_after(run: Path, *, as_json: bool) -> None:
     # Of the notes those on the plan: the others are for a report.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
-        values = {"signs": [*map(asdict, signs)], "plan": compared and compared.as_json(), "notes": notes}
+        values = {
+            "signs": [*map(asdict, signs)],
+            "plan": compared and compared.as_json(),
+            "notes": notes,
+        }
         values["judgements"] = [*map(asdict, done)]
         typer.echo(json.dumps(values, indent=1))
         return
@@ -44,7 +50,9 @@ def show_after(run: Path, *, as_json: bool) -> None:
     if compared is not None:
         _show_compared(facts.history.name, compared)
     elif not notes:
-        echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
+        echo(
+            f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one."
+        )
 
 
 def _show_compared(name: str, compared: Comparison) -> None:

@@ -42,10 +42,18 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
         times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
         found += [device_of(rest if several else part)] * times
         if len(found) > _MOST_DEVICES:
-            hint = f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step"
-            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
+            hint = (
+                f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step"
+            )
+            raise ConfigError(
+                f"more than {_MOST_DEVICES:,} computers cannot be planned",
+                where="--device",
+                hint=hint,
+            )
     if text is not None and not found:
-        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
+        raise ConfigError(
+            "no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'"
+        )
     if len({each.kind for each in found}) > 1:
         hint = "MLX has no back-end for both in one group: plan for one kind"
         raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
@@ -59,7 +67,9 @@ def on_hosts(config: TrainConfig) -> bool:
 
 def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
     """Return the computers that the options name; this one with all ranks, if they name none."""
-    return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
+    return hosts_named(config.hosts, config.hostfile) or (
+        Host("this computer", slots=config.num_ranks),
+    )
 
 
 def _check_ranks(config: TrainConfig) -> None:
@@ -85,9 +95,15 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     }
     given = [flag for flag, value in values.items() if value]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
+        raise ConfigError(
+            f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them"
+        )
     if devices and given and given != ["--link"]:
         hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
-        raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
+        raise ConfigError(
+            "computers that are only described cannot be measured", where="--device", hint=hint
+        )
     if asked.machines and (several or on_hosts(config) or len(devices) > 1):
-        raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")
+        raise ConfigError(
+            "the computers are named one by one", where="--machines", hint="leave it out"
+        )

@@ -35,8 +35,26 @@ _ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
-    *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
-    *("early_stopping_patience", "resume", "profile", "config", "max_restarts", "backend", "warmup_steps"),
+    *(
+        "epochs",
+        "hosts",
+        "hostfile",
+        "num_ranks",
+        "rank_weights",
+        "min_ranks",
+        "report_to",
+        "project_name",
+        "test",
+    ),
+    *(
+        "early_stopping_patience",
+        "resume",
+        "profile",
+        "config",
+        "max_restarts",
+        "backend",
+        "warmup_steps",
+    ),
     *("resume_adapter_file", "sample_every"),
     # The division of a model, of which one process has all.
     *("strategy", "tp", "cp", "ep", "dp_shard", "reshard", "pp", "pp_schedule", "pp_split"),
@@ -53,13 +71,15 @@ class Calibration:
         total: parameters of the model.
         examples: of the training data.
         start_s: from the command to the first step.
-        peak_bytes: of the process (CPU), or what it needs of MLX's arrays (GPU), with the whole batch.
+        peak_bytes: of the process (CPU), or what it needs of MLX's arrays (GPU), with the whole
+            batch.
         cores_per_rank: that it had, where they were counted.
-        expected_bytes: what the process itself expected to need before its first step, where it knows that.
+        expected_bytes: what the process itself expected to need before its first step, where it
+            knows that.
         seconds: that all of it took.
         first_s: by which a training's first steps take longer than others, all together: on a GPU.
-        largest: padded tokens that are computed at once at most in the whole training, and into how many such parts a
-            batch is cut; ``None`` in what an earlier version has kept.
+        largest: padded tokens that are computed at once at most in the whole training, and into how
+            many such parts a batch is cut; ``None`` in what an earlier version has kept.
         longest: tokens of the longest row.
         whole_s: of a step by one process that has all cores, where the others had fewer.
         doubt: why these times are no measure, in words; empty if they are.
@@ -91,7 +111,8 @@ def calibrate(
 ) -> Calibration:
     """Train a few steps with the whole batch and with half of it, each in a process of its own.
 
-    On a CPU all of it is measured once more where other programs computed besides, or times contradict each other.
+    On a CPU all of it is measured once more where other programs computed besides, or times
+    contradict each other.
 
     Args:
         with_all_cores: whether the whole batch is trained by a process with all cores, too.
@@ -106,16 +127,21 @@ def calibrate(
     return _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
 
 
-def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool) -> Calibration:
+def _measured(
+    config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool
+) -> Calibration:
     began = time.perf_counter()
-    # Half of the batch first: the first process of new data makes their tokens, which takes memory and time to start.
+    # Half of the batch first: the first process of new data makes their tokens, which takes memory
+    # and time to start.
     sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
     runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
     points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     first, whole_s, others = runs[0], None, max(run.others for run in runs)
     if with_all_cores:
         # Whatever each of several ranks has.
-        whole = _run(config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s)
+        whole = _run(
+            config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s
+        )
         whole_s, others = _point(whole)[1], max(others, whole.others)
     return Calibration(
         points=points,
@@ -123,7 +149,9 @@ def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_c
         total=first.started.total_params,
         examples=first.started.num_train_examples,
         start_s=first.start_s,
-        peak_bytes=max((report.needed_bytes or report.peak_memory_bytes)[0] for report in first.reports),
+        peak_bytes=max(
+            (report.needed_bytes or report.peak_memory_bytes)[0] for report in first.reports
+        ),
         expected_bytes=first.expected_bytes,
         seconds=time.perf_counter() - began,
         cores_per_rank=first.started.cores_per_rank,
@@ -144,19 +172,26 @@ def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
 
 
 def time_to_start(config: TrainConfig, timeout_s: float) -> float:
-    """Seconds from the command to the first step with all of ``config.num_ranks`` processes of this computer.
+    """Seconds from the command to the first step with all of ``config.num_ranks`` processes of this
+    computer.
 
     Raises:
         AllhandsError: it could not be trained; what the training said.
     """
-    changed = {"num_ranks": config.num_ranks, "backend": config.backend, "iters": 2, "save_every": 2}
+    changed = {
+        "num_ranks": config.num_ranks,
+        "backend": config.backend,
+        "iters": 2,
+        "save_every": 2,
+    }
     return _run(config, config.batch_size, timeout_s, changed).start_s
 
 
 def small_passes(
     config: TrainConfig, measured: Calibration, stages: int, timeout_s: float, *, on_gpu: bool
 ) -> SmallPasses | None:
-    """Train a few steps with micro-batches as a pipeline of so many stages has them, if they are not like that anyway.
+    """Train a few steps with micro-batches as a pipeline of so many stages has them, if they are
+    not like that anyway.
 
     Raises:
         AllhandsError: it could not be trained; what the training said.
@@ -165,7 +200,9 @@ def small_passes(
         return None
     tokens, usual = measured.largest
     if config.micro_batch_tokens is not None:
-        return SmallPasses(tokens, config.micro_batch_tokens, 0, usual, usual, measured.points[0][1])
+        return SmallPasses(
+            tokens, config.micro_batch_tokens, 0, usual, usual, measured.points[0][1]
+        )
     limit = small_enough(measured.longest, config.batch_size, stages)
     if limit >= tokens:
         return SmallPasses(tokens, limit, measured.longest, usual, usual, measured.points[0][1])
@@ -188,7 +225,8 @@ def _point(run: _ShortRun) -> tuple[float, float]:
     """Tokens and seconds of a step: of all that count together, since batches differ in length."""
     counted = run.reports[1:] or run.reports
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
-    # The quickest, because a computer that does something else for a moment is slower, never quicker.
+    # The quickest, because a computer that does something else for a moment is slower, never
+    # quicker.
     each = min(1.0 / report.tokens_per_s for report in counted)
     return tokens, tokens * each
 
@@ -196,16 +234,22 @@ def _point(run: _ShortRun) -> tuple[float, float]:
 def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
     """The same where the passes of the next step are handed out in each.
 
-    The last step has none, and its own were computed in the one before: it does not count. Nor do, if there are others,
-    those of a shape that was met for the first time, as most of a long training are not, and those before them: such
-    passes are not handed out ahead. What those took longer is :attr:`Calibration.first_s`. Of the others a step takes
-    as long as the next one's pass does, whose tokens count.
+    The last step has none, and its own were computed in the one before: it does not count. Nor do,
+    if there are others, those of a shape that was met for the first time, as most of a long
+    training are not, and those before them: such passes are not handed out ahead. What those took
+    longer is :attr:`Calibration.first_s`. Of the others a step takes as long as the next one's pass
+    does, whose tokens count.
     """
     counted = list(zip(run.reports, run.reports[1:-1], run.reports[2:], strict=False))
-    old = [(each, after) for before, each, after in counted if before.shapes == each.shapes == after.shapes]
+    old = [
+        (each, after)
+        for before, each, after in counted
+        if before.shapes == each.shapes == after.shapes
+    ]
     # A device gets quicker until its clock and its caches are where they stay.
     chosen = old[len(old) // 3 :] if len(old) > 1 else [(each, after) for _, each, after in counted]
-    # Of all: a rare length, which is most often a long one, is met for the first time more often than others.
+    # Of all: a rare length, which is most often a long one, is met for the first time more often
+    # than others.
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in run.reports)
     if not chosen:
         return tokens, statistics.mean(report.step_time_s for report in run.reports)
@@ -217,8 +261,8 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
 
 
 def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the seconds of a step with so many tokens, by a line through steps of other ``sizes``; no part is
-    negative.
+    """Return the seconds of a step with so many tokens, by a line through steps of other ``sizes``;
+    no part is negative.
     """
     if statistics.pstdev(sizes) < _ALIKE * statistics.mean(sizes):
         return statistics.mean(seconds)
@@ -266,7 +310,10 @@ def _run(
         if done.returncode:
             raise _failure(done.stderr, done.returncode)
         expected = _expected(place / "run")
-        events = [decode_event(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        events = [
+            decode_event(line)
+            for line in (place / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     started = next(event for event in events if isinstance(event, RunStarted))
     reports = tuple(event for event in events if isinstance(event, TrainReport))
     return _ShortRun(started, reports, max(0.0, started.time - began), expected, watch.others)
@@ -287,12 +334,18 @@ def _expected(run: Path) -> int | None:
         return None
 
 
-def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False) -> Mapping[str, Any]:
+def settings(
+    config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False
+) -> Mapping[str, Any]:
     """Return the options of a short run: what is computed in a step is that of ``config``."""
     steps = steps_of(config, on_gpu=on_gpu)
     long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
     compiled = on_gpu and long and config.compile == "auto" and _can_be_compiled(config.model)
-    values = {name: value for name, value in config.model_dump(mode="json").items() if name not in _DROPPED}
+    values = {
+        name: value
+        for name, value in config.model_dump(mode="json").items()
+        if name not in _DROPPED
+    }
     changed = {
         "train": True,
         "batch_size": batch_size,

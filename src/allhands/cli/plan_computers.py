@@ -29,7 +29,7 @@ _HERE = "this computer"
 Say = Callable[[str], object]
 
 
-# --- computers ----------------------------------------------------------------------------------------
+# --- computers ------------------------------------------------------------------------------------
 
 
 def computers_of(
@@ -41,7 +41,8 @@ def computers_of(
     say: Say,
     notes: list[str],
 ) -> tuple[Computer, ...]:
-    """Return the computers in the order of their names; one where the others are like it, or only imagined.
+    """Return the computers in the order of their names; one where the others are like it, or only
+    imagined.
 
     Args:
         kind: of this computer's processor.
@@ -51,7 +52,9 @@ def computers_of(
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
         found = tuple(_described(each, devices[0], watts=watts) for each in devices)
     elif on_hosts(config):
-        found = _answering(config, kind, link.speeds if isinstance(link, Measured) else (), say, notes)
+        found = _answering(
+            config, kind, link.speeds if isinstance(link, Measured) else (), say, notes
+        )
     else:
         return (_here(kind),)
     notes += listed(found)
@@ -70,10 +73,14 @@ def _described(device: PlannedDevice, first: PlannedDevice, *, watts: bool) -> C
 
 
 def _here(kind: str) -> Computer:
-    """Return this computer, with the memory that arrays may take now, or at all where that is the GPU's own."""
+    """Return this computer, with the memory that arrays may take now, or at all where that is the
+    GPU's own.
+    """
     if kind == "cpu":
         memory = memory_facts()
-        return Computer(_HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now")
+        return Computer(
+            _HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now"
+        )
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
     return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
@@ -88,11 +95,21 @@ def _answering(
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
     found: list[Computer] = []
     for host in hosts:
-        one = replace(_here(kind), name=host.name) if host.ssh is None else _told(host, told.get(host.name))
+        one = (
+            replace(_here(kind), name=host.name)
+            if host.ssh is None
+            else _told(host, told.get(host.name))
+        )
         if host.slots > 1:
-            usable = one.usable_bytes if kind == "cuda" or one.usable_bytes is None else one.usable_bytes // host.slots
+            usable = (
+                one.usable_bytes
+                if kind == "cuda" or one.usable_bytes is None
+                else one.usable_bytes // host.slots
+            )
             why = f"{one.why}; its {host.slots} ranks share it" if kind != "cuda" else one.why
-            one = replace(one, usable_bytes=usable, why=why.removeprefix("; "), part=1.0 / host.slots)
+            one = replace(
+                one, usable_bytes=usable, why=why.removeprefix("; "), part=1.0 / host.slots
+            )
         found += [one] * host.slots
     speeds = _speeds(config, hosts, measured, notes)
     return tuple(replace(each, speed=speed) for each, speed in zip(found, speeds, strict=True))
@@ -103,21 +120,29 @@ def _told(host: Host, facts: HostFacts | None) -> Computer:
         return Computer(host.name)
     usable, free, _ = memory_of(facts)
     if not facts.gpus:
-        return Computer(host.name, 1.0, free, facts.memory.total, "other programs have the rest now")
+        return Computer(
+            host.name, 1.0, free, facts.memory.total, "other programs have the rest now"
+        )
     gpu = facts.gpus[0]
     if gpu.kind == "cuda":
         return Computer(host.name, 1.0, int(USABLE["cuda"] * usable), usable, DRIVER_TAKES)
     return Computer(host.name, 1.0, usable, gpu.memory, MAC_KEEPS)
 
 
-def _speeds(config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float], notes: list[str]) -> list[float]:
-    """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as ``measured``."""
+def _speeds(
+    config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float], notes: list[str]
+) -> list[float]:
+    """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as
+    ``measured``.
+    """
     slots = [host.slots for host in hosts]
     mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
     if config.given_weights:
         return [weight / config.given_weights[mine] for weight in config.given_weights]
     if len(measured) == sum(slots):
-        notes.append("speeds as measured, by products of matrices on all ranks at once; a step may differ")
+        notes.append(
+            "speeds as measured, by products of matrices on all ranks at once; a step may differ"
+        )
         if max(measured) <= _ALIKE * min(measured):
             return [1.0] * len(measured)
         return [max(round(speed / measured[mine], 2), 0.01) for speed in measured]
@@ -144,13 +169,14 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
     return asked.prices
 
 
-# --- the link -----------------------------------------------------------------------------------------
+# --- the link -------------------------------------------------------------------------------------
 
 
 def link_between(
     config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
 ) -> ExchangeTimes | None:
-    """Return the link: measured between ranks that there are, else as described; ``None``: there is one computer.
+    """Return the link: measured between ranks that there are, else as described; ``None``: there is
+    one computer.
 
     Raises:
         AllhandsError: it is not known, or cannot be measured.
@@ -166,7 +192,9 @@ def link_between(
                 "numbers of imagined computers: --machines 1,2,4"
             )
         if config.compress != "none":
-            notes.append(f"--compress {config.compress} has no effect: one computer exchanges nothing")
+            notes.append(
+                f"--compress {config.compress} has no effect: one computer exchanges nothing"
+            )
         return None
     found = link_of(asked.link or _DEFAULT_LINK)
     if not asked.link:
@@ -183,7 +211,9 @@ def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeT
     found = measure(hosts_of(config), config.backend, options)
     if found.whole is None:
         why = "; ".join(failure.message for failure in found.failures) or "no group came together"
-        raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
+        raise DistributedError(
+            f"the link cannot be measured: {why}", hint="allhands cluster check tells more"
+        )
     whole = found.whole
     notes.append(
         f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "

@@ -12,7 +12,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from allhands.cli.plan_asked import AskedComputers, devices_of, hosts_of, on_hosts
-from allhands.cli.plan_calibration import Calibration, calibrate, small_passes, steps_of, time_to_start
+from allhands.cli.plan_calibration import (
+    Calibration,
+    calibrate,
+    small_passes,
+    steps_of,
+    time_to_start,
+)
 from allhands.cli.plan_computers import computers_of, link_between, prices_of
 from allhands.cli.plan_validations import number_of, open_splits, seconds_of, valid_rows
 from allhands.cluster.candidates import facts_here
@@ -46,7 +52,15 @@ from allhands.run.model_sizes import (
     left_to_adam,
     linears,
 )
-from allhands.run.training_memory import WRITING_BYTES, DecoderShape, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.run.training_memory import (
+    WRITING_BYTES,
+    DecoderShape,
+    Work,
+    blocks_of,
+    of_process,
+    on_cpu,
+    on_gpu,
+)
 from allhands.runtime.accelerator import detect, device_memory, sizing_of
 from allhands.runtime.blas import available_cores
 
@@ -68,7 +82,8 @@ class _Model:
         bits: of quantised weights, 0 for dense ones.
         tied: whether the table of tokens is the head, too.
         forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
-        values: its config.json; ``group``: numbers of a group of quantised weights, 1 for dense ones.
+        values: its config.json; ``group``: numbers of a group of quantised weights, 1 for dense
+            ones.
     """
 
     blocks: DecoderShape | None
@@ -81,8 +96,11 @@ class _Model:
     group: int = 1
 
 
-def facts_of(config: TrainConfig, asked: AskedComputers, say: Say) -> tuple[Job, list[str], Calibration | None]:
-    """Return everything to plan with, notes on where it is from, and the results of a short training here.
+def facts_of(
+    config: TrainConfig, asked: AskedComputers, say: Say
+) -> tuple[Job, list[str], Calibration | None]:
+    """Return everything to plan with, notes on where it is from, and the results of a short
+    training here.
 
     Raises:
         ConfigError: options contradict each other.
@@ -93,11 +111,13 @@ def facts_of(config: TrainConfig, asked: AskedComputers, say: Say) -> tuple[Job,
 
 
 class _Facts:
-    """A training and the computers for it, as far as they are known; ``notes`` say where the facts are from.
+    """A training and the computers for it, as far as they are known; ``notes`` say where the facts
+    are from.
 
     Attributes:
         measured: by a short training here; ``None``: the computers are only described.
-        row_tokens: of a row, on the average; ``num_rows`` of the training data, where that is known.
+        row_tokens: of a row, on the average; ``num_rows`` of the training data, where that is
+            known.
         together: whether the ranks are processes of this computer.
     """
 
@@ -108,7 +128,11 @@ class _Facts:
         self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
         self.notes = [*config.notes, *left_out(config)]
         self.prices = prices_of(asked, self.devices, self.notes)  # before anything that takes long
-        self.model = _fresh(config, self.kind) if isinstance(config, PretrainConfig) else _read(config, self.kind)
+        self.model = (
+            _fresh(config, self.kind)
+            if isinstance(config, PretrainConfig)
+            else _read(config, self.kind)
+        )
         self.blocks = self.model.blocks
         if asks(config):
             require_asked(config, self.model.values, self._most_ranks(), self._known_backend)
@@ -131,7 +155,9 @@ class _Facts:
         steps = self._steps()
         counted = self.measured is not None or self.num_rows is not None
         valid = valid_rows(config, counted=counted, say=self.say, notes=self.notes)
-        validations = number_of(self._batches(), config.steps_per_eval, config.grad_accumulation_steps)
+        validations = number_of(
+            self._batches(), config.steps_per_eval, config.grad_accumulation_steps
+        )
         job = Job(
             steps=steps,
             start_s=0.0,
@@ -168,14 +194,20 @@ class _Facts:
         return self._with_small_passes(self._with_measured(job))
 
     def _with_measured(self, job: Job) -> Job:
-        """Return the job with the times and the memory that the short training had, if there was one."""
+        """Return the job with the times and the memory that the short training had, if there was
+        one.
+        """
         measured = self.measured
         if measured is None:
             return job
         needed = measured.peak_bytes if self.kind == "cuda" else 0
         if needed and job.blocks is not None and job.work is not None:
-            most = format_bytes(limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory()))
-            self.notes.append(f"of the GPU's memory training takes up to {most} where it is free: it is faster so")
+            most = format_bytes(
+                limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory())
+            )
+            self.notes.append(
+                f"of the GPU's memory training takes up to {most} where it is free: it is faster so"
+            )
         # A part of what the first steps take longer, where the training is a short one.
         first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
         return replace(
@@ -195,17 +227,23 @@ class _Facts:
         if self.kind == "cuda":
             return "nccl"
         if self.together:
-            return choose(facts_here(self.config.num_ranks), cores_per_rank=self.config.cores_per_rank).backend
+            return choose(
+                facts_here(self.config.num_ranks), cores_per_rank=self.config.cores_per_rank
+            ).backend
         return "ring"
 
     def _most_ranks(self) -> int:
         """Return the largest number of ranks that is planned."""
         if self.devices:
             return max(len(self.devices), *(self.asked.machines or (1,)))
-        return max(sum(host.slots for host in hosts_of(self.config)), *(self.asked.machines or (1,)))
+        return max(
+            sum(host.slots for host in hosts_of(self.config)), *(self.asked.machines or (1,))
+        )
 
     def _room(self) -> int:
-        """Return the number of processes that a computer's cores are enough for, where they share a CPU; else 0."""
+        """Return the number of processes that a computer's cores are enough for, where they share a
+        CPU; else 0.
+        """
         if not self.together or self.kind != "cpu":
             return 0
         return max(1, available_cores() // (self.config.cores_per_rank or 1))
@@ -213,7 +251,9 @@ class _Facts:
     def _measure(self) -> Calibration:
         """Train a few steps, with the cores that each of several processes of a computer will have."""
         config, on_gpu = self.config, self.kind != "cpu"
-        self.say(f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ...")
+        self.say(
+            f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ..."
+        )
         ranks = max(host.slots for host in hosts_of(config))
         if ranks > 1 and not config.cores_per_rank:
             there = available_cores()
@@ -229,19 +269,31 @@ class _Facts:
         return calibrate(self.as_one_of, timeout_s, self.say, on_gpu=on_gpu, with_all_cores=alone)
 
     def _with_small_passes(self, job: Job) -> Job:
-        """Return the job with the time of micro-batches of the smallest pipeline that is spoken of, if one is."""
-        if self.measured is None or not on_hosts(self.config) or not (pipelines := look_ahead(job).pipelines):
+        """Return the job with the time of micro-batches of the smallest pipeline that is spoken of,
+        if one is.
+        """
+        if (
+            self.measured is None
+            or not on_hosts(self.config)
+            or not (pipelines := look_ahead(job).pipelines)
+        ):
             return job
         self.say("training a few steps with the small micro-batches of a pipeline ...")
         stages, timeout_s = min(each.machines for each in pipelines), self.asked.timeout_s
-        small = small_passes(self.as_one_of, self.measured, stages, timeout_s, on_gpu=self.kind != "cpu")
+        small = small_passes(
+            self.as_one_of, self.measured, stages, timeout_s, on_gpu=self.kind != "cpu"
+        )
         return replace(job, small=small)
 
     def _about(self) -> str:
         """Describe the training in a few words."""
         config, fresh = self.config, pretraining(self.config)
         method = _METHODS[config.fine_tune_type]
-        what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
+        what = (
+            f"pre-training of {fresh.shape}"
+            if fresh is not None
+            else f"{method} of {Path(config.model).name}"
+        )
         rows = counted(config.batch_size * config.grad_accumulation_steps, "row")
         return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
@@ -249,10 +301,14 @@ class _Facts:
         """Return how many times as long passes take in which activations are computed again."""
         if self.blocks is None or self.config.grad_checkpoint:
             return 1.0
-        return self._flops(self.blocks, recomputed=True) / self._flops(self.blocks, recomputed=False)
+        return self._flops(self.blocks, recomputed=True) / self._flops(
+            self.blocks, recomputed=False
+        )
 
     def _flops(self, blocks: DecoderShape, *, recomputed: bool) -> float:
-        return flops_per_token(blocks, self.config.fine_tune_type, self.layers, recomputed=recomputed)
+        return flops_per_token(
+            blocks, self.config.fine_tune_type, self.layers, recomputed=recomputed
+        )
 
     def _started(self) -> tuple[int, float] | None:
         if not self.together:
@@ -260,7 +316,7 @@ class _Facts:
         self.say(f"starting it in {self.config.num_ranks} processes ...")
         return self.config.num_ranks, time_to_start(self.config, self.asked.timeout_s)
 
-    # --- a step ---------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def _trained(self) -> int:
         """Return the number of trained parameters."""
@@ -269,13 +325,21 @@ class _Facts:
             return self.measured.exchanged
         if blocks is None:
             hint = "let it be trained for a few steps: leave --device out"
-            raise ConfigError("this model is not built of equal blocks: nothing can be estimated", hint=hint)
+            raise ConfigError(
+                "this model is not built of equal blocks: nothing can be estimated", hint=hint
+            )
         layers = _trained_layers(config, blocks)
         if config.fine_tune_type == "full":
             if layers == blocks.layers:
                 return all_weights(blocks, tied=self.model.tied)
-            return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
-        numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
+            return (
+                layers
+                * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims)
+                // blocks.layers
+            )
+        numbers = adapter_weights(
+            blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys
+        )
         if not numbers:
             raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
         return numbers
@@ -327,21 +391,29 @@ class _Facts:
         return PackedGradients(codec, self._backend, self._gradient_word)
 
     def _rows(self) -> tuple[float, int | None]:
-        """Return tokens of a row and the number of rows: as the short training or the data have them, or the most."""
+        """Return tokens of a row and the number of rows: as the short training or the data have
+        them, or the most.
+        """
         config = self.config
         if self.measured is not None:
             return self.measured.points[0][0] / config.batch_size, self.measured.examples
         if config.packing or not {"data", "hf_dataset"} & config.model_fields_set:
             why = "rows are packed" if config.packing else "no --data is named"
-            self.notes.append(f"for rows of {config.max_seq_length} tokens, the longest there can be: {why}")
+            self.notes.append(
+                f"for rows of {config.max_seq_length} tokens, the longest there can be: {why}"
+            )
             return float(config.max_seq_length), None
         self.say("reading the data ...")
-        alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
+        alone = config.model_copy(
+            update={"val_batches": 0, "test": False, "early_stopping_patience": None}
+        )
         data = open_splits(alone)
         assert data.train is not None
         number = len(data.train)
         tokens = data.stored["train"].report.num_tokens / number
-        self.notes.append(f"for rows of {tokens:.0f} tokens on the average, of which the data have {number:,}")
+        self.notes.append(
+            f"for rows of {tokens:.0f} tokens on the average, of which the data have {number:,}"
+        )
         return tokens, number
 
     def _batches(self) -> int:
@@ -356,7 +428,7 @@ class _Facts:
     def _steps(self) -> int:
         return math.ceil(self._batches() / self.config.grad_accumulation_steps)
 
-    # --- memory ---------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def _work(self) -> Work | None:
         config, blocks, measured = self.config, self.blocks, self.measured
@@ -372,7 +444,11 @@ class _Facts:
             share = min(share, int(1.15 * self.row_tokens * config.batch_size))
         full, word = config.fine_tune_type == "full", self.model.word
         trained_bytes = self.trained * self._gradient_word
-        by_adam = left_to_adam(blocks, config.optimizer, trained_bytes, word) if pretraining(config) else 0
+        by_adam = (
+            left_to_adam(blocks, config.optimizer, trained_bytes, word)
+            if pretraining(config)
+            else 0
+        )
         row = min(config.max_seq_length, share)
         return Work(
             method=config.fine_tune_type,
@@ -398,18 +474,25 @@ class _Facts:
         return self.model.weights_bytes
 
     def _present(self, work: Work | None) -> int:
-        """Return the bytes of a process on a CPU that are no arrays of its training, as it said itself, or about."""
+        """Return the bytes of a process on a CPU that are no arrays of its training, as it said
+        itself, or about.
+        """
         if self.kind != "cpu":
             return 0
         measured = self.measured
-        if self.blocks is None or work is None or measured is None or measured.expected_bytes is None:
+        if (
+            self.blocks is None
+            or work is None
+            or measured is None
+            or measured.expected_bytes is None
+        ):
             return PROGRAM_BYTES
         # The steps that were measured have written nothing.
         later = WRITING_BYTES if self.config.sample_prompts else 0
         return later + max(0, measured.expected_bytes - of_process(on_cpu(self.blocks, work), 0, 0))
 
 
-# --- the model ----------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def _read(config: TrainConfig, kind: str) -> _Model:
@@ -421,7 +504,11 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
     if not (size := all_bytes(place)):
-        raise ModelError("weights are missing: no model*.safetensors", where=str(place), hint="fetch the model again")
+        raise ModelError(
+            "weights are missing: no model*.safetensors",
+            where=str(place),
+            hint="fetch the model again",
+        )
     tied = bool(values.get("tie_word_embeddings", False))
     half = _stored_as(values) in ("bfloat16", "float16")
     blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
@@ -440,7 +527,9 @@ def _read(config: TrainConfig, kind: str) -> _Model:
 def _forms(
     blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return :func:`forms_on_cpu`, packed ones as the files of ``size`` bytes have them: scales may be of any type."""
+    """Return :func:`forms_on_cpu`, packed ones as the files of ``size`` bytes have them: scales may
+    be of any type.
+    """
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
     by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
     return codes, (by_file * of_block, by_file * of_table)
@@ -461,11 +550,16 @@ def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
     """Return the model that is made anew."""
     numbers: dict[str, Any] = fresh.numbers()
     if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
-        numbers = {"vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()), **numbers}
+        numbers = {
+            "vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()),
+            **numbers,
+        }
     shape = find_shape(fresh.shape, numbers)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mixed = shape.experts, shape.experts_per_token
-    blocks = DecoderShape(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
+    blocks = DecoderShape(
+        shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed
+    )
     word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
     values = model_config(shape)
     return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied, values=values)
@@ -480,7 +574,11 @@ def _told(measured: Calibration) -> str:
     """Tell what the short training has shown."""
     speed = measured.points[0][0] / measured.points[0][1]
     first = measured.first_s
-    later = f"; its first steps take {format_duration(first)} longer than later ones" if first >= _FELT_S else ""
+    later = (
+        f"; its first steps take {format_duration(first)} longer than later ones"
+        if first >= _FELT_S
+        else ""
+    )
     return (
         f"measured here: {speed:,.0f} tokens/s with {format_count(measured.exchanged)} of "
         f"{format_count(measured.total)} parameters trained, {format_bytes(measured.peak_bytes)} at the peak, "

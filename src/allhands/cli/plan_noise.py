@@ -12,7 +12,8 @@ import psutil
 
 from allhands.runtime.blas import allowed_cores, available_cores
 
-# Of this computer's cores others may take so much, and half a core in any case, before times are no measure.
+# Of this computer's cores others may take so much, and half a core in any case, before times are no
+# measure.
 _BUSY, _HALF = 0.15, 0.5
 _LONGER = 1.05  # times that should be no longer than others may be so much longer
 
@@ -41,7 +42,10 @@ def _busy_s() -> float:
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
     chosen = [each[core] for core in mine if core < len(each)]
     # A guest's time is in that of users, too.
-    return sum(one.user + one.system + getattr(one, "nice", 0.0) + getattr(one, "steal", 0.0) for one in chosen)
+    return sum(
+        one.user + one.system + getattr(one, "nice", 0.0) + getattr(one, "steal", 0.0)
+        for one in chosen
+    )
 
 
 def _own_s() -> float:

@@ -35,7 +35,11 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
     if outlook.pipelines:
         console.print("In stages, each with some of the blocks (--strategy pipeline):")
     for each in outlook.pipelines:
-        waiting = f", {_percent(each.messages_s, each.step_s)} of it messages" if each.fits is not False else ""
+        waiting = (
+            f", {_percent(each.messages_s, each.step_s)} of it messages"
+            if each.fits is not False
+            else ""
+        )
         console.print(f"{each.machines}: {each.told}{waiting}")
     if outlook.pipelines:
         console.print()
@@ -74,15 +78,23 @@ def _show_time(console: Console, outlook: Outlook) -> None:
 
 
 def _show_table(console: Console, rows: Sequence[dict[str, str]], *narrow: str) -> None:
-    """Print rows, whose keys are the heads of the columns; ``narrow`` are left out first where they do not fit."""
+    """Print rows, whose keys are the heads of the columns; ``narrow`` are left out first where they
+    do not fit.
+    """
     print_table(console, tuple(rows[0]), [tuple(row.values()) for row in rows], narrow)
 
 
 def _times_before(outlook: Outlook) -> Iterator[str]:
     """Yield what a step takes on one computer."""
     job, alone_s = outlook.job, outlook.lines[0].prediction.step_s
-    where = f"on {outlook.alone.name}" if job.whole_s is None else "by one process with its share of the cores"
-    serial = f"of which {100 * job.step.serial_s / alone_s:.0f} % gets no shorter with more {_unit(job)}"
+    where = (
+        f"on {outlook.alone.name}"
+        if job.whole_s is None
+        else "by one process with its share of the cores"
+    )
+    serial = (
+        f"of which {100 * job.step.serial_s / alone_s:.0f} % gets no shorter with more {_unit(job)}"
+    )
     yield f"{counted(job.steps, 'step')}; one of them {where}: {_milliseconds(alone_s)}, {serial}"
     if job.whole_s is not None:
         told = f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(outlook.alone_s)} in all"
@@ -95,7 +107,9 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
 
 
 def _times_after(outlook: Outlook) -> Iterator[str]:
-    """Yield what the table of times does not say: computers, costs, validations, and how many are enough."""
+    """Yield what the table of times does not say: computers, costs, validations, and how many are
+    enough.
+    """
     job, lines = outlook.job, outlook.lines
     if job.mixed:
         yield from (f"{line.machines}: {line.computers}" for line in lines)
@@ -116,7 +130,9 @@ def _validations(outlook: Outlook) -> Iterator[str]:
     """Yield the time of all validations, if it is felt."""
     lines = outlook.lines
     if any(line.validation_s and line.validation_s >= _FELT * line.training_s for line in lines):
-        spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in lines)
+        spent = ", ".join(
+            f"{each.machines}: {format_duration(each.validation_s)}" for each in lines
+        )
         yield (
             f"This includes {counted(outlook.job.validations, 'validation')} ({spent}), counted as forward passes at "
             "the speed of the steps: a larger --steps-per-eval makes fewer, and fewer --val-batches make shorter ones"
@@ -164,7 +180,9 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
     ways = {f"{way.ranks}: {way.name}": way for way in outlook.memory if way.ranks in shown}
     sends = any(way.sent_bytes for way in ways.values())
-    rows = [{f"{_unit(job)}: way": name, **_memory_row(way, sends=sends)} for name, way in ways.items()]
+    rows = [
+        {f"{_unit(job)}: way": name, **_memory_row(way, sends=sends)} for name, way in ways.items()
+    ]
     _show_table(console, rows, "grads", "logits", "optim.", "sent", "a step")
     sent = "; sent: by a rank in a step" * sends
     console.print(f"optim.: optimizer state; activ.: activations{sent}")

@@ -1,4 +1,6 @@
-"""The time of a planned training's validations: as many as training makes, of as many rows as it takes."""
+"""The time of a planned training's validations: as many as training makes, of as many rows as it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class ValidRows:
 
 
 def number_of(batches: int, every: int, accumulated: int) -> int:
-    """Count validations: one before the first batch, one at each multiple of ``every``, one after the last batch.
+    """Count validations: one before the first batch, one at each multiple of ``every``, one after
+    the last batch.
 
     Args:
         accumulated: batches of an update, within which none is made.
@@ -46,11 +49,15 @@ def number_of(batches: int, every: int, accumulated: int) -> int:
     return 1 + reached + (math.ceil(reached * every / accumulated) < updates)
 
 
-def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]) -> ValidRows:
-    """Return the rows of a validation; none if none is asked for, or nothing is there to validate on.
+def valid_rows(
+    config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]
+) -> ValidRows:
+    """Return the rows of a validation; none if none is asked for, or nothing is there to validate
+    on.
 
     Args:
-        counted: whether the training's rows were read; else validations are left out where the data cannot be.
+        counted: whether the training's rows were read; else validations are left out where the data
+            cannot be.
 
     Raises:
         AllhandsError: the data cannot be read.
@@ -76,12 +83,18 @@ def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], objec
         return nothing
     assert rows is not None
     # As allhands.train's evaluator chooses them.
-    number = len(rows) if config.val_batches < 0 else min(len(rows), config.val_batches * config.batch_size)
+    number = (
+        len(rows)
+        if config.val_batches < 0
+        else min(len(rows), config.val_batches * config.batch_size)
+    )
     return ValidRows(number, int(rows.work[Shuffle(len(rows), 0).at(np.arange(number))].sum()))
 
 
 def open_splits(config: TrainConfig, *names: str) -> Datasets:
-    """Open the splits of these ``names``, or all: tokenised as for the training, which finds the tokens again."""
+    """Open the splits of these ``names``, or all: tokenised as for the training, which finds the
+    tokens again.
+    """
     found = find_splits(config)
     fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
     if fresh is None:
@@ -94,7 +107,8 @@ def open_splits(config: TrainConfig, *names: str) -> Datasets:
 def seconds_of(
     rows: ValidRows, step: StepModel, config: TrainConfig, blocks: DecoderShape | None, layers: int
 ) -> float:
-    """Return the seconds of one validation on one computer: a forward pass, a part of a training step's time.
+    """Return the seconds of one validation on one computer: a forward pass, a part of a training
+    step's time.
 
     Args:
         layers: blocks through which gradients go back.
@@ -102,7 +116,10 @@ def seconds_of(
     if blocks is None:  # of three passes, or of two where the weights are frozen
         share = 1 / 3 if config.fine_tune_type == "full" else 1 / 2
     else:
-        share = forward_share(blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint)
-    # Beside the passes full training has an update, which is nothing for adapters: there each pass has its overhead.
+        share = forward_share(
+            blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint
+        )
+    # Beside the passes full training has an update, which is nothing for adapters: there each pass
+    # has its overhead.
     token_s = step.token_s if config.fine_tune_type == "full" else step.alone_s / step.tokens
     return rows.tokens * token_s * share

@@ -44,7 +44,9 @@ def prepare(asked: DataPrepare) -> None:
     options = _options(asked)
     check_output(asked.out, asked.sources, options.force)
     console = console_for()
-    wanted = SourceOptions(asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit)
+    wanted = SourceOptions(
+        asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit
+    )
     sources = find_sources(asked.sources, wanted)
     chat = chat_choice(asked.chat_template, asked.system)
     measure = _measure(asked.model, asked.trust_remote_code, chat) if asked.model else None
@@ -67,19 +69,27 @@ def data_demo(asked: DataDemo) -> None:
     typer.echo(f"{asked.out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
 
 
-# --- from flags to options --------------------------------------------------------------------------
+# --- from flags to options ------------------------------------------------------------------------
 
 
 def _options(flags: DataPrepare) -> PrepareOptions:
     features = flags.features
     if flags.dedupe not in ("off", "exact", "near"):
-        raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
+        raise ConfigError(
+            f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near"
+        )
     for flag, value, what in (
         ("--max-seq-length", flags.max_seq_length, "without it, lengths are in characters"),
-        ("--chat-template", flags.chat_template, "it is used to count tokens, and nothing of it is written"),
+        (
+            "--chat-template",
+            flags.chat_template,
+            "it is used to count tokens, and nothing of it is written",
+        ),
     ):
         if value is not None and flags.model is None:
-            raise ConfigError("it has no effect without a model", where=flag, hint=f"add --model: {what}")
+            raise ConfigError(
+                "it has no effect without a model", where=flag, hint=f"add --model: {what}"
+            )
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
         columns={**columns, **features},
@@ -99,8 +109,11 @@ def _options(flags: DataPrepare) -> PrepareOptions:
     )
 
 
-def _short_columns(given: Sequence[str], features: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``, and ``{"prompt_feature": "--column ..."}``.
+def _short_columns(
+    given: Sequence[str], features: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``, and ``{"prompt_feature":
+    "--column ..."}``.
 
     Args:
         features: what the long flags say, ``{"prompt_feature": "question"}``.
@@ -126,7 +139,9 @@ def _short_columns(given: Sequence[str], features: Mapping[str, str]) -> tuple[d
             other = f"--{key.replace('_', '-')} {features[key]}"
         if other is not None:
             hint = "one part is one column: keep one of the two"
-            raise ConfigError(f"the column of one part is named twice, also by {other}", where=flag, hint=hint)
+            raise ConfigError(
+                f"the column of one part is named twice, also by {other}", where=flag, hint=hint
+            )
         columns[key], typed[key] = name, flag
     return columns, typed
 
@@ -141,7 +156,7 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=None).render
 
 
-# --- the screen -------------------------------------------------------------------------------------
+# --- the screen -----------------------------------------------------------------------------------
 
 
 class _Screen:
@@ -169,13 +184,19 @@ class _Screen:
     def _say(self, text: str, indent: int = 2) -> None:
         self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
-    def _table(self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-        table = table_of(names, rows, left=[place for place in range(len(names)) if place not in right])
+    def _table(
+        self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]
+    ) -> None:
+        table = table_of(
+            names, rows, left=[place for place in range(len(names)) if place not in right]
+        )
         table.columns[0].min_width = max(len(row[0]) for row in rows)
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
-        """The end of a long name, which says more than its beginning; without the folder that all have in common."""
+        """The end of a long name, which says more than its beginning; without the folder that all
+        have in common.
+        """
         name = name.removeprefix(self._folder)
         return name if len(name) <= _NAME_WIDTH else "…" + name[-_NAME_WIDTH + 1 :]
 
@@ -195,14 +216,20 @@ class _Screen:
             )
             for source in outcome.sources[:_MANY]
         ]
-        self._table(("source", "rows", "left out", *(["split"] if any_split else []), "recognised"), shown, (1, 2))
+        self._table(
+            ("source", "rows", "left out", *(["split"] if any_split else []), "recognised"),
+            shown,
+            (1, 2),
+        )
         if len(outcome.sources) > _MANY:
             self._say(f"and {len(outcome.sources) - _MANY} more, in report.json")
 
     def _splits(self) -> None:
         outcome = self._outcome
         self._title(f"kept: {counted(outcome.num_kept, 'row')}")
-        rows = [(name, f"{outcome.kept[name]}", f"{outcome.preference[name]}") for name in outcome.kept]
+        rows = [
+            (name, f"{outcome.kept[name]}", f"{outcome.preference[name]}") for name in outcome.kept
+        ]
         with_preference = any(outcome.preference.values())
         names = ("split", "rows", "preference") if with_preference else ("split", "rows")
         self._table(names, [row[: len(names)] for row in rows], (1, 2))
@@ -216,7 +243,9 @@ class _Screen:
         self._title(f"duplicates: {found.exact} exact, {found.near} near, {found.removed} removed")
         for pair, count in found.across.items():
             own, other = pair.split(", ")
-            self._say(f"{counted(count, 'row')} of {own} {'is' if count == 1 else 'are'} also in {other}")
+            self._say(
+                f"{counted(count, 'row')} of {own} {'is' if count == 1 else 'are'} also in {other}"
+            )
         for twin in found.examples:
             like = "repeats" if twin.similarity >= 1 else f"is {twin.similarity:.0%} like"
             self._say(f"{self._short(twin.row)} {like} {self._short(twin.of)}")
@@ -256,7 +285,9 @@ class _Screen:
         self._title(f"lengths in {lengths.unit}")
         self._say(lengths.sentence())
         unicode = (self._console.encoding or "").lower().startswith("utf")
-        for line in bars(self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
+        for line in bars(
+            self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode
+        ):
             self._console.print(f"  {line}", no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
@@ -269,24 +300,36 @@ class _Screen:
     def _whole_texts(self, flags: DataPrepare) -> bool:
         """Return True if a text file may have become a single row."""
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
-        return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
+        return flags.documents in ("auto", "file") and any(
+            file_type(file) == "text" for file in files
+        )
 
     def _next(self, flags: DataPrepare) -> None:
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]
         train = ["allhands", "train", "--train", "--model", model, "--data", out]
-        if Path(model).is_dir() and not (Path(model) / "config.json").exists():  # a tokenizer, of no model yet
+        if (
+            Path(model).is_dir() and not (Path(model) / "config.json").exists()
+        ):  # a tokenizer, of no model yet
             train = ["allhands", "pretrain", "--tokenizer", model, "--data", out]
-        template = ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
-        for command in ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ():
+        template = (
+            ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
+        )
+        for command in (
+            ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ()
+        ):
             self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
         if any(self._outcome.preference.values()):
-            self._say(f"preference data, for methods that learn from it: {flags.out / 'preference'}")
+            self._say(
+                f"preference data, for methods that learn from it: {flags.out / 'preference'}"
+            )
 
 
 def _common_folder(names: Sequence[str]) -> str:
-    """The folder that all files lie in, with the slash; empty if there is none, or something is not a file."""
+    """The folder that all files lie in, with the slash; empty if there is none, or something is not
+    a file.
+    """
     if not all(os.path.exists(name) for name in names):
         return ""
     try:

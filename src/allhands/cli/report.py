@@ -19,10 +19,16 @@ def report(asked: Report) -> None:
     _require_different(asked.runs)
     target = asked.out or _usual(asked.runs)
     if target.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"{target} is no name of an HTML file", where="--out", hint="choose one that ends in .html")
+        raise ConfigError(
+            f"{target} is no name of an HTML file",
+            where="--out",
+            hint="choose one that ends in .html",
+        )
     beside = target.with_suffix(".md")
     for file in (target, beside):
-        require_ours(file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=asked.force)
+        require_ours(
+            file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=asked.force
+        )
     found = [read_facts(run) for run in asked.runs]
     page = make_page(found, title=asked.title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
@@ -30,7 +36,9 @@ def report(asked: Report) -> None:
     make_directory(target.parent, private=True)
     for file, text in texts.items():
         write_whole(
-            file, lambda draft, text=text: draft.write_text(text, encoding="utf-8", errors="replace"), private=True
+            file,
+            lambda draft, text=text: draft.write_text(text, encoding="utf-8", errors="replace"),
+            private=True,
         )
     for part in page.runs:
         echo(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))

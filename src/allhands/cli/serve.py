@@ -1,4 +1,6 @@
-"""``allhands serve``: a model behind the interface of OpenAI's, for editors, chat windows and programs."""
+"""``allhands serve``: a model behind the interface of OpenAI's, for editors, chat windows and
+programs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ def serve(asked: Serve) -> None:
     """Run the verb."""
     choice = chat_choice(asked.chat_template, asked.system)
     listening = listen(
-        asked.host, asked.port, token=asked.token, names=asked.name or (), origins=asked.allowed_origins or ()
+        asked.host,
+        asked.port,
+        token=asked.token,
+        names=asked.name or (),
+        origins=asked.allowed_origins or (),
     )
     if listening.is_open:
         print(
@@ -35,6 +41,12 @@ def serve(asked: Serve) -> None:
         print(f"{asked.model} is served at {listening.address}/v1", flush=True)
 
     options = ServeOptions(
-        asked.model, asked.adapter_path, asked.max_tokens, asked.temp, asked.top_p, asked.trust_remote_code, choice
+        asked.model,
+        asked.adapter_path,
+        asked.max_tokens,
+        asked.temp,
+        asked.top_p,
+        asked.trust_remote_code,
+        choice,
     )
     answer(options, listening, ready)

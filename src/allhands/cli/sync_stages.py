@@ -1,4 +1,6 @@
-"""``allhands cluster sync --stages``: to each computer those weight files alone that its stages need."""
+"""``allhands cluster sync --stages``: to each computer those weight files alone that its stages
+need.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class StagesWanted:
 def plan_stages(
     plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
 ) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
-    """Return the files of ``plan`` for each host by its name: of the weights in ``model`` only those that its stages
-    need.
+    """Return the files of ``plan`` for each host by its name: of the weights in ``model`` only
+    those that its stages need.
 
     Raises:
         AllhandsError: the model cannot be divided so.
@@ -59,14 +61,19 @@ def plan_stages(
         f"{host}: {len(files)} of {counted(len(names), 'file')} of weights, for {_joined(files.values())}"
         for host, files in needs.items()
     ]
-    files = {host: [*others, *(file for file in weights if file.path.name in own)] for host, own in needs.items()}
+    files = {
+        host: [*others, *(file for file in weights if file.path.name in own)]
+        for host, own in needs.items()
+    }
     return replace(plan, files=(*others, *weights), notes=(*plan.notes, *notes)), files
 
 
 def _needs(
     model: Path, names: Mapping[str, list[str]], wanted: StagesWanted, hosts: Sequence[Host]
 ) -> dict[str, dict[str, list[str]]]:
-    """For each host the files that its ranks' stages need, and the parts of the model for which each is needed."""
+    """For each host the files that its ranks' stages need, and the parts of the model for which
+    each is needed.
+    """
     leave_torch_out()
     from allhands.distributed.mesh import Mesh
     from allhands.model.load import build
@@ -90,7 +97,9 @@ def _needs(
     rank = 0
     for host in hosts:
         ranks = range(rank, rank + host.slots)
-        parts = [part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]]
+        parts = [
+            part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]
+        ]
         found[host.name] = needed(names, parts)
         rank += host.slots
     return found
@@ -101,7 +110,9 @@ def _list_of(model: Path, beside: FoundFile) -> FoundFile:
     from allhands.model.reading import list_of_files
 
     files = present(model)
-    key = json.dumps([str(model), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)])
+    key = json.dumps(
+        [str(model), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+    )
     path = cache_dir() / "weight-lists" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,16 +128,23 @@ def _joined(what: Any) -> str:
 def wanted_stages(
     stages: bool, pp_split: str | None, content: Mapping[str, Any], model: str | None
 ) -> StagesWanted | None:
-    """Return the pipeline that the options ask for, with those of the configuration; ``None``: all files to everybody.
+    """Return the pipeline that the options ask for, with those of the configuration; ``None``: all
+    files to everybody.
 
     Raises:
         ConfigError: options that have no effect.
     """
     if not stages:
         if pp_split is not None:
-            raise ConfigError("a split alone brings no less", where="--pp-split", hint="add --stages")
+            raise ConfigError(
+                "a split alone brings no less", where="--pp-split", hint="add --stages"
+            )
         return None
     if model is None:
         raise ConfigError("there is no model to divide", where="--stages", hint="add --model")
-    given = {name: content[name] for name in ("pp", "pp_split", "pp_schedule") if content.get(name) is not None}
+    given = {
+        name: content[name]
+        for name in ("pp", "pp_split", "pp_schedule")
+        if content.get(name) is not None
+    }
     return replace(StagesWanted(**given), **({} if pp_split is None else {"pp_split": pp_split}))

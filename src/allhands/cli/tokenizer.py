@@ -31,15 +31,21 @@ def train(asked: TokenizerTrain) -> None:
         asked.force,
     )
     if asked.out is None:
-        raise ConfigError("--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer")
+        raise ConfigError(
+            "--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer"
+        )
     require_place(asked.out, "a tokenizer", OUTPUT, force=asked.force)
-    found = find_sources([*(asked.data or ()), *(asked.sources or ())], SourceOptions(limit=asked.limit))
+    found = find_sources(
+        [*(asked.data or ()), *(asked.sources or ())], SourceOptions(limit=asked.limit)
+    )
     with counting(_UPDATE_EVERY) as count:
         report = train_tokenizer(
             found,
             asked.out,
             options,
-            lambda texts, num_bytes: count(texts, f"{counted(texts, 'text')}, {format_size(num_bytes)}"),
+            lambda texts, num_bytes: count(
+                texts, f"{counted(texts, 'text')}, {format_size(num_bytes)}"
+            ),
         )
     for line in report_lines(report, asked.vocabulary, asked.out):
         typer.echo(line)
@@ -62,7 +68,11 @@ def bracketed(pieces: Sequence[str]) -> str:
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
     """Describe a tokenizer that was made."""
-    fewer = f" of {wanted} requested: the text has no more pairs to merge" if report.vocabulary < wanted else ""
+    fewer = (
+        f" of {wanted} requested: the text has no more pairs to merge"
+        if report.vocabulary < wanted
+        else ""
+    )
     documents = f"{counted(report.documents, 'text')} of {format_size(report.num_bytes)}"
     measured = "too little text to measure bytes per token on"
     if report.bytes_per_token is not None:
@@ -76,6 +86,8 @@ def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
     ]
     for reason in report.left_out:
         more = ", ..." if reason.count > len(reason.places) else ""
-        lines.append(f"left out: {reason.count} x {reason.message}: {', '.join(reason.places)}{more}")
+        lines.append(
+            f"left out: {reason.count} x {reason.message}: {', '.join(reason.places)}{more}"
+        )
         lines += [f"  what to do: {reason.hint}"] if reason.hint else []
     return [*lines, f"sample: {bracketed(report.sample)}"]

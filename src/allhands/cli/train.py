@@ -56,7 +56,8 @@ _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
 def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
-    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code.
+    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit
+    code.
 
     Args:
         kind: of training, whose options they are.
@@ -71,7 +72,9 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
             config = with_hostfile(config, Path(config.adapter_path))
         _check_rehearsal(config, launch)
     if not alone:
-        if launch.rank == 0 and (note := slower_than_ours(launch, f"-n {launch.size} in its place")):
+        if launch.rank == 0 and (
+            note := slower_than_ours(launch, f"-n {launch.size} in its place")
+        ):
             print(f"allhands: note: {note}", file=sys.stderr)
         return work(config, launch)
     for note in launch.notes:
@@ -106,7 +109,9 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
 
 @contextmanager
 def rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
-    """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no less clear."""
+    """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no
+    less clear.
+    """
     try:
         yield
     except AllhandsError:
@@ -120,14 +125,18 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     if launch.launcher == "allhands":
         return  # fewer ranks than were asked for may be left
     if not (config.hostfile or config.hosts):
-        check_weights(config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size)
+        check_weights(
+            config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size
+        )
     if launch.launcher == "single":
         return
     if config.num_ranks not in (1, launch.size):
         raise ConfigError(
             f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
             where="-n",
-            hint=_LAUNCHED_WITH.get(launch.launcher, "leave -n out under another launcher").format(config.num_ranks),
+            hint=_LAUNCHED_WITH.get(launch.launcher, "leave -n out under another launcher").format(
+                config.num_ranks
+            ),
         )
     if launch.size > 1 and config.backend not in ("auto", launch.backend):
         raise ConfigError(
@@ -138,7 +147,8 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
 
 
 def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
-    """Refuse failures on purpose that cannot happen in this run, and tell of those that will not happen again.
+    """Refuse failures on purpose that cannot happen in this run, and tell of those that will not
+    happen again.
 
     Raises:
         ConfigError: see :func:`allhands.runtime.faults.check`.
@@ -168,9 +178,11 @@ def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def _check_resume(config: TrainConfig) -> None:
-    """Find, before anything is started, what rank 0 would: by names and sizes alone, in milliseconds.
+    """Find, before anything is started, what rank 0 would: by names and sizes alone, in
+    milliseconds.
 
-    The ranks compare the sums; on which computer of a hostfile the checkpoint lies is not known here.
+    The ranks compare the sums; on which computer of a hostfile the checkpoint lies is not known
+    here.
 
     Raises:
         CheckpointError: what is to be gone on from is missing or damaged.
@@ -186,7 +198,9 @@ def _check_resume(config: TrainConfig) -> None:
 
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
-    """Start the processes of ``command``, here or on the computers of a hostfile, and answer for them."""
+    """Start the processes of ``command``, here or on the computers of a hostfile, and answer for
+    them.
+    """
     job = job_of(config)
     if job.size > 1 or config.min_ranks != 1:  # one rank may go on with the whole model
         require_stages(config, job.size)
@@ -199,7 +213,15 @@ def job_of(config: TrainConfig) -> TrainingJob:
     # One rank is the default; with a hostfile that means nobody has said a number.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
     resume = Path(config.resume) if config.resume and config.resume != "auto" else None
-    same = ("backend", "cores_per_rank", "hostfile", "min_ranks", "hang_timeout_s", "stop_grace_s", "tag_output")
+    same = (
+        "backend",
+        "cores_per_rank",
+        "hostfile",
+        "min_ranks",
+        "hang_timeout_s",
+        "stop_grace_s",
+        "tag_output",
+    )
     options: dict[str, Any] = {name: getattr(config, name) for name in same}
     return TrainingJob(
         directory=directory,
@@ -220,7 +242,9 @@ def job_of(config: TrainConfig) -> TrainingJob:
         compared=config.hostfile is not None,
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
-        explain=lambda lines: print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None,
+        explain=lambda lines: (
+            print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None
+        ),
         **options,
     )
 
@@ -234,23 +258,40 @@ def _restarts(config: TrainConfig) -> int:
 
 
 def _paths_there(config: TrainConfig) -> dict[Path, str]:
-    """Paths that began with ``~``, as ranks on other computers read them in the same command or file."""
+    """Paths that began with ``~``, as ranks on other computers read them in the same command or
+    file.
+    """
     given = (config.adapter_path, config.resume)
-    return {Path(path): written(path) for path in given if path is not None and written(path) != path}
+    return {
+        Path(path): written(path) for path in given if path is not None and written(path) != path
+    }
 
 
 def _sync_command(config: TrainConfig) -> str | None:
-    """The command that brings model and data, as far as they lie here, to the computers of the hostfile."""
+    """The command that brings model and data, as far as they lie here, to the computers of the
+    hostfile.
+    """
     if config.hostfile is None:
         return None
     found = {"--model": config.model, "--data": config.data}
-    words = [word for flag, path in found.items() if Path(path).exists() for word in (flag, written(path))]
-    return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words]) if words else None
+    words = [
+        word
+        for flag, path in found.items()
+        if Path(path).exists()
+        for word in (flag, written(path))
+    ]
+    return (
+        shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words])
+        if words
+        else None
+    )
 
 
 def _has_begun(directory: Path) -> bool:
     """True if ranks have been started for this directory before, here or on other computers."""
-    return run_name(directory) is not None or any(event["kind"] == "started" for event in read_events(directory))
+    return run_name(directory) is not None or any(
+        event["kind"] == "started" for event in read_events(directory)
+    )
 
 
 def work(config: TrainConfig, launch: Launch) -> int:
@@ -268,7 +309,9 @@ def work(config: TrainConfig, launch: Launch) -> int:
 
 @contextmanager
 def collector_paused() -> Generator[None, None, None]:
-    """For imports: none of the many objects that they make goes, and looking for that takes a tenth of their time."""
+    """For imports: none of the many objects that they make goes, and looking for that takes a tenth
+    of their time.
+    """
     gc.disable()
     try:
         yield
@@ -281,8 +324,8 @@ def collector_paused() -> Generator[None, None, None]:
 def leave(launch: Launch) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
-    Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they take a rank that
-    skips MPI's finalizer for a failure, and kill the rest.
+    Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they
+    take a rank that skips MPI's finalizer for a failure, and kill the rest.
     """
     publish(os.environ)
     logging.shutdown()
@@ -298,7 +341,9 @@ def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
     """Write down that a run without a supervisor was ended, not lost; how to go on."""
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
-    journal.write(SupervisorEvent("finished", f"stopped (exit code {code})", exit_code=code), worker.attempt)
+    journal.write(
+        SupervisorEvent("finished", f"stopped (exit code {code})", exit_code=code), worker.attempt
+    )
     journal.close()
     return way_on(job_of(config), None)
 
@@ -311,11 +356,14 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         leave_torch_out()
         from allhands.run.session import run_finetune
 
-    # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.
+    # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends,
+    # too.
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
-        worker.announce_stops(partial(print_line, console), partial(_stopped_at_once, config, worker))
+        worker.announce_stops(
+            partial(print_line, console), partial(_stopped_at_once, config, worker)
+        )
     log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
 
     surroundings = replace(
@@ -333,7 +381,9 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 
 def tell_troubles(directory: Path) -> None:
-    """Tell that training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
+    """Tell that training did harm, as a report says it: a run that has got worse looks like any
+    other when it ends.
+    """
     # A supervisor needs none of it, and starts sooner.
     from allhands.observe.judging import harm
     from allhands.observe.metrics.history import read_metrics
@@ -353,7 +403,9 @@ def _console(tagged: bool) -> Console:
 
 
 def share_cores(config: TrainConfig, launch: Launch) -> int | None:
-    """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
+    """Divide this host's cores among its ranks, where nobody has done so already; how many this
+    rank has got.
+    """
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)

@@ -8,4 +8,6 @@ from allhands.export.hub import upload as send
 
 def upload(asked: Upload) -> None:
     """Run the verb."""
-    print(f"uploaded: {send(asked.directory, asked.to, private=asked.private, message=asked.message)}")
+    print(
+        f"uploaded: {send(asked.directory, asked.to, private=asked.private, message=asked.message)}"
+    )

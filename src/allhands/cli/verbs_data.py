@@ -18,7 +18,9 @@ def _column(field: Field[str]) -> Parameter:
     part = field.name.removesuffix("_feature").replace("_", " ")
     words = f"Column for the key '{part}'. [{field.default}]"
     option = typer.Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
+    return Parameter(
+        field.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )
 
 
 _COLUMNS = list(map(_column, fields(ColumnNames)))
@@ -27,115 +29,190 @@ _COLUMNS = list(map(_column, fields(ColumnNames)))
 class DataPrepare(NamedTuple):
     """Turn files of any usual shape into a training folder.
 
-    Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be
-    used are left out and listed with file and line.
+    Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised.
+    Rows that cannot be used are left out and listed with file and line.
 
     New splits have no rows in common, near duplicates included. The directory is whole or absent.
     """
 
     sources: Annotated[
-        list[str], typer.Argument(help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE...")
+        list[str],
+        typer.Argument(
+            help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE..."
+        ),
     ]
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")
+    ]
     model: Annotated[
-        str | None, typer.Option("--model", help="Count lengths in this model's tokens, through its chat template.")
+        str | None,
+        typer.Option(
+            "--model", help="Count lengths in this model's tokens, through its chat template."
+        ),
     ] = None
     max_seq_length: Annotated[
         int | None,
         typer.Option(
-            "--max-seq-length", min=2, metavar="TOKENS", help="With --model: length at which training cuts. [2048]"
+            "--max-seq-length",
+            min=2,
+            metavar="TOKENS",
+            help="With --model: length at which training cuts. [2048]",
         ),
     ] = None
     chat_template: ChatTemplate = None
     system: System = "template"
     column: Annotated[
-        list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable."
+        ),
     ] = None
     valid: Annotated[
         str | None,
         typer.Option(
-            "--valid", metavar="SIZE", help="Rows for validation: fraction or number. [0.05, or the sources' split]"
+            "--valid",
+            metavar="SIZE",
+            help="Rows for validation: fraction or number. [0.05, or the sources' split]",
         ),
     ] = None
     test: Annotated[
         str | None,
         typer.Option(
-            "--test", metavar="SIZE", help="Rows for testing: fraction or number. [0.05, or the sources' split]"
+            "--test",
+            metavar="SIZE",
+            help="Rows for testing: fraction or number. [0.05, or the sources' split]",
         ),
     ] = None
     split_by: Annotated[
         str | None,
         typer.Option(
-            "--split-by", metavar="COLUMN", help="Keep rows with the same value in one split; 'source': rows of a file."
+            "--split-by",
+            metavar="COLUMN",
+            help="Keep rows with the same value in one split; 'source': rows of a file.",
         ),
     ] = None
-    resplit: Annotated[bool, typer.Option("--resplit", help="Make new splits of sources that have splits.")] = False
+    resplit: Annotated[
+        bool, typer.Option("--resplit", help="Make new splits of sources that have splits.")
+    ] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
     shuffle: Annotated[
-        bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
+        bool,
+        typer.Option(
+            "--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]"
+        ),
     ] = True
     dedupe: Annotated[
-        str, typer.Option("--dedupe", metavar="off|exact|near", help="Repeated rows to drop; all are reported.")
+        str,
+        typer.Option(
+            "--dedupe", metavar="off|exact|near", help="Repeated rows to drop; all are reported."
+        ),
     ] = "off"
     near_threshold: Annotated[
-        float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
+        float,
+        typer.Option(
+            "--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only."
+        ),
     ] = 0.8
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")
+    ] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a directory that was prepared before.")
+    ] = False
     documents: Annotated[
         str,
-        typer.Option("--documents", metavar="HOW", help="Cut of a text file: file, line, blank-line or a string."),
+        typer.Option(
+            "--documents",
+            metavar="HOW",
+            help="Cut of a text file: file, line, blank-line or a string.",
+        ),
     ] = "auto"
-    hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
-    hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
-    streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
+    hub_split: Annotated[
+        str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")
+    ] = None
+    hub_config: Annotated[
+        str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")
+    ] = None
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")
+    ] = False
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        typer.Option(
+            "--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."
+        ),
     ] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")
+    ] = False
     features: Annotated[dict[str, str], _COLUMNS] = {}  # noqa: RUF012
 
 
 class DataDemo(NamedTuple):
     """Write the shipped pirate chat data as .jsonl files."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate")
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path(
+        "data/pirate"
+    )
 
 
 class TokenizerTrain(NamedTuple):
     """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
 
-    The tokenizer is byte-level BPE, which can encode every text. It learns from the training split, and is measured on
-    the validation split or else on the end of the text. The same data give the same files.
+    The tokenizer is byte-level BPE, which can encode every text. It learns from the training split,
+    and is measured on the validation split or else on the end of the text. The same data give the
+    same files.
     """
 
-    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")] = None
+    sources: Annotated[
+        list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")
+    ] = None
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="SOURCE", help="A file, a directory, or OWNER/NAME of the Hub. Repeatable."),
+        typer.Option(
+            "--data",
+            metavar="SOURCE",
+            help="A file, a directory, or OWNER/NAME of the Hub. Repeatable.",
+        ),
     ] = None
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write.")] = None
-    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")] = 4096
+    vocabulary: Annotated[
+        int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")
+    ] = 4096
     special: Annotated[
-        list[str] | None, typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable.")
+        list[str] | None,
+        typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable."),
     ] = None
     split_digits: Annotated[
-        bool, typer.Option("--split-digits", help="Make each digit a token; else up to three digits are one.")
+        bool,
+        typer.Option(
+            "--split-digits", help="Make each digit a token; else up to three digits are one."
+        ),
     ] = False
     chat_template: Annotated[
-        str | None, typer.Option("--chat-template", metavar="chatml", help="Add this chat template and its tokens.")
+        str | None,
+        typer.Option(
+            "--chat-template", metavar="chatml", help="Add this chat template and its tokens."
+        ),
     ] = None
-    text_key: Annotated[str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")] = "text"
+    text_key: Annotated[
+        str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")
+    ] = "text"
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
+        typer.Option(
+            "--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."
+        ),
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a tokenizer that was made before.")] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a tokenizer that was made before.")
+    ] = False
 
 
 class TokenizerShow(NamedTuple):
     """Show how a text is cut into tokens."""
 
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")]
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")
+    ]
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; '-' reads standard input.")]

@@ -8,14 +8,26 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-ModelName = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
-Adapter = Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
+]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter-path", help="Directory of a training run.")
+]
 SystemPrompt = Annotated[str | None, typer.Option("--system-prompt", help="System message.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")]
-Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")
+]
+Temperature = Annotated[
+    float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
+]
 
 
 class Division(StrEnum):
@@ -25,15 +37,24 @@ class Division(StrEnum):
 
 
 DividedBy = Annotated[
-    Division | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks.")
+    Division | None,
+    typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks."),
 ]
 NumRanks = Annotated[
-    int | None, typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here.")
+    int | None,
+    typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here."),
 ]
 Hosts = Annotated[str | None, typer.Option("--hosts", help="With --strategy: computers, by name.")]
-Hostfile = Annotated[str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")]
-BackendName = Annotated[str | None, typer.Option("--backend", help="With --strategy: communication back-end.")]
-Split = Annotated[str | None, typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12.")]
+Hostfile = Annotated[
+    str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")
+]
+BackendName = Annotated[
+    str | None, typer.Option("--backend", help="With --strategy: communication back-end.")
+]
+Split = Annotated[
+    str | None,
+    typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12."),
+]
 
 
 ChatTemplate = Annotated[
@@ -47,12 +68,16 @@ ChatTemplate = Annotated[
 System = Annotated[
     str,
     typer.Option(
-        "--system", metavar="template|merge", help="merge: put system messages before questions, as for training."
+        "--system",
+        metavar="template|merge",
+        help="merge: put system messages before questions, as for training.",
     ),
 ]
 
 # Options of the verbs that listen: ``serve`` and ``dashboard``.
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; other computers need a token.")]
+Host = Annotated[
+    str, typer.Option("--host", help="Address to listen on; other computers need a token.")
+]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
 Token = Annotated[
     str | None,
@@ -86,14 +111,24 @@ class Target(StrEnum):
 
 
 OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the result of an earlier export or import in --out.")]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace the result of an earlier export or import in --out."),
+]
 
-Below = Annotated[str | None, typer.Option("--model", help="Base model. [the one in adapter_config.json]")]
+Below = Annotated[
+    str | None, typer.Option("--model", help="Base model. [the one in adapter_config.json]")
+]
 RunDirectory = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. [the model's]")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. [the model's]")
+]
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository.")
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository."
+    ),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same model, as an option.")]
 
@@ -101,7 +136,8 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same model
 class Generate(NamedTuple):
     """Ask a model, with or without a trained adapter.
 
-    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one computer.
+    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one
+    computer.
     """
 
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt; '-' reads standard input.")]
@@ -112,7 +148,9 @@ class Generate(NamedTuple):
     top_p: TopP = 1.0
     seed: Seed = 0
     system_prompt: SystemPrompt = None
-    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False
+    ignore_chat_template: Annotated[
+        bool, typer.Option(help="Give the prompt to the model as it is.")
+    ] = False
     chat_template: ChatTemplate = None
     system: System = "template"
     trust_remote_code: TrustCode = False
@@ -127,8 +165,8 @@ class Generate(NamedTuple):
 class Chat(NamedTuple):
     """Talk with a model, with or without a trained adapter.
 
-    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe is a turn. A
-    model larger than one computer talks with --strategy pipeline.
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a
+    pipe is a turn. A model larger than one computer talks with --strategy pipeline.
     """
 
     model: ModelName = "demo"
@@ -157,16 +195,21 @@ class Compare(NamedTuple):
 
     model: ModelName = "demo"
     adapter_path: Adapter = None
-    data: Annotated[str, typer.Option("--data", help="Data with the test split to ask: a directory, or 'demo'.")] = (
-        "demo"
-    )
+    data: Annotated[
+        str, typer.Option("--data", help="Data with the test split to ask: a directory, or 'demo'.")
+    ] = "demo"
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16
     show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4
     max_tokens: MaxTokens = 60
     out: Annotated[
-        Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
+        Path | None,
+        typer.Option(
+            "--out", help="JSON file for prompts, answers and scores. [answers.json of a run]"
+        ),
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that holds no such answers.")] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that holds no such answers.")
+    ] = False
     strategy: DividedBy = None
     num_ranks: NumRanks = None
     hosts: Hosts = None
@@ -178,8 +221,9 @@ class Compare(NamedTuple):
 class Serve(NamedTuple):
     """Serve a model over HTTP with OpenAI's interface.
 
-    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may send
-    requests; web pages need --allow-origin, and other computers --host and a token. Ctrl-C ends it.
+    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this
+    computer may send requests; web pages need --allow-origin, and other computers --host and a
+    token. Ctrl-C ends it.
     """
 
     model: ModelName = "demo"
@@ -198,13 +242,24 @@ class Serve(NamedTuple):
         ),
     ] = None
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Tokens of an answer at most, unless a request says otherwise.")
+        int,
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            help="Tokens of an answer at most, unless a request says otherwise.",
+        ),
     ] = 512
     temp: Annotated[
-        float, typer.Option("--temp", min=0.0, help="Sampling temperature, unless a request says otherwise.")
+        float,
+        typer.Option(
+            "--temp", min=0.0, help="Sampling temperature, unless a request says otherwise."
+        ),
     ] = 0.0
     top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise.")
+        float,
+        typer.Option(
+            "--top-p", min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise."
+        ),
     ] = 1.0
     chat_template: ChatTemplate = None
     system: System = "template"
@@ -214,49 +269,68 @@ class Serve(NamedTuple):
 class Fuse(NamedTuple):
     """Merge a trained adapter into its model.
 
-    The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
-    mlx_lm.fuse. The result is read back and compared with model and adapter before it gets its name.
+    The result is an ordinary model directory, which mlx_lm and allhands load without the adapter.
+    Options are those of mlx_lm.fuse. The result is read back and compared with model and adapter
+    before it gets its name.
     """
 
     model: Below = None
     adapter_path: RunDirectory = Path("adapters")
-    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path("fused_model")
+    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path(
+        "fused_model"
+    )
     dequantize: Annotated[
         bool,
         typer.Option(
-            "--dequantize", "--de-quantize", help="Unpack quantised weights, so that the adapter loses no precision."
+            "--dequantize",
+            "--de-quantize",
+            help="Unpack quantised weights, so that the adapter loses no precision.",
         ),
     ] = False
     dtype: Dtype = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False
-    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that is in --save-path.")
+    ] = False
+    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = (
+        False
+    )
     gguf_path: Annotated[
-        str | None, typer.Option("--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]")
+        str | None,
+        typer.Option(
+            "--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]"
+        ),
     ] = None
-    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Refused: allhands upload does it.")] = None
+    upload_repo: Annotated[
+        str | None, typer.Option("--upload-repo", help="Refused: allhands upload does it.")
+    ] = None
     trust_remote_code: TrustCode = False
 
 
 class Export(NamedTuple):
     """Export an adapter or a model for other programs.
 
-    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them. hf: the model
-    with the adapter merged, as transformers loads it. gguf: the same as one file for llama.cpp and LM Studio. ollama:
-    that file and a Modelfile.
+    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read
+    them. hf: the model with the adapter merged, as transformers loads it. gguf: the same as one
+    file for llama.cpp and LM Studio. ollama: that file and a Modelfile.
     """
 
     to: Annotated[Target, typer.Option("--to", help="Program that reads the result.")]
     out: OutDir
     adapter_path: Annotated[
         Path | None,
-        typer.Option("--adapter-path", help="Directory of a training run; without it --model is exported alone."),
+        typer.Option(
+            "--adapter-path",
+            help="Directory of a training run; without it --model is exported alone.",
+        ),
     ] = None
     model: Below = None
     base: Annotated[
         str | None,
         typer.Option("--base", help="peft: name under which PEFT loads the base model. [--model]"),
     ] = None
-    dtype: Annotated[str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")] = None
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")
+    ] = None
     force: Force = False
     trust_remote_code: TrustCode = False
 
@@ -264,13 +338,16 @@ class Export(NamedTuple):
 class Import(NamedTuple):
     """Import an adapter that another program has trained.
 
-    peft: LoRA and DoRA adapters that PEFT's save_pretrained wrote. The result is a directory for --adapter-path.
+    peft: LoRA and DoRA adapters that PEFT's save_pretrained wrote. The result is a directory for
+    --adapter-path.
     """
 
     path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)]
     source: Annotated[Format, typer.Option("--from", help="Program that wrote the adapter.")]
     out: OutDir
-    model: Annotated[str | None, typer.Option("--model", help="Base model. [the one that the adapter names]")] = None
+    model: Annotated[
+        str | None, typer.Option("--model", help="Base model. [the one that the adapter names]")
+    ] = None
     force: Force = False
     trust_remote_code: TrustCode = False
 
@@ -278,13 +355,18 @@ class Import(NamedTuple):
 class Upload(NamedTuple):
     """Upload a model or an adapter to the Hugging Face Hub.
 
-    No other command sends data away. Checkpoints and logs of a run are left out. Run `hf auth login` first.
+    No other command sends data away. Checkpoints and logs of a run are left out. Run `hf auth
+    login` first.
     """
 
-    directory: Annotated[Path, typer.Argument(help="Directory of a model or an adapter.", show_default=False)]
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of a model or an adapter.", show_default=False)
+    ]
     to: Annotated[str, typer.Option("--to", help="Repository on the Hub: owner/name.")]
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False
-    message: Annotated[str, typer.Option("--message", help="Message of the commit.")] = "Upload with allhands"
+    message: Annotated[str, typer.Option("--message", help="Message of the commit.")] = (
+        "Upload with allhands"
+    )
 
 
 class ModelGet(NamedTuple):
@@ -294,10 +376,18 @@ class ModelGet(NamedTuple):
     """
 
     source: ModelArgument = None
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")
+    ] = None
     model: ModelOption = None
-    quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None
-    group_size: Annotated[int | None, typer.Option("--group-size", help="Values of a quantisation group.")] = None
+    quantize: Annotated[
+        int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")
+    ] = None
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", help="Values of a quantisation group.")
+    ] = None
     dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = (
+        None
+    )
     force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False

@@ -10,7 +10,10 @@ import typer
 from allhands.cli.verbs_models import Host, HostNames, Port, Seed, Token
 
 Runs = Annotated[
-    list[Path], typer.Argument(help="Run directories or metrics.jsonl files; others are compared with the first.")
+    list[Path],
+    typer.Argument(
+        help="Run directories or metrics.jsonl files; others are compared with the first."
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -23,14 +26,21 @@ Out = Annotated[
 
 
 Looked = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False
+    ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Inspected = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="A checkpoint, or a run, of which the latest is taken. [adapters]", show_default=False
+        metavar="PATH",
+        help="A checkpoint, or a run, of which the latest is taken. [adapters]",
+        show_default=False,
     ),
 ]
 
@@ -40,42 +50,63 @@ class Plan(NamedTuple):
 
     The plan says whether the training fits, how long it takes, what it costs, and what to do.
 
-    All other options describe the training, as for `allhands train` (with --shape or --tokenizer: `allhands pretrain`).
-    A few steps of it are trained here first, unless --device names other computers. With --hosts, --hostfile or -n the
-    link between those ranks is measured. The plan is kept as plan.json in the run's directory (--adapter-path), and
-    `allhands report` compares it with the run.
+    All other options describe the training, as for `allhands train` (with --shape or --tokenizer:
+    `allhands pretrain`). A few steps of it are trained here first, unless --device names other
+    computers. With --hosts, --hostfile or -n the link between those ranks is measured. The plan is
+    kept as plan.json in the run's directory (--adapter-path), and `allhands report` compares it
+    with the run.
     """
 
     context: typer.Context
     device: Annotated[
         list[str] | None,
-        typer.Option("--device", help="Plan for these computers instead: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable."),
+        typer.Option(
+            "--device",
+            help="Plan for these computers instead: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable.",
+        ),
     ] = None
     link: Annotated[
         str | None,
-        typer.Option("--link", help="Link between computers: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms."),
+        typer.Option(
+            "--link",
+            help="Link between computers: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.",
+        ),
     ] = None
     after: Annotated[
         Path | None,
         typer.Option(
-            "--after", metavar="RUN", help="Compare a run with its plan, and say whether it needs another computer."
+            "--after",
+            metavar="RUN",
+            help="Compare a run with its plan, and say whether it needs another computer.",
         ),
     ] = None
     machines: Annotated[
         str | None,
-        typer.Option("--machines", help="Numbers of equal computers to plan for, which need not exist: 1,2,4,8."),
+        typer.Option(
+            "--machines",
+            help="Numbers of equal computers to plan for, which need not exist: 1,2,4,8.",
+        ),
     ] = None
     once: Annotated[bool, typer.Option("--once", help="The training is needed only once.")] = False
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="Seconds for each measurement.")] = 300.0
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Seconds for each measurement.")
+    ] = 300.0
     price_per_hour: Annotated[
         float | None, typer.Option("--price-per-hour", help="Price of one computer for an hour.")
     ] = None
-    watts: Annotated[float | None, typer.Option("--watts", help="Power of one computer while it trains.")] = None
-    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Price of a kilowatt-hour.")] = None
-    picture: Annotated[
-        Path | None, typer.Option("--picture", help="Draw the decision chart into this file: PNG, SVG or PDF.")
+    watts: Annotated[
+        float | None, typer.Option("--watts", help="Power of one computer while it trains.")
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")] = False
+    price_per_kwh: Annotated[
+        float | None, typer.Option("--price-per-kwh", help="Price of a kilowatt-hour.")
+    ] = None
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", help="Draw the decision chart into this file: PNG, SVG or PDF."),
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False
 
 
@@ -88,7 +119,9 @@ class Plot(NamedTuple):
     runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")]
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png")
     title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")
+    ] = False
 
 
 class Monitor(NamedTuple):
@@ -99,33 +132,47 @@ class Monitor(NamedTuple):
 
     run: Annotated[Path, typer.Argument(help="Directory of a run.")]
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")] = False
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two updates.")] = 2.0
-    hosts: Annotated[str | None, typer.Option("--hosts", help="Computers to ask over ssh, too: a,b.")] = None
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="File of computers to ask over ssh, too.")] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")
+    ] = False
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, help="Seconds between two updates.")
+    ] = 2.0
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", help="Computers to ask over ssh, too: a,b.")
+    ] = None
+    hostfile: Annotated[
+        str | None, typer.Option("--hostfile", help="File of computers to ask over ssh, too.")
+    ] = None
 
 
 class Report(NamedTuple):
     """Write a page about a run, or several compared.
 
-    Writes an HTML file that needs no network, and the same words and tables as Markdown: curves, overfitting and
-    underfitting, speed, memory, restarts, machines, data, samples and configuration.
+    Writes an HTML file that needs no network, and the same words and tables as Markdown: curves,
+    overfitting and underfitting, speed, memory, restarts, machines, data, samples and
+    configuration.
     """
 
     runs: Runs
     out: Out = None
     title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = (
+        False
+    )
 
 
 class Dashboard(NamedTuple):
     """Show runs in the browser while they go on.
 
-    The page has loss, speed, memory and phases of several runs, their processes, the end of their logs, and a button
-    that asks a run to save and stop. Without --host only this computer is answered. Ctrl-C ends the dashboard.
+    The page has loss, speed, memory and phases of several runs, their processes, the end of their
+    logs, and a button that asks a run to save and stop. Without --host only this computer is
+    answered. Ctrl-C ends the dashboard.
     """
 
-    runs: Annotated[Path, typer.Argument(help="Directory in which, or below which, the runs are.")] = Path()
+    runs: Annotated[
+        Path, typer.Argument(help="Directory in which, or below which, the runs are.")
+    ] = Path()
     host: Host = "127.0.0.1"
     port: Port = 8765
     token: Token = None
@@ -138,10 +185,12 @@ class Demo(NamedTuple):
     The model is trained on one process and on two, and answers the same questions before and after.
     """
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path(
-        "demo-run"
-    )
-    iters: Annotated[int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")] = 60
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")
+    ] = Path("demo-run")
+    iters: Annotated[
+        int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")
+    ] = 60
     seed: Seed = 0
 
 
@@ -174,8 +223,8 @@ class CheckpointVerify(NamedTuple):
 class Env(NamedTuple):
     """Show the launcher of this process, and its settings.
 
-    Prints the back-end, the other ranks, paths and the time for saving. The exit code is 7 if the variables of the
-    launcher contradict each other.
+    Prints the back-end, the other ranks, paths and the time for saving. The exit code is 7 if the
+    variables of the launcher contradict each other.
     """
 
     as_json: AsJson = False
@@ -193,5 +242,8 @@ class Container(NamedTuple):
 
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[train] [OPTIONS]", help="Options of allhands train; or another program to run."),
+        typer.Argument(
+            metavar="[train] [OPTIONS]",
+            help="Options of allhands train; or another program to run.",
+        ),
     ] = None

@@ -1,4 +1,6 @@
-"""Options of verbs about that share options with training: each class is the command line of a verb."""
+"""Options of verbs about that share options with training: each class is the command line of a
+verb.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,37 @@ from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import TrainConfig
 
 _EVALUATED = (
-    *("model", "adapter_path", "data", "split", "mask_prompt", "train_on", "chat_template", "system"),
-    *("max_seq_length", "packing", "test_batches", "batch_size", "micro_batch_tokens", "num_ranks", "backend"),
-    *("cores_per_rank", "hostfile", "hosts", "strategy", "tp", "cp", "ep", "pp_split", "config", "trust_remote_code"),
+    *(
+        "model",
+        "adapter_path",
+        "data",
+        "split",
+        "mask_prompt",
+        "train_on",
+        "chat_template",
+        "system",
+    ),
+    *(
+        "max_seq_length",
+        "packing",
+        "test_batches",
+        "batch_size",
+        "micro_batch_tokens",
+        "num_ranks",
+        "backend",
+    ),
+    *(
+        "cores_per_rank",
+        "hostfile",
+        "hosts",
+        "strategy",
+        "tp",
+        "cp",
+        "ep",
+        "pp_split",
+        "config",
+        "trust_remote_code",
+    ),
 )
 # Options of training that decide what it sees.
 _CHECKED = (
@@ -43,30 +73,57 @@ class Launch(NamedTuple):
     For example: allhands launch -n 2 -- python my_script.py --my-option
     """
 
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")
+    ] = None
     num_ranks: Annotated[
         int | None,
         typer.Option(
-            "-n", "--num-ranks", min=1, max=1024, help="Processes; most ranks with --hostfile. [1, all slots]"
+            "-n",
+            "--num-ranks",
+            min=1,
+            max=1024,
+            help="Processes; most ranks with --hostfile. [1, all slots]",
         ),
     ] = None
     hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
     hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
-    backend: Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help=_said("backend"))] = "auto"
-    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))] = None
-    min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None
-    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")] = 3
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="|".join(BACKENDS), help=_said("backend"))
+    ] = "auto"
+    cores_per_rank: Annotated[
+        int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))
+    ] = None
+    min_ranks: Annotated[
+        int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))
+    ] = None
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")
+    ] = 3
     hang_timeout_s: Annotated[
-        float, typer.Option("--hang-timeout-s", help="Seconds without allhands.progress that count as a hang.")
+        float,
+        typer.Option(
+            "--hang-timeout-s", help="Seconds without allhands.progress that count as a hang."
+        ),
     ] = 600.0
     start_timeout_s: Annotated[
         float | None,
-        typer.Option("--start-timeout-s", help="Seconds until every rank must call allhands.progress. [no limit]"),
+        typer.Option(
+            "--start-timeout-s",
+            help="Seconds until every rank must call allhands.progress. [no limit]",
+        ),
     ] = None
-    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0
-    log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs")
+    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = (
+        60.0
+    )
+    log_dir: Annotated[
+        Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")
+    ] = Path("logs")
     checkpoints: Annotated[
-        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]")
+        Path | None,
+        typer.Option(
+            "--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]"
+        ),
     ] = None
     tag_output: Annotated[
         bool | None,
@@ -82,52 +139,71 @@ class Launch(NamedTuple):
 class Eval(NamedTuple):
     """Measure loss and perplexity of a model on a split of the data.
 
-    The result is the same on any number of processes. Plain texts also have bits per byte. --tasks runs benchmarks.
+    The result is the same on any number of processes. Plain texts also have bits per byte. --tasks
+    runs benchmarks.
     """
 
     flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."),
+        typer.Option(
+            "--tasks", help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."
+        ),
     ] = None
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each task.")] = None
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each task.")
+    ] = None
     num_shots: Annotated[
-        int | None, typer.Option("--num-shots", min=0, help="With --tasks: solved examples in each prompt.")
+        int | None,
+        typer.Option("--num-shots", min=0, help="With --tasks: solved examples in each prompt."),
     ] = None
 
 
 class DataCheck(NamedTuple):
     """Show a data set as training would see it, and warn of problems.
 
-    DIR is the --data of allhands train: a folder, 'demo' or a Hub dataset. Options, defaults and the YAML file (-c) are
-    those of training.
+    DIR is the --data of allhands train: a folder, 'demo' or a Hub dataset. Options, defaults and
+    the YAML file (-c) are those of training.
     """
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _CHECKED)]
-    data: Annotated[str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)] = None
+    data: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
+    ] = None
     show: Annotated[
         int,
-        typer.Option("--show", help="Examples to print as training sees them.", min=0, metavar="N", show_default=False),
+        typer.Option(
+            "--show",
+            help="Examples to print as training sees them.",
+            min=0,
+            metavar="N",
+            show_default=False,
+        ),
     ] = 0
     row: Annotated[
         list[int] | None,
-        typer.Option("--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE"),
+        typer.Option(
+            "--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE"
+        ),
     ] = None
-    split: Annotated[str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")] = (
-        None
-    )
-    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 3 if there is a serious problem.")] = (
+    split: Annotated[
+        str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")
+    ] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with exit code 3 if there is a serious problem.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = (
         False
     )
-    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = False
 
 
 class ModelCheck(NamedTuple):
     """Compare a training step's loss and gradient with those of mlx_lm's own model.
 
-    Both compute a short row and a long one. Every training does this before its first step, for a large model with
-    fewer blocks. Options are those of training; with --data the longest row of the data is compared.
+    Both compute a short row and a long one. Every training does this before its first step, for a
+    large model with fewer blocks. Options are those of training; with --data the longest row of the
+    data is compared.
     """
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _COMPARED)]

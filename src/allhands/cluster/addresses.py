@@ -17,14 +17,21 @@ from allhands.errors import ConfigError, DistributedError
 
 def addresses(places: Sequence[Place]) -> list[str]:
     """Return the IPv4 address of each computer as the others reach it."""
-    far = [place.host if place.host is not None and place.host.ssh is not None else None for place in places]
+    far = [
+        place.host if place.host is not None and place.host.ssh is not None else None
+        for place in places
+    ]
     found = [remote_address(host) if host else None for host in far]
     others = [address for address in found if address]
-    return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
+    return [
+        address or _own_address(place.host, others)
+        for place, address in zip(places, found, strict=True)
+    ]
 
 
 def require_distinct(hosts: Sequence[Host]) -> None:
-    """Refuse a computer that is named twice in two ways; what cannot be looked up now is left to the start.
+    """Refuse a computer that is named twice in two ways; what cannot be looked up now is left to
+    the start.
 
     Raises:
         ConfigError: two names lead to one address.
@@ -70,7 +77,9 @@ def remote_address(host: Host) -> str:
 
 
 def _own_address(host: Host | None, others: Sequence[str]) -> str:
-    """This computer's address on the way to the first of ``others``; without any, nobody else needs to reach it."""
+    """This computer's address on the way to the first of ``others``; without any, nobody else needs
+    to reach it.
+    """
     if host is not None and (address := _first_ipv4(host)):
         return address
     if not others:
@@ -81,10 +90,14 @@ def _own_address(host: Host | None, others: Sequence[str]) -> str:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the interface by which this computer reaches ``address``, if there is a way."""
+    """Return the name of the interface by which this computer reaches ``address``, if there is a
+    way.
+    """
     own = source_for(address)
     cards = psutil.net_if_addrs().items() if own else ()
-    return next((name for name, entries in cards if any(entry.address == own for entry in entries)), None)
+    return next(
+        (name for name, entries in cards if any(entry.address == own for entry in entries)), None
+    )
 
 
 def _first_ipv4(host: Host) -> str | None:

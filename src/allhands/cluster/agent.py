@@ -1,9 +1,11 @@
-"""The supervisor's hand on another computer: ``python -P -m allhands.cluster.agent``, spoken to over ssh.
+"""The supervisor's hand on another computer: ``python -P -m allhands.cluster.agent``, spoken to
+over ssh.
 
-It takes :mod:`frames <allhands.cluster.frames>` on its standard input and answers on its standard output. The first
-one, ``hello``, brings the secret of the run and says what to start; the answer ``ready`` names the ports that are held
-for the ranks; ``start`` tells everybody's addresses. From then on changes are told as they happen. When the supervisor
-is silent, or gone, or this process is killed, everything that it has started is ended.
+It takes :mod:`frames <allhands.cluster.frames>` on its standard input and answers on its standard
+output. The first one, ``hello``, brings the secret of the run and says what to start; the answer
+``ready`` names the ports that are held for the ranks; ``start`` tells everybody's addresses. From
+then on changes are told as they happen. When the supervisor is silent, or gone, or this process is
+killed, everything that it has started is ended.
 """
 
 from __future__ import annotations
@@ -86,14 +88,17 @@ class Agent:
         if spec.backend != "ring" or sys.platform != "linux":
             self._release_ports()
         output = self._output() if self._first == 0 and not spec.tag_output else None
-        share = Share(self._first, self._count, tuple(peers), self._hello["name"], output, self._tell_line)
+        share = Share(
+            self._first, self._count, tuple(peers), self._hello["name"], output, self._tell_line
+        )
         self._ranks = start(spec, self._run_dir, self._reaper, share)
         if output and not self._hello["descriptors"]:
             for descriptor in output:
                 os.close(descriptor)
 
     def _with_logs(self, spec: LaunchSpec) -> LaunchSpec:
-        """The same with a place for logs that can be written, where rank 0 is not: what matters of them is told on.
+        """The same with a place for logs that can be written, where rank 0 is not: what matters of
+        them is told on.
 
         Raises:
             StorageError: rank 0 is here, whose files are the run's.
@@ -115,7 +120,9 @@ class Agent:
         return spec
 
     def _observe(self, log_dir: Path) -> None:
-        """Sample this process, and from now on tell the samples of all processes here to a supervisor elsewhere."""
+        """Sample this process, and from now on tell the samples of all processes here to a
+        supervisor elsewhere.
+        """
         files = [monitor_file(log_dir, "agent", self._hello["name"])]
         files += [monitor_file(log_dir, "rank", rank) for rank in self._own()]
         for file in files if self._hello["env"].get("ALLHANDS_ATTEMPT") == "1" else ():
@@ -152,7 +159,13 @@ class Agent:
         for end in ends:
             if end.rank not in self._exited:
                 self._exited.add(end.rank)
-                self._link.send("exit", rank=end.rank, code=end.code, age=now - end.time, report=self._report(end.rank))
+                self._link.send(
+                    "exit",
+                    rank=end.rank,
+                    code=end.code,
+                    age=now - end.time,
+                    report=self._report(end.rank),
+                )
 
     def obey(self, frame: Frame) -> bool:
         """Do what the supervisor asks for; false when it asks for the end."""
@@ -161,7 +174,9 @@ class Agent:
             return False
         if kind == GARBLED:
             hint = "install the same version of allhands everywhere"
-            raise DistributedError(f"the supervisor sent an unknown message ({frame['what']!a})", hint=hint)
+            raise DistributedError(
+                f"the supervisor sent an unknown message ({frame['what']!a})", hint=hint
+            )
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
         elif kind == "start":
@@ -233,13 +248,17 @@ class Agent:
         self._ports = []
 
     def _output(self) -> tuple[int, int]:
-        """Return the output of rank 0: the supervisor's own descriptors on the same computer, or pipes to it."""
+        """Return the output of rank 0: the supervisor's own descriptors on the same computer, or
+        pipes to it.
+        """
         if self._hello["descriptors"]:
             first, second = self._hello["descriptors"]
             return first, second
         ends = [os.pipe() for _ in range(2)]
         for stream, (reader, _) in enumerate(ends, 1):
-            thread = threading.Thread(target=self._forward, args=(reader, stream), name=f"output-{stream}", daemon=True)
+            thread = threading.Thread(
+                target=self._forward, args=(reader, stream), name=f"output-{stream}", daemon=True
+            )
             self._outputs.append(thread)
             thread.start()
         return ends[0][1], ends[1][1]
@@ -269,7 +288,9 @@ class Agent:
 
 def _identity(hello: Frame) -> Identity:
     env: Mapping[str, str] = hello.get("env", {})
-    return Identity("agent", run=env.get("ALLHANDS_RUN_ID", ""), attempt=int(env.get("ALLHANDS_ATTEMPT", "1")))
+    return Identity(
+        "agent", run=env.get("ALLHANDS_RUN_ID", ""), attempt=int(env.get("ALLHANDS_ATTEMPT", "1"))
+    )
 
 
 def enter_directory(path: str, below_home: str | None) -> None:
@@ -293,7 +314,8 @@ def enter_directory(path: str, below_home: str | None) -> None:
 
 
 def set_aside(log_dir: Path, rank: int) -> None:
-    """Keep the log of the last attempt's rank beside the new one, and let no old error be taken for a new one.
+    """Keep the log of the last attempt's rank beside the new one, and let no old error be taken for
+    a new one.
 
     Only of this rank: on a shared file system the others are somebody else's.
     """
@@ -303,7 +325,8 @@ def set_aside(log_dir: Path, rank: int) -> None:
 
 
 def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``step`` of the newest checkpoint here of the run that is asked for, and that it is its ``own``.
+    """Return the ``step`` of the newest checkpoint here of the run that is asked for, and that it
+    is its ``own``.
 
     Without one it is the step of what the run is to go on from, or ``None``.
     """
@@ -324,7 +347,9 @@ def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
     except queue.Empty:
         hello = None
     if hello is None or hello["kind"] != "hello":
-        _say("no message from a supervisor that knows the secret; only allhands itself starts this program")
+        _say(
+            "no message from a supervisor that knows the secret; only allhands itself starts this program"
+        )
         return ConfigError.exit_code
     with Reaper() as reaper:
         agent: Agent | None = None
@@ -344,7 +369,9 @@ def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
 
 
 def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
-    """Obey until the supervisor asks for the end, has closed the connection, or is silent for too long."""
+    """Obey until the supervisor asks for the end, has closed the connection, or is silent for too
+    long.
+    """
     heard = time.monotonic()
     while time.monotonic() < heard + SILENCE_S:
         signal.alarm(_STUCK_S)
@@ -370,7 +397,9 @@ def _refuse(link: FrameLink, error: AllhandsError | OSError) -> None:
 def _wait_for_end(frames: queue.SimpleQueue[Frame | None]) -> None:
     deadline = time.monotonic() + SILENCE_S
     with contextlib.suppress(queue.Empty):
-        while (frame := frames.get(timeout=max(0.0, deadline - time.monotonic()))) and frame["kind"] != "end":
+        while (frame := frames.get(timeout=max(0.0, deadline - time.monotonic()))) and frame[
+            "kind"
+        ] != "end":
             pass
 
 
@@ -405,7 +434,12 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: frames.put(None))
     link = FrameLink(
-        reader, writer, FROM_SUPERVISOR, None, frames.put, lambda line: _say("a line without the secret is ignored")
+        reader,
+        writer,
+        FROM_SUPERVISOR,
+        None,
+        frames.put,
+        lambda line: _say("a line without the secret is ignored"),
     )
     return serve(link, frames)
 

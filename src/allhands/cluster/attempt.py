@@ -1,7 +1,9 @@
-"""One attempt of a job: start all ranks once, watch them until the last one has ended, and find the cause of a failure.
+"""One attempt of a job: start all ranks once, watch them until the last one has ended, and find the
+cause of a failure.
 
-MLX notices a dead peer late or never, and does not notice a stopped one. So a process outside the ranks watches them.
-The first rank that fails or stops making progress is the cause. The others are ended, and no process is left behind.
+MLX notices a dead peer late or never, and does not notice a stopped one. So a process outside the
+ranks watches them. The first rank that fails or stops making progress is the cause. The others are
+ended, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from allhands.observe.journal import SupervisorEvent
 
 _TICK_S = 0.05
 _POLL_S = 0.5
-_COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
+_COLLECT_S = (
+    0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
+)
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
 _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
@@ -36,7 +40,8 @@ _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
 _ELSEWHERE_S = 900.0  # for ranks on other computers, unseen, to prepare data, compile or save
-# Messages of ranks whose port another program has; not of ranks that cannot connect, or that ask for a foreign address.
+# Messages of ranks whose port another program has; not of ranks that cannot connect, or that ask
+# for a foreign address.
 _PORT_TAKEN = re.compile(
     r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
 )
@@ -50,11 +55,12 @@ _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
-    ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
-    received. The first SIGINT or SIGTERM is passed on, and the second one ends the ranks at once. SIGUSR1, a
-    scheduler's warning, counts as a SIGTERM, but a person's first signal after it still counts as the first. ``reaper``
-    is told of every process. ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only
-    that part of the ranks is started and watched, and ranks that wait for others have more time.
+    ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that
+    this process has received. The first SIGINT or SIGTERM is passed on, and the second one ends the
+    ranks at once. SIGUSR1, a scheduler's warning, counts as a SIGTERM, but a person's first signal
+    after it still counts as the first. ``reaper`` is told of every process. ``slack`` lengthens the
+    deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
+    started and watched, and ranks that wait for others have more time.
     """
 
     _ranks: RankProcesses
@@ -71,7 +77,9 @@ class Attempt:
     ) -> None:
         self._spec = spec
         self._share = share
-        self._own = range(share.first, share.first + share.count) if share else range(spec.num_processes)
+        self._own = (
+            range(share.first, share.first + share.count) if share else range(spec.num_processes)
+        )
         self._run_dir = run_dir
         self._signals = signals
         self._events = events
@@ -92,7 +100,8 @@ class Attempt:
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
         """Start the ranks, wait for the end, leave no process behind, and return the outcome.
 
-        ``poll`` is called about twice a second and should be quick: the ranks are not watched meanwhile.
+        ``poll`` is called about twice a second and should be quick: the ranks are not watched
+        meanwhile.
 
         Raises:
             DistributedError: the ranks could not be started.
@@ -129,13 +138,19 @@ class Attempt:
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait(self, poll: Callable[[], None]) -> Fault | None:
-        """Wait until the ranks have ended or must be ended; return the reason if no rank's end is one."""
+        """Wait until the ranks have ended or must be ended; return the reason if no rank's end is
+        one.
+        """
         polled = self._began
         while self._living():
             now = time.monotonic()
             self._watch.pauses.look(now)
             marks = {rank: self._ranks.marks(rank) for rank in self._own}
-            if not self._share and not self._all_listen and all(mark.listening for mark in marks.values()):
+            if (
+                not self._share
+                and not self._all_listen
+                and all(mark.listening for mark in marks.values())
+            ):
                 self._all_listen = True
                 self._ranks.tell(ALL_LISTEN)
             if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
@@ -156,7 +171,9 @@ class Attempt:
         return [rank for rank in self._own if rank not in ended]
 
     def _pass_on_signals(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
+        """Forward the first stop signal to every rank once; false when the ranks must be killed
+        now.
+        """
         while self._signals:
             number = self._signals.popleft()
             if self._insisted and number != signal.SIGUSR1:
@@ -176,11 +193,15 @@ class Attempt:
 
     @property
     def _grace_s(self) -> float:
-        """Seconds from a stop on: for the running step, by the longest of the last steps, and for saving."""
+        """Seconds from a stop on: for the running step, by the longest of the last steps, and for
+        saving.
+        """
         return self._spec.stop_grace_s + self._watch.longest_step_s
 
     def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """True if a rank that was told to end is stopped (SIGSTOP): without it nothing will be saved."""
+        """True if a rank that was told to end is stopped (SIGSTOP): without it nothing will be
+        saved.
+        """
         if not self._all_started:
             return False
         stall = self._frozen(now, marks, self._living())
@@ -194,9 +215,13 @@ class Attempt:
         # A rank that need not say that it has started may be at work already.
         self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
         if self._all_started:
-            self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
+            self._events(
+                SupervisorEvent("stopping", "all processes are told to stop after this step")
+            )
         else:
-            self._events(SupervisorEvent("cancelling", "stopping before all processes have started"))
+            self._events(
+                SupervisorEvent("cancelling", "stopping before all processes have started")
+            )
 
     def _failed_for_long(self, now: float) -> bool:
         """True if a rank has failed, and the other ranks have had time to say what followed."""
@@ -250,7 +275,9 @@ class Attempt:
         if self._stop_signal or any(self._is_failure(end) for end in ends):
             return None  # these have deadlines of their own
         left = [end for end in ends if end.code in (0, REGROUP_CODE)]
-        if left and (self._age(now, left[0].time) > self._spec.finish_grace_s or (stall and stall.mutual)):
+        if left and (
+            self._age(now, left[0].time) > self._spec.finish_grace_s or (stall and stall.mutual)
+        ):
             return self._early_end(left[0], self._age(now, left[0].time))
         stall = stall or self._frozen(now, marks, living)
         return self._hang(stall, living) if stall else None
@@ -266,7 +293,12 @@ class Attempt:
         for rank, since in self._stopped_since.items():
             if self._age(now, since) > _STOPPED_S:
                 beat = marks[rank].beat
-                return Stall(rank, self._age(now, since), beat.phase if beat else "start", beat.step if beat else 0)
+                return Stall(
+                    rank,
+                    self._age(now, since),
+                    beat.phase if beat else "start",
+                    beat.step if beat else 0,
+                )
         return None
 
     # --- the end ----------------------------------------------------------------------------------
@@ -275,7 +307,9 @@ class Attempt:
         """SIGTERM, a moment, SIGKILL; after an unheeded stop or a second Ctrl-C SIGKILL alone."""
         self._ended_at = time.monotonic()
         living = self._living()
-        failed = fault or any(self._is_failure(end) or self._is_unasked_stop(end) for end in self._ranks.exits())
+        failed = fault or any(
+            self._is_failure(end) or self._is_unasked_stop(end) for end in self._ranks.exits()
+        )
         if failed:
             self._ranks.tell("failed")  # so that ranks do not take the signal for a person's wish
             for rank in living:
@@ -293,7 +327,11 @@ class Attempt:
         step = max((beat.step for beat in beats if beat), default=None)
         codes = {end.code for end in self._ranks.exits()}
         # Of a rank that has left for a checkpoint the others may only see that it has gone.
-        apart = self._regroup and REGROUP_CODE in codes and codes <= {0, REGROUP_CODE, PeerLostError.exit_code}
+        apart = (
+            self._regroup
+            and REGROUP_CODE in codes
+            and codes <= {0, REGROUP_CODE, PeerLostError.exit_code}
+        )
         if apart and not self._stop_signal:
             return Outcome(regroup=True, started=self._all_started, step=step)
         if self._ports_were_taken(fault):
@@ -303,7 +341,9 @@ class Attempt:
 
     def _ports_were_taken(self, fault: Fault | None) -> bool:
         """True if another start with other ports may mend the failure."""
-        theirs = self._spec.backend == "mpi" or self._share or self._all_started or self._stop_signal
+        theirs = (
+            self._spec.backend == "mpi" or self._share or self._all_started or self._stop_signal
+        )
         if fault is None or theirs:
             return False
         return any(_PORT_TAKEN.search(text) for text in (fault.error or "", *fault.log_tail))
@@ -311,7 +351,8 @@ class Attempt:
     # --- faults -----------------------------------------------------------------------------------
 
     def _failure(self) -> Fault | None:
-        """The fault of the first rank that failed; a rank that lost its peer counts only if no other failed.
+        """The fault of the first rank that failed; a rank that lost its peer counts only if no
+        other failed.
 
         Among ranks that failed alike the lowest one is named.
         """
@@ -329,13 +370,17 @@ class Attempt:
         return self._misfit(fault, alike) if foreseen else fault
 
     def _misfit(self, fault: Fault, alike: list[RankExit]) -> Fault:
-        """The fault with the ranks that do not fit: those which all ranks have named, or which failed alike."""
+        """The fault with the ranks that do not fit: those which all ranks have named, or which
+        failed alike.
+        """
         if (found := self._said(fault.rank).get("misfits")) is None:
             return replace(fault, misfits=tuple(end.rank for end in alike))
         # All ranks have said the same, so it is no single rank's fault.
         message = (fault.error or "").partition(": ")[2]
         misfits = tuple(int(rank) for rank in found)
-        return replace(fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits)
+        return replace(
+            fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits
+        )
 
     def _of_end(self, end: RankExit) -> Fault:
         since = min(self._ended_at, time.monotonic()) - end.time
@@ -363,16 +408,24 @@ class Attempt:
         return replace(fault, message=text, error=None, explanation=None)
 
     def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
-        """The fault of rank ``peer``, which listens but cannot be reached, mostly because of its firewall."""
+        """The fault of rank ``peer``, which listens but cannot be reached, mostly because of its
+        firewall.
+        """
         fault = self._fault("blocked", end.rank, end.code, "", since)
         content = self._said(end.rank)
         names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
         text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
-        hint = f"{self._spec.examine}   # finds what is in the way" if self._spec.examine else content.get("hint")
+        hint = (
+            f"{self._spec.examine}   # finds what is in the way"
+            if self._spec.examine
+            else content.get("hint")
+        )
         told = str(DistributedError(text, hint=hint))
         # Neither rank's log says more.
         fault = replace(fault, log_path=None, log_tail=(), error=None)
-        return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told)
+        return replace(
+            fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told
+        )
 
     def _place(self, rank: int) -> str:
         return f" on {self._ranks.host(rank)}" if self._spec.places else ""
@@ -382,7 +435,9 @@ class Attempt:
         return self._fault("ended early", early.rank, DistributedError.exit_code, what, since)
 
     def _not_started(self, missing: list[int], since: float) -> Fault:
-        """The fault of ranks that are not ready, or, if all of them are, of those that wait for other computers."""
+        """The fault of ranks that are not ready, or, if all of them are, of those that wait for
+        other computers.
+        """
         unready = [rank for rank in missing if not self._ranks.marks(rank).ready]
         late = unready or missing
         what = f"did not finish starting within {self._spec.start_deadline_s:g} s"
@@ -441,7 +496,9 @@ def _stop_by(codes: set[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Return the end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
+    """Return the end of a process in words, from its exit code or minus its signal: -11 is "was
+    killed by SIGSEGV".
+    """
     if code >= 0:
         return f"exited with code {code}"
     try:

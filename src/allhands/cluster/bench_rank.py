@@ -1,7 +1,8 @@
-"""One rank of a measurement: ``python -P -m allhands.cluster.bench_rank '{"mark": "...", "sizes": [4096]}'``.
+"""One rank of a measurement: ``python -P -m allhands.cluster.bench_rank '{"mark": "...", "sizes":
+[4096]}'``.
 
-Works under our supervisor, which rank 0 tells the result, and, like training, under any launcher that is recognised:
-there rank 0 writes it to standard output, as one line of JSON after the mark.
+Works under our supervisor, which rank 0 tells the result, and, like training, under any launcher
+that is recognised: there rank 0 writes it to standard output, as one line of JSON after the mark.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main(arguments: list[str]) -> None:
         from allhands.runtime.accelerator import detect
 
         detect()  # MLX's settings as training has them
-        plan = BenchPlan(request["sizes"], request.get("seconds", 0.2), request.get("budget_s", 60.0))
+        plan = BenchPlan(
+            request["sizes"], request.get("seconds", 0.2), request.get("budget_s", 60.0)
+        )
         timings = time_all_sum(communicator, plan)
         speeds = time_products(communicator) if request.get("products") else []
         if launch.rank == 0:

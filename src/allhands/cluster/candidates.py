@@ -1,4 +1,6 @@
-"""The table of back-ends: those that are possible on these computers, the best first; nothing is measured."""
+"""The table of back-ends: those that are possible on these computers, the best first; nothing is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -97,12 +99,17 @@ class Choice:
     age_s: float | None = None
 
 
-# --- the table ----------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def candidates(facts: Facts) -> list[Candidate]:
     """Return every back-end of MLX, the best first."""
-    return [_nccl(facts), _jaccl(facts), _mpi(facts), Candidate("ring", True, "TCP: needs nothing but a network")]
+    return [
+        _nccl(facts),
+        _jaccl(facts),
+        _mpi(facts),
+        Candidate("ring", True, "TCP: needs nothing but a network"),
+    ]
 
 
 def table_choice(facts: Facts) -> Choice:
@@ -118,7 +125,9 @@ def _nccl(facts: Facts) -> Candidate:
             return Candidate("nccl", False, f"not known how many NVIDIA GPUs {host.name} has")
         if host.gpus < host.num_ranks or host.system not in (None, "Linux"):
             ranks = f"{host.num_ranks} rank{'s' * (host.num_ranks != 1)}"
-            return Candidate("nccl", False, f"{host.name}: {host.gpus or 'no'} NVIDIA GPU for {ranks}")
+            return Candidate(
+                "nccl", False, f"{host.name}: {host.gpus or 'no'} NVIDIA GPU for {ranks}"
+            )
     return Candidate("nccl", True, "every rank has an NVIDIA GPU")
 
 
@@ -126,7 +135,9 @@ def _jaccl(facts: Facts) -> Candidate:
     if len(facts.hosts) < 2:
         return Candidate("jaccl", False, "RDMA over Thunderbolt joins several Macs")
     if lacking := [host.name for host in facts.hosts if not host.rdma]:
-        return Candidate("jaccl", False, f"the hostfile names no RDMA devices of {', '.join(lacking)}")
+        return Candidate(
+            "jaccl", False, f"the hostfile names no RDMA devices of {', '.join(lacking)}"
+        )
     if other := [host.name for host in facts.hosts if host.system != "Darwin"]:
         return Candidate("jaccl", False, f"{', '.join(other)}: not known to be a Mac")
     if any(host.num_ranks > 1 for host in facts.hosts):
@@ -140,16 +151,20 @@ def _mpi(facts: Facts) -> Candidate:
         reason = "the supervisor starts it on this computer alone, without a hostfile; for several use mpirun itself"
         return Candidate("mpi", False, reason)
     if not first.mpi:
-        return Candidate("mpi", False, f"no Open MPI 5 found on {first.name}: pip install 'allhands[mpi]'")
+        return Candidate(
+            "mpi", False, f"no Open MPI 5 found on {first.name}: pip install 'allhands[mpi]'"
+        )
     if int(first.mpi.partition(".")[0]) < 5:
         return Candidate("mpi", False, f"Open MPI {first.mpi} is too old: 5.0 or newer is needed")
     if first.system != "Linux":
         # Possible on other systems, but nobody has shown that it is faster.
-        return Candidate("mpi", False, "it is chosen automatically on Linux only: give --backend mpi")
+        return Candidate(
+            "mpi", False, "it is chosen automatically on Linux only: give --backend mpi"
+        )
     return Candidate("mpi", True, f"Open MPI {first.mpi}, shared memory on one computer")
 
 
-# --- facts --------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def facts_here(num_ranks: int) -> Facts:
@@ -180,7 +195,9 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
     if host.ssh is None:
         return _fact_here(host.name, num_ranks, rdma)
     answer = _ask(host) if ask else {}
-    return HostTraits(host.name, num_ranks, answer.get("system"), answer.get("gpus"), rdma=rdma, here=False)
+    return HostTraits(
+        host.name, num_ranks, answer.get("system"), answer.get("gpus"), rdma=rdma, here=False
+    )
 
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
@@ -206,7 +223,11 @@ def _ask(host: Host) -> dict[str, Any]:
             check=False,
             start_new_session=True,
         )
-        answers = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("@{")]
+        answers = [
+            line
+            for line in done.stdout.decode(errors="replace").splitlines()
+            if line.startswith("@{")
+        ]
         answer: dict[str, Any] = json.loads(answers[-1][1:]) if answers else {}
         return answer
     return {}

@@ -1,8 +1,9 @@
-"""The choice of a back-end: by the table of possible ones, or by a measurement where several are possible.
+"""The choice of a back-end: by the table of possible ones, or by a measurement where several are
+possible.
 
-NCCL and JACCL win wherever they are possible. Between MPI's shared memory and the ring on one computer a measured
-all-reduce decides, which is kept in the user's cache. Without a measurement the table decides, and MPI is first on
-Linux.
+NCCL and JACCL win wherever they are possible. Between MPI's shared memory and the ring on one
+computer a measured all-reduce decides, which is kept in the user's cache. Without a measurement the
+table decides, and MPI is first on Linux.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _OLD_S = 30 * 86400.0
 _VERSION = 1
 _DAY = 86400.0
 
-# --- measured -----------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def choose(
 ) -> Choice:
     """Return the back-end for a job that leaves it open.
 
-    Between MPI and the ring a measurement of the last 30 days decides. Without one in the cache the back-ends are
-    measured, in a few seconds, if training is expected to be long. After a failed measurement, and for short runs, the
-    table decides.
+    Between MPI and the ring a measurement of the last 30 days decides. Without one in the cache the
+    back-ends are measured, in a few seconds, if training is expected to be long. After a failed
+    measurement, and for short runs, the table decides.
 
     Args:
         training_s: expected time of training; ``None``: not known, and nothing is measured.
@@ -84,7 +85,11 @@ def choose(
     if facts.num_ranks < 2:
         return replace(by_table, backend="ring", reason="one rank exchanges nothing")
     possible = {one.backend for one in by_table.candidates if one.possible}
-    if len(facts.hosts) > 1 or by_table.backend not in _MEASURED or not possible.issuperset(_MEASURED):
+    if (
+        len(facts.hosts) > 1
+        or by_table.backend not in _MEASURED
+        or not possible.issuperset(_MEASURED)
+    ):
         return by_table
     path = seams.directory / "backends" / f"{_key(facts, cores_per_rank)}.json"
     found, age_s = _read(path, seams.now())
@@ -92,7 +97,8 @@ def choose(
         found, age_s = _measured_anew(facts.num_ranks, cores_per_rank, seams, path), 0.0
     # The exchanges of a step: the gradient, and a few numbers.
     times = {
-        name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES) for name, one in found.items()
+        name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES)
+        for name, one in found.items()
     }
     if not times.keys() >= set(_MEASURED):
         return by_table
@@ -100,7 +106,9 @@ def choose(
     return Choice(best, "measured on this computer", by_table.candidates, times, age_s)
 
 
-def _measured_anew(ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, path: Path) -> dict[str, Figures]:
+def _measured_anew(
+    ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, path: Path
+) -> dict[str, Figures]:
     """Measure the back-ends, as far as that is possible, and keep the figures in the cache."""
     found: dict[str, Figures] = {}
     for backend in _MEASURED:
@@ -110,23 +118,29 @@ def _measured_anew(ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, p
     content = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}
     with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
         make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+        write_whole(
+            path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True
+        )
     return found
 
 
 def slower_than_ours(
     launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
-    """Return a note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None`` where that is the
-    best.
+    """Return a note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None``
+    where that is the best.
 
-    Another back-end is better on Linux with Open MPI, unless it was measured to be slower here, and where each rank has
-    an NVIDIA GPU.
+    Another back-end is better on Linux with Open MPI, unless it was measured to be slower here, and
+    where each rank has an NVIDIA GPU.
 
     Args:
         command: our command that starts as many ranks.
     """
-    if launch.launcher != "mlx.launch" or launch.backend != "ring" or not 1 < launch.size == launch.local_size:
+    if (
+        launch.launcher != "mlx.launch"
+        or launch.backend != "ring"
+        or not 1 < launch.size == launch.local_size
+    ):
         return None
     best = choose(facts or facts_here(launch.size), seams=seams)
     if best.backend == "ring":
@@ -139,13 +153,17 @@ def slower_than_ours(
 
 
 def explain(choice: Choice) -> list[str]:
-    """Lines for people: the chosen back-end with its reason, the measured times, and why others are not possible."""
+    """Lines for people: the chosen back-end with its reason, the measured times, and why others are
+    not possible.
+    """
     lines = [f"back-end {choice.backend}: {choice.reason}"]
     if choice.measured and choice.age_s is not None:
         days = choice.age_s / _DAY
         age = f"{days:.0f} days ago" if days >= 2 else f"{format_duration(choice.age_s)} ago"
         age = "just now" if choice.age_s < 1 else age
-        times = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(choice.measured.items()))
+        times = ", ".join(
+            f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(choice.measured.items())
+        )
         lines.append(f"  a step's exchanges take: {times} (measured {age})")
     unlike = [one for one in choice.candidates if not one.possible]
     return lines + [f"  not {one.backend}: {one.reason}" for one in unlike]
@@ -153,13 +171,19 @@ def explain(choice: Choice) -> list[str]:
 
 def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measurement:
     options = BenchOptions(
-        sizes=_SIZES, timeout_s=_BENCH_S, links=False, seconds=_ROUNDS_S, cores_per_rank=cores_per_rank
+        sizes=_SIZES,
+        timeout_s=_BENCH_S,
+        links=False,
+        seconds=_ROUNDS_S,
+        cores_per_rank=cores_per_rank,
     )
     return measure([Host(socket.gethostname(), slots=num_ranks)], backend, options)
 
 
 def _key(facts: Facts, cores_per_rank: int | None) -> str:
-    """The cache's name for a measurement: the computer, its ranks, and the versions of the software."""
+    """The cache's name for a measurement: the computer, its ranks, and the versions of the
+    software.
+    """
     here, (host, *_) = (socket.gethostname(), platform.machine(), allowed_cores()), facts.hosts
     versions = versions_of("allhands", "mlx").values()
     parts = [_VERSION, *here, facts.num_ranks, cores_per_rank, host.mpi, host.gpus, *versions]
@@ -167,10 +191,16 @@ def _key(facts: Facts, cores_per_rank: int | None) -> str:
 
 
 def _read(path: Path, now: float) -> tuple[dict[str, Figures], float | None]:
-    """A measurement that is not too old, and its age; empty if there is none, or it is not understood."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError):
+    """A measurement that is not too old, and its age; empty if there is none, or it is not
+    understood.
+    """
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError
+    ):
         content = json.loads(path.read_text(encoding="utf-8"))
         age_s = now - float(content["time"])
         if 0 <= age_s <= _OLD_S:
-            return {str(name): Figures.from_json(one) for name, one in content["figures"].items()}, age_s
+            return {
+                str(name): Figures.from_json(one) for name, one in content["figures"].items()
+            }, age_s
     return {}, None

@@ -1,4 +1,6 @@
-"""The supervisor's connection to one agent: over ssh, or to a child on this computer, which is spoken to alike."""
+"""The supervisor's connection to one agent: over ssh, or to a child on this computer, which is
+spoken to alike.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from allhands.cluster.runfiles import tail
 from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
 
-# Without a word, after which a computer counts as lost: with what follows from that, five seconds are not over.
+# Without a word, after which a computer counts as lost: with what follows from that, five seconds
+# are not over.
 LOST_S = 3.5
 _PING_S = 0.5
 _UNANSWERED_S = 1.0
@@ -35,7 +38,12 @@ class HostError(DistributedError):
     """Computers that cannot take part; ``hosts`` are their names."""
 
     def __init__(
-        self, hosts: Sequence[str], message: str, *, where: str | None = None, hint: str | None = None
+        self,
+        hosts: Sequence[str],
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(message, where=where, hint=hint)
         self.hosts = tuple(hosts)
@@ -53,7 +61,8 @@ class Connection:
         name: the computer's, for people.
         hello: the orders.
         log: a file for what comes back that is not a frame; ``None`` drops it.
-        listen: called in another thread with each frame after ``ready``, and with ``None`` when the computer is lost.
+        listen: called in another thread with each frame after ``ready``, and with ``None`` when the
+            computer is lost.
 
     Raises:
         AllhandsError: ssh, or Python, cannot be run.
@@ -90,14 +99,17 @@ class Connection:
         finally:
             for descriptor in (stdin[0], stdout[1]):
                 os.close(descriptor)
-        self._link = FrameLink(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
+        self._link = FrameLink(
+            stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note
+        )
         self._link.send("hello", **hello)
 
     def wait_until_ready(self, deadline: float) -> Frame:
         """Return the agent's first answer.
 
         Raises:
-            HostError: it cannot be reached, or gives no answer before ``deadline`` (``time.monotonic``).
+            HostError: it cannot be reached, or gives no answer before ``deadline``
+                (``time.monotonic``).
             AllhandsError: it refuses, with the reason.
         """
         answered = self._answered.wait(max(0.0, deadline - time.monotonic()))
@@ -109,7 +121,9 @@ class Connection:
             self._unreachable()
             if answered
             else HostError(
-                [self.name], f"host {self.name} has not answered in time", hint=self._see_log("is it overloaded?")
+                [self.name],
+                f"host {self.name} has not answered in time",
+                hint=self._see_log("is it overloaded?"),
             )
         )
 
@@ -119,7 +133,9 @@ class Connection:
             self._link.send(kind, **fields)
 
     def check(self) -> None:
-        """Ping it twice a second, and give it up after :data:`LOST_S` of silence; to be called more often."""
+        """Ping it twice a second, and give it up after :data:`LOST_S` of silence; to be called more
+        often.
+        """
         now = time.monotonic()
         self._silent_s += min(now - self._checked, _STEP_S)
         self._checked = now
@@ -130,16 +146,23 @@ class Connection:
             self._lose()
 
     def finish(self, deadline: float) -> bool:
-        """Wait until nothing is left there, but not beyond ``deadline``; whether the agent has confirmed it."""
+        """Wait until nothing is left there, but not beyond ``deadline``; whether the agent has
+        confirmed it.
+        """
         self._link.close()
         if not self._answered.is_set():
             deadline = min(deadline, time.monotonic() + _UNANSWERED_S)  # it has started nothing yet
-        while not (self._ended.is_set() or self._gone.is_set()) and time.monotonic() < deadline and not self.lost:
+        while (
+            not (self._ended.is_set() or self._gone.is_set())
+            and time.monotonic() < deadline
+            and not self.lost
+        ):
             self._ended.wait(0.02)
         if self._ended.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.1, deadline - time.monotonic()))
-        # Without its connection an agent ends everything; a child of ours leaves that to its reaper.
+        # Without its connection an agent ends everything; a child of ours leaves that to its
+        # reaper.
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -147,7 +170,9 @@ class Connection:
         self._link.join(0.5)
         return self._ended.is_set()
 
-    def _start(self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
         python = host.python if host and host.python else sys.executable
         remote = host is not None and host.ssh is not None
         if host is not None and host.ssh is not None:
@@ -156,9 +181,18 @@ class Connection:
             argv = [os.path.expanduser(python), *_AGENT]
         try:
             with contextlib.ExitStack() as stack:
-                stderr = stack.enter_context(_private_log(self._log)) if self._log else subprocess.DEVNULL
+                stderr = (
+                    stack.enter_context(_private_log(self._log))
+                    if self._log
+                    else subprocess.DEVNULL
+                )
                 return subprocess.Popen(
-                    argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=tuple(descriptors)
+                    argv,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                    pass_fds=tuple(descriptors),
                 )
         except OSError as error:
             if remote:
@@ -210,7 +244,9 @@ class Connection:
 
     def _not_understood(self, what: str) -> HostError:
         hint = self._see_log("install the same version of allhands everywhere")
-        return HostError([self.name], f"host {self.name} sent an unknown message ({what!a})", hint=hint)
+        return HostError(
+            [self.name], f"host {self.name} sent an unknown message ({what!a})", hint=hint
+        )
 
     def _unreachable(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -220,7 +256,9 @@ class Connection:
         hint = f"make `ssh {shlex.quote(self.name)} true` work without a question"
         if code != 255:
             ready = f"make it ready (`{init_command([self.name])}`)"
-            hint = f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
+            hint = (
+                f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
+            )
         what = "cannot be reached" if code == 255 else "runs no agent of allhands"
         kind = UnfitHosts if code in (1, 126, 127) else HostError
         return kind([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
@@ -230,4 +268,6 @@ class Connection:
 
 
 def _private_log(path: Path) -> Any:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab"
+    )

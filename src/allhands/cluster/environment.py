@@ -1,7 +1,8 @@
 """Recognition of the launcher: rank, world size, back-end and paths, from its variables and files.
 
-:func:`recognise` depends on nothing else, so every launcher is one row of a test table. MLX understands few of them:
-:func:`rendezvous` finds the other ranks where that is needed, and returns the variables that MLX still lacks.
+:func:`recognise` depends on nothing else, so every launcher is one row of a test table. MLX
+understands few of them: :func:`rendezvous` finds the other ranks where that is needed, and returns
+the variables that MLX still lacks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi
 from allhands.cluster.meeting import meet
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import Given, Launch
-from allhands.cluster.platforms import indexed_job, mpi_job_launcher, platform_of, sagemaker, tf_config, vertex
+from allhands.cluster.platforms import (
+    indexed_job,
+    mpi_job_launcher,
+    platform_of,
+    sagemaker,
+    tf_config,
+    vertex,
+)
 from allhands.cluster.processes import peer_variables, reserve_ports
 from allhands.cluster.slurm import slurm
 
@@ -40,7 +48,8 @@ _RECOGNISERS: tuple[Callable[[Given], Launch | None], ...] = (
     mpi_job_launcher,
     indexed_job,
 )
-# A variable that shows each launcher's presence, and the launchers that set it, some as a by-product.
+# A variable that shows each launcher's presence, and the launchers that set it, some as a
+# by-product.
 _MARKS = {
     "ALLHANDS_RANK": "allhands",
     "MLX_RANK": "mlx.launch allhands",
@@ -57,7 +66,14 @@ _MARKS = {
     "SM_HOSTS": "sagemaker",
     "JOB_COMPLETION_INDEX": "kubernetes",
 }
-_LAUNCHER_PROGRAMS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpirun", "mpiexec.hydra")
+_LAUNCHER_PROGRAMS = (
+    "hydra_pmi_proxy",
+    "pmi_proxy",
+    "mpispawn",
+    "mpiexec",
+    "mpirun",
+    "mpiexec.hydra",
+)
 
 
 def launcher_process() -> int:
@@ -79,9 +95,9 @@ def recognise(
 ) -> Launch:
     """Return how this process was launched; explicit variables win over guesses.
 
-    Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI, PMI, torchrun, Slurm (inside a step), ``CLUSTER_SPEC`` and
-    ``TF_CONFIG``, SageMaker, an Indexed Job, single process. The platform (paths, grace time, failure file) is found
-    for ranks of any launcher.
+    Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI, PMI, torchrun, Slurm (inside a step),
+    ``CLUSTER_SPEC`` and ``TF_CONFIG``, SageMaker, an Indexed Job, single process. The platform
+    (paths, grace time, failure file) is found for ranks of any launcher.
 
     Args:
         environ: the variables.
@@ -91,12 +107,14 @@ def recognise(
         launcher_process: see :func:`launcher_process`.
 
     Raises:
-        DistributedError: variables are not integers, contradict each other, are set by half, or describe a group
-            that MLX cannot form.
+        DistributedError: variables are not integers, contradict each other, are set by half, or
+            describe a group that MLX cannot form.
     """
     variables = {name: value for name, value in environ.items() if value.strip() != ""}
     given = Given(variables, has_cuda, has_mpi, launcher_process, root)
-    found = next((launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None)
+    found = next(
+        (launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None
+    )
     if found is None:
         half_set(given)
         found = Launch()
@@ -104,10 +122,20 @@ def recognise(
         found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
     platform = platform_of(given)
     # A platform that has started one process alone has said so by the same variable.
-    sayers = {found.launcher, platform.name} if found.launcher == "single" and found.reason else {found.launcher}
-    ignored = tuple(name for name, words in _MARKS.items() if name in variables and not sayers & set(words.split()))
+    sayers = (
+        {found.launcher, platform.name}
+        if found.launcher == "single" and found.reason
+        else {found.launcher}
+    )
+    ignored = tuple(
+        name
+        for name, words in _MARKS.items()
+        if name in variables and not sayers & set(words.split())
+    )
     # Slurm's advice is for a process that it has not started as a task.
-    notes = found.notes + (platform.notes if found.launcher == "single" or platform.name != "slurm" else ())
+    notes = found.notes + (
+        platform.notes if found.launcher == "single" or platform.name != "slurm" else ()
+    )
     return replace(found, platform=platform, ignored=ignored, notes=notes)
 
 
@@ -145,10 +173,11 @@ def has_cuda() -> bool:
 def rendezvous(
     launch: Launch, directory: Path, patience: Patience | None = None
 ) -> Generator[dict[str, str], None, None]:
-    """Find the other ranks; yield the variables for ``mx.distributed.init``, which is to be called in the block.
+    """Find the other ranks; yield the variables for ``mx.distributed.init``, which is to be called
+    in the block.
 
-    A ring's hostfile is written to ``directory``. Where the system allows it, this rank's port is kept from other
-    programs until the block is left.
+    A ring's hostfile is written to ``directory``. Where the system allows it, this rank's port is
+    kept from other programs until the block is left.
 
     Raises:
         DistributedError: the ranks did not come together in time, or do not belong together.
@@ -158,7 +187,9 @@ def rendezvous(
         return
 
     def come(ports: Sequence[int]) -> tuple[str, ...]:
-        return meet(point, launch.rank, launch.size, ports[0], patience or Patience(), launch.backend)
+        return meet(
+            point, launch.rank, launch.size, ports[0], patience or Patience(), launch.backend
+        )
 
     with gathered(1, launch.backend, come) as peers:
         hostfile = directory / f"ring-hosts-{launch.rank}.json"
@@ -167,10 +198,14 @@ def rendezvous(
 
 
 @contextmanager
-def gathered(count: int, backend: str, come: Callable[[Sequence[int]], _Peers]) -> Generator[_Peers, None, None]:
-    """Reserve ports for ranks of this computer, meet the others by ``come(ports)``, and yield what that returns.
+def gathered(
+    count: int, backend: str, come: Callable[[Sequence[int]], _Peers]
+) -> Generator[_Peers, None, None]:
+    """Reserve ports for ranks of this computer, meet the others by ``come(ports)``, and yield what
+    that returns.
 
-    Linux lets a ring's ranks listen on ports that this process keeps from other programs until the block is left.
+    Linux lets a ring's ranks listen on ports that this process keeps from other programs until the
+    block is left.
 
     Raises:
         DistributedError: there are no free ports.

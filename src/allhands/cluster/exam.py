@@ -1,7 +1,8 @@
-"""``python -m allhands.cluster.exam JSON``: the files and versions of a computer, for the supervisor to compare.
+"""``python -m allhands.cluster.exam JSON``: the files and versions of a computer, for the
+supervisor to compare.
 
-In a second, and without MLX, it tells most of what a rank would tell that has loaded everything: who has the same files
-and the same software has the same tokens and weights.
+In a second, and without MLX, it tells most of what a rank would tell that has loaded everything:
+who has the same files and the same software has the same tokens and weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _BUSY_EVERY_S = 1.0
 
 
 def examined(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts about ``model``, ``data`` with its ``splits``, and the files that ``options`` name, on this
-    computer.
+    """Return facts about ``model``, ``data`` with its ``splits``, and the files that ``options``
+    name, on this computer.
     """
     from allhands.data.behind import files_behind_data, files_behind_options, hashes
     from allhands.model.fingerprints import fingerprint
@@ -35,7 +36,9 @@ def examined(asked: Mapping[str, Any]) -> dict[str, Any]:
     total = fingerprint(model) if weights else ""
     files = {
         **files_behind_data(Path(asked["data"]).expanduser(), asked["splits"], model),
-        **files_behind_options({name: os.path.expanduser(path) for name, path in asked["options"].items()}),
+        **files_behind_options(
+            {name: os.path.expanduser(path) for name, path in asked["options"].items()}
+        ),
         **hashes("model", [model / "config.json"]),
         **({f"model/{file.name}": total for file in present(model)} if len(weights) == 1 else {}),
         "weights/all": total,

@@ -41,7 +41,8 @@ class Figures:
     Attributes:
         hosts: their computers.
         timings: by size, ascending, at least one; the largest may be missing where time was short.
-        speeds: products and sums a second of each rank, all at work at the same time; empty where not measured.
+        speeds: products and sums a second of each rank, all at work at the same time; empty where
+            not measured.
     """
 
     hosts: tuple[str, ...]
@@ -57,19 +58,22 @@ class Figures:
 
     @property
     def bytes_per_s(self) -> float:
-        """Algorithm bandwidth of the largest all-reduce: smaller arrays may fit into buffers on the way."""
+        """Algorithm bandwidth of the largest all-reduce: smaller arrays may fit into buffers on the
+        way.
+        """
         return self.timings[-1].bytes_per_s
 
     def bus_bytes_per_s(self, timing: Timing | None = None) -> float:
-        """Bus bandwidth, by default of the largest all-reduce: comparable with the speed of the cable.
+        """Bus bandwidth, by default of the largest all-reduce: comparable with the speed of the
+        cable.
 
         For a byte of the array each link carries 2 (n - 1) / n bytes.
         """
         return 2 * (self.num_ranks - 1) / self.num_ranks * (timing or self.timings[-1]).bytes_per_s
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the time of an all-reduce of so many bytes: as measured, linear between two sizes and beyond the
-        largest.
+        """Return the time of an all-reduce of so many bytes: as measured, linear between two sizes
+        and beyond the largest.
         """
         smallest, largest = self.timings[0], self.timings[-1]
         if num_bytes <= smallest.num_bytes:
@@ -84,7 +88,10 @@ class Figures:
         """For machines: SI units, bandwidth of the bus beside the algorithm's."""
         content = asdict(self)
         for entry, timing in zip(content["timings"], self.timings, strict=True):
-            entry |= {"bytes_per_s": timing.bytes_per_s, "bus_bytes_per_s": self.bus_bytes_per_s(timing)}
+            entry |= {
+                "bytes_per_s": timing.bytes_per_s,
+                "bus_bytes_per_s": self.bus_bytes_per_s(timing),
+            }
         line = {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}
         return {**content, **line, "bus_bytes_per_s": self.bus_bytes_per_s()}
 
@@ -95,12 +102,20 @@ class Figures:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        timings = tuple(Timing(**{name: entry[name] for name in _TIMED}) for entry in content["timings"])
+        timings = tuple(
+            Timing(**{name: entry[name] for name in _TIMED}) for entry in content["timings"]
+        )
         if not timings or not all(0 < timing.median_s < math.inf for timing in timings):
             raise ValueError("no times")
         num_ranks, speeds = int(content["num_ranks"]), tuple(map(float, content.get("speeds", ())))
         known = len(speeds) == num_ranks and all(0 < speed < math.inf for speed in speeds)
-        return cls(tuple(content["hosts"]), num_ranks, str(content["backend"]), timings, speeds if known else ())
+        return cls(
+            tuple(content["hosts"]),
+            num_ranks,
+            str(content["backend"]),
+            timings,
+            speeds if known else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -143,14 +158,22 @@ class Measurement:
 
     @property
     def slowest_link(self) -> Figures | None:
-        """The pair of computers whose all-reduce of 4 MiB takes longest; ``None`` with fewer than two links."""
-        return max(self.links, key=lambda link: link.seconds(_TYPICAL_BYTES)) if len(self.links) > 1 else None
+        """The pair of computers whose all-reduce of 4 MiB takes longest; ``None`` with fewer than
+        two links.
+        """
+        return (
+            max(self.links, key=lambda link: link.seconds(_TYPICAL_BYTES))
+            if len(self.links) > 1
+            else None
+        )
 
     @property
     def slow_host(self) -> str | None:
-        """The computer all of whose links are at least twice as slow as every other link: its cable, or its Wi-Fi.
+        """The computer all of whose links are at least twice as slow as every other link: its
+        cable, or its Wi-Fi.
 
-        So they must be at every large size, and by the quartiles: on a busy computer one median is an accident.
+        So they must be at every large size, and by the quartiles: on a busy computer one median is
+        an accident.
         """
         for name in dict.fromkeys(host for link in self.links for host in link.hosts):
             own = [link for link in self.links if name in link.hosts]
@@ -160,11 +183,15 @@ class Measurement:
         return None
 
     def seconds_per_step(self, num_bytes: float) -> float | None:
-        """Communication of a training step whose gradient has so many bytes; ``None`` if the group did not work."""
+        """Communication of a training step whose gradient has so many bytes; ``None`` if the group
+        did not work.
+        """
         return None if self.whole is None else self.whole.seconds(num_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; the names are those of the attributes, bandwidth of the bus and the slowest link added."""
+        """For machines; the names are those of the attributes, bandwidth of the bus and the slowest
+        link added.
+        """
         slowest = self.slowest_link
         return {
             **asdict(self),
@@ -176,11 +203,14 @@ class Measurement:
 
 
 def _all_slower(links: Sequence[Figures], others: Sequence[Figures]) -> bool:
-    """Return whether all of ``links`` take twice as long as any of ``others``, at each large size that all have."""
+    """Return whether all of ``links`` take twice as long as any of ``others``, at each large size
+    that all have.
+    """
     tables = [{timing.num_bytes: timing for timing in link.timings} for link in (*links, *others)]
     common = set[int].intersection(*(set(table) for table in tables))
     sizes = sorted(size for size in common if size >= _LARGE_BYTES)
     slow, fast = tables[: len(links)], tables[len(links) :]
     return bool(sizes) and all(
-        min(table[size].low_s for table in slow) >= 2 * max(table[size].high_s for table in fast) for size in sizes
+        min(table[size].low_s for table in slow) >= 2 * max(table[size].high_s for table in fast)
+        for size in sizes
     )

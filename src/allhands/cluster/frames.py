@@ -1,8 +1,10 @@
-"""The words between the supervisor and its agents: JSON, one frame a line, each with the secret of the run.
+"""The words between the supervisor and its agents: JSON, one frame a line, each with the secret of
+the run.
 
-A login shell may print what it likes on the same stream: a line without the secret is noise, never a frame. A frame
-holds what its kind must hold, see :data:`FROM_SUPERVISOR` and :data:`FROM_AGENT`, or nobody gets to see it. Both
-directions have a thread of their own, so neither side ever waits for the other one's network.
+A login shell may print what it likes on the same stream: a line without the secret is noise, never
+a frame. A frame holds what its kind must hold, see :data:`FROM_SUPERVISOR` and :data:`FROM_AGENT`,
+or nobody gets to see it. Both directions have a thread of their own, so neither side ever waits for
+the other one's network.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _CHUNK = 65536
 _LEAST_SECRET = 32
 
 
-# --- what frames hold --------------------------------------------------------------------------------
+# --- what frames hold -----------------------------------------------------------------------------
 
 
 def _bytes(value: Any) -> bool:
@@ -55,13 +57,23 @@ _CODE = integer(-(1 << 31), 1 << 31)
 _PORT = integer(1, 65535)
 _ANY_TEXT = maybe(is_text)
 # What a rank writes about itself.
-ERROR = object_of({"type": is_text, "message": is_text}, {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT})
+ERROR = object_of(
+    {"type": is_text, "message": is_text},
+    {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT},
+)
 _REPORT = object_of(
-    {"error": maybe(ERROR), "log_path": is_text, "log_tail": list_of(is_text), "out_of_memory": is_flag},
+    {
+        "error": maybe(ERROR),
+        "log_path": is_text,
+        "log_tail": list_of(is_text),
+        "out_of_memory": is_flag,
+    },
     {"stopped": is_flag},
 )
 BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT}, {"waited_s": is_number})
-_AGED_BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number, "waited_s": is_number})
+_AGED_BEAT = object_of(
+    {"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number, "waited_s": is_number}
+)
 _HELLO = object_of(
     {
         "name": is_text,
@@ -111,7 +123,9 @@ FROM_AGENT: Mapping[str, Check] = {
             "versions": mapping_of(_ANY_TEXT),
         }
     ),
-    "refused": object_of({"type": is_text, "message": is_text, "where": _ANY_TEXT, "hint": _ANY_TEXT}),
+    "refused": object_of(
+        {"type": is_text, "message": is_text, "where": _ANY_TEXT, "hint": _ANY_TEXT}
+    ),
     "pong": object_of({}),
     "output": object_of({"stream": integer(1, 2), "data": _bytes}),
     "line": object_of({"rank": _RANK, "data": _bytes}),
@@ -132,7 +146,7 @@ FROM_AGENT: Mapping[str, Check] = {
 }
 
 
-# --- the connection ----------------------------------------------------------------------------------
+# --- the connection -------------------------------------------------------------------------------
 
 
 class FrameLink:
@@ -141,8 +155,9 @@ class FrameLink:
     Args:
         kinds: of the frames that the other end sends, and what they must hold.
         secret: of the run; ``None``: that of the first frame, which must come before anything else.
-        receive: called in the reading thread with every frame, and with ``None`` when the other end has closed. A
-            frame that has the secret, but not what it must hold, comes as one of kind :data:`GARBLED`.
+        receive: called in the reading thread with every frame, and with ``None`` when the other end
+            has closed. A frame that has the secret, but not what it must hold, comes as one of kind
+            :data:`GARBLED`.
         noise: called in the reading thread with every line that is not a frame.
     """
 
@@ -181,7 +196,9 @@ class FrameLink:
         return written.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop sending, so that the other end sees the end of the stream; what is still to come is read."""
+        """Stop sending, so that the other end sees the end of the stream; what is still to come is
+        read.
+        """
         self._outgoing.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -218,7 +235,9 @@ class FrameLink:
         elif line:
             self._noise(line)
             if self._secret is None:
-                self._receive(None)  # whoever speaks first without a secret is not to be listened to
+                self._receive(
+                    None
+                )  # whoever speaks first without a secret is not to be listened to
 
     def _as_frame(self, line: bytes) -> Frame | None:
         if not line.startswith(b"{"):
@@ -230,7 +249,12 @@ class FrameLink:
         check = self._kinds.get(kind)
         if check is None or not secret.isascii():
             return None
-        if self._secret is None and kind == "hello" and len(secret) >= _LEAST_SECRET and check(frame):
+        if (
+            self._secret is None
+            and kind == "hello"
+            and len(secret) >= _LEAST_SECRET
+            and check(frame)
+        ):
             self._secret = secret
         if self._secret is None or not hmac.compare_digest(secret, self._secret):
             return None

@@ -1,10 +1,11 @@
 """The small program that stands between the supervisor and a rank's command.
 
-Run by path with ``python -I -S guard.py run <command>`` it prepares the process and becomes the command;
-with ``mpi-rank`` instead of ``run`` it stays as the command's parent, because the ranks of an MPI job are
-not children of the supervisor: it takes the rank from Open MPI, sends the output where it belongs, and
-writes down how the command ended. The standard library only, so that it starts in a few hundredths of a
-second. Settings come in ``ALLHANDS_*`` variables, set by :mod:`allhands.cluster.supervisor`.
+Run by path with ``python -I -S guard.py run <command>`` it prepares the process and becomes the
+command; with ``mpi-rank`` instead of ``run`` it stays as the command's parent, because the ranks of
+an MPI job are not children of the supervisor: it takes the rank from Open MPI, sends the output
+where it belongs, and writes down how the command ended. The standard library only, so that it
+starts in a few hundredths of a second. Settings come in ``ALLHANDS_*`` variables, set by
+:mod:`allhands.cluster.supervisor`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def die_with_parent() -> None:
 
 
 def pin_cores(local_rank: int, cores: int) -> None:
-    """Restrict this process to its own ``cores`` of the ones it may use, so that ranks do not share any.
+    """Restrict this process to its own ``cores`` of the ones it may use, so that ranks do not share
+    any.
 
     With fewer cores than the ranks want, they wrap around. Linux only: macOS has no such call.
     """
@@ -75,26 +77,34 @@ def _become(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"allhands: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"allhands: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True
+        )
         os._exit(127)
 
 
 def _count_gpus() -> int:
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return listed.stdout.count("GPU ")
 
 
 def _take_gpu() -> None:
-    """Leave this rank with one of several GPUs of its computer, unless it has been given one; ranks take turns."""
+    """Leave this rank with one of several GPUs of its computer, unless it has been given one; ranks
+    take turns.
+    """
     if int(os.environ.get("ALLHANDS_LOCAL_SIZE", "1")) == 1:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = visible.split(",") if visible else [str(number) for number in range(_count_gpus())]
     if len(devices) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(os.environ["ALLHANDS_LOCAL_RANK"]) % len(devices)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[
+            int(os.environ["ALLHANDS_LOCAL_RANK"]) % len(devices)
+        ]
 
 
 def _redirect(rank: str) -> None:

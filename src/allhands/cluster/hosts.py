@@ -1,7 +1,8 @@
-"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
+"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything
+uses them.
 
-A hostfile may come from elsewhere. So it may have plain names, addresses, numbers and variables, and all else is
-refused.
+A hostfile may come from elsewhere. So it may have plain names, addresses, numbers and variables,
+and all else is refused.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the first one's place.
+    """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the
+    first one's place.
 
-    ``localhost``, ``127.0.0.1`` and this computer's own name and addresses mean this computer, without ssh.
+    ``localhost``, ``127.0.0.1`` and this computer's own name and addresses mean this computer,
+    without ssh.
 
     Raises:
         ConfigError: no such file, or something in it that is not understood, with the line.
@@ -75,7 +78,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def write_hosts(names: str, path: Path) -> Path:
-    """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with slots or without.
+    """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with
+    slots or without.
 
     A person may add computers to it while the job runs, as to any hostfile.
 
@@ -93,7 +97,8 @@ def write_hosts(names: str, path: Path) -> Path:
 
 
 def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of ``--hostfile``, or those of ``--hosts`` as in :func:`write_hosts`; empty for neither.
+    """Return the computers of ``--hostfile``, or those of ``--hosts`` as in :func:`write_hosts`;
+    empty for neither.
 
     Raises:
         ConfigError: as these, or both are given.
@@ -114,7 +119,9 @@ def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, 
     found = hosts_named(names, hostfile)
     if not found:
         _refuse(
-            "--hostfile, --hosts", "the computers are not named", "give --hostfile hosts.json, or --hosts node1,node2"
+            "--hostfile, --hosts",
+            "the computers are not named",
+            "give --hostfile hosts.json, or --hosts node1,node2",
         )
     return found
 
@@ -153,7 +160,8 @@ def hostfile_backend(path: str | Path) -> str | None:
 
 
 def host_from_name(name: str, where: str | None = None) -> Host:
-    """Return the host that a person calls ``name``: a name or address, with or without ``user@`` before it.
+    """Return the host that a person calls ``name``: a name or address, with or without ``user@``
+    before it.
 
     Raises:
         ConfigError: this cannot be a host's name.
@@ -165,14 +173,19 @@ def host_from_name(name: str, where: str | None = None) -> Host:
     if (at and not _USER.fullmatch(user)) or (address is None and not _NAME.fullmatch(bare)):
         hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
         if re.fullmatch(r"[^:]+:\d+", bare):
-            hint = "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; " + hint
+            hint = (
+                "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; "
+                + hint
+            )
         _refuse(where, f"{_shown(name)} is not the name of a host", hint)
     ssh = None if not at and is_here(bare) else f"{user}{at}{bare}"
     return Host(ssh or bare, ssh, () if address is None or _is_loopback(address) else (address,))
 
 
 def below_home(cwd: Path) -> str:
-    """Return the directory below home that a computer without ``cwd`` uses, as ``cluster init`` makes it."""
+    """Return the directory below home that a computer without ``cwd`` uses, as ``cluster init``
+    makes it.
+    """
     with suppress(ValueError):
         return str(cwd.relative_to(Path.home()))
     return cwd.name
@@ -201,7 +214,9 @@ def _read(path: Path) -> str:
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ConfigError(f"the hostfile cannot be read: {reason}", where=str(path), hint=meant(path, hint)) from None
+        raise ConfigError(
+            f"the hostfile cannot be read: {reason}", where=str(path), hint=meant(path, hint)
+        ) from None
 
 
 def _is_json(text: str) -> bool:
@@ -209,7 +224,7 @@ def _is_json(text: str) -> bool:
     return text.lstrip()[:1] in ("[", "{") and not re.match(r"\s*\[[0-9a-fA-F]*:", text)
 
 
-# --- MPI's lines --------------------------------------------------------------------------------------
+# --- MPI's lines ----------------------------------------------------------------------------------
 
 
 def _from_lines(text: str, path: str) -> list[Host]:
@@ -238,7 +253,9 @@ def _from_words(words: list[str], where: str) -> Host:
 
 
 def _split_slots(word: str) -> tuple[str, str | None]:
-    """``node1:4`` is four slots; colons of an IPv6 address are its own unless it stands in brackets."""
+    """``node1:4`` is four slots; colons of an IPv6 address are its own unless it stands in
+    brackets.
+    """
     name, colon, number = word.rpartition(":")
     if not colon or _as_address(word.rpartition("@")[2]) or word.endswith("]"):
         return word, None
@@ -249,11 +266,15 @@ def _slots(value: object, text: str, where: str) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 8:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_SLOTS:
-        _refuse(where, f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}", "say how many ranks it gets")
+        _refuse(
+            where,
+            f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}",
+            "say how many ranks it gets",
+        )
     return value
 
 
-# --- MLX's JSON ---------------------------------------------------------------------------------------
+# --- MLX's JSON -----------------------------------------------------------------------------------
 
 
 def _from_json(text: str, path: str) -> list[Host]:
@@ -307,11 +328,19 @@ def _lines_of_hosts(text: str) -> list[int]:
     return lines
 
 
-def _from_entry(values: Mapping[str, Any], common: Mapping[str, str], where: str, which: str) -> Host:
+def _from_entry(
+    values: Mapping[str, Any], common: Mapping[str, str], where: str, which: str
+) -> Host:
     if unknown := sorted(set(values) - set(_KEYS)):
-        _refuse(where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}")
+        _refuse(
+            where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}"
+        )
     if not isinstance(values.get("ssh"), str):
-        _refuse(where, f'{which} has no "ssh" with its name', 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
+        _refuse(
+            where,
+            f'{which} has no "ssh" with its name',
+            'write {"ssh": "node1", "ips": ["10.0.0.1"]}',
+        )
     host = host_from_name(values["ssh"], where)
     return replace(
         host,
@@ -334,7 +363,11 @@ def _list(values: Mapping[str, Any], key: str, where: str) -> list[Any]:
 def _ip(value: object, where: str) -> str:
     address = _as_address(value) if isinstance(value, str) else None
     if address is None:
-        _refuse(where, f"{_shown(value)} is not an IP address", 'write "ips": ["10.0.0.1"], or leave ips out')
+        _refuse(
+            where,
+            f"{_shown(value)} is not an IP address",
+            'write "ips": ["10.0.0.1"], or leave ips out',
+        )
     return address
 
 
@@ -343,7 +376,9 @@ def _path(values: Mapping[str, Any], key: str, where: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or value.startswith("-") or not value.isprintable():
-        _refuse(where, f'"{key}" is {_shown(value)}, which is not a path', "give the path on that host")
+        _refuse(
+            where, f'"{key}" is {_shown(value)}, which is not a path', "give the path on that host"
+        )
     return value
 
 
@@ -353,7 +388,10 @@ def _variables(value: object, where: str) -> dict[str, str]:
         pairs: Iterable[tuple[object, object]] = cast(dict[str, object], value).items()
     elif isinstance(value, list):
         texts = [str(item) for item in cast(list[object], value)]
-        pairs = [(name, content if equals else None) for name, equals, content in (t.partition("=") for t in texts)]
+        pairs = [
+            (name, content if equals else None)
+            for name, equals, content in (t.partition("=") for t in texts)
+        ]
     else:
         pairs = [(value, None)]
     found: dict[str, str] = {}
@@ -361,7 +399,11 @@ def _variables(value: object, where: str) -> dict[str, str]:
         good = isinstance(name, str) and _VARIABLE.fullmatch(name)
         if not good or not isinstance(content, str) or "\0" in content:
             # The value stays unsaid: it may be a secret.
-            _refuse(where, f"envs: {_shown(name)} is not a variable with a value", 'write "envs": ["NAME=value"]')
+            _refuse(
+                where,
+                f"envs: {_shown(name)} is not a variable with a value",
+                'write "envs": ["NAME=value"]',
+            )
         found[cast(str, name)] = content
     return found
 
@@ -370,11 +412,15 @@ def _rdma(value: object, where: str) -> Rdma:
     devices = cast(list[object], value) if isinstance(value, list) else [value]
     names = [device for device in devices if isinstance(device, str) and _NAME.fullmatch(device)]
     if value is not None and len(names) < len(devices):
-        _refuse(where, f"rdma: {_shown(value)} is not the name of a device", "write null, a name or a list of names")
+        _refuse(
+            where,
+            f"rdma: {_shown(value)} is not the name of a device",
+            "write null, a name or a list of names",
+        )
     return tuple(names) if isinstance(value, list) else cast("str | None", value)
 
 
-# --- both ---------------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------------------
 
 
 def _merged(hosts: Iterable[Host]) -> list[Host]:
@@ -385,12 +431,16 @@ def _merged(hosts: Iterable[Host]) -> list[Host]:
             found[host.ssh] = host
             continue
         ips = (*known.ips, *(ip for ip in host.ips if ip not in known.ips))
-        found[host.ssh] = replace(known, slots=known.slots + host.slots, ips=ips, envs={**known.envs, **host.envs})
+        found[host.ssh] = replace(
+            known, slots=known.slots + host.slots, ips=ips, envs={**known.envs, **host.envs}
+        )
     return list(found.values())
 
 
 def _as_address(text: str) -> str | None:
-    """The address in its usual form, an IPv6 one with its interface if it names one; ``None`` for a name."""
+    """The address in its usual form, an IPv6 one with its interface if it names one; ``None`` for a
+    name.
+    """
     bare, percent, interface = text.partition("%")
     if percent and not _NAME.fullmatch(interface):
         return None
@@ -398,7 +448,13 @@ def _as_address(text: str) -> str | None:
         address = ipaddress.ip_address(bare)
     except ValueError:
         return None
-    return f"{address}{percent}{interface}" if address.version == 6 else None if percent else str(address)
+    return (
+        f"{address}{percent}{interface}"
+        if address.version == 6
+        else None
+        if percent
+        else str(address)
+    )
 
 
 def _shown(value: object) -> str:

@@ -66,11 +66,14 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
     Raises:
         ConfigError: not one weight for each data rank.
     """
-    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, tuple(weights or ()))
+    return Mesh(
+        launch.rank, launch.size, launch.local_rank, launch.local_size, tuple(weights or ())
+    )
 
 
 def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> RunContext:
-    """Return the surroundings of a training run as one rank of ``launch``, in contact with the supervisor, if any.
+    """Return the surroundings of a training run as one rank of ``launch``, in contact with the
+    supervisor, if any.
 
     Raises:
         ConfigError: not one weight for each rank.
@@ -102,7 +105,9 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
-        moment=_began(on_trial if on_trial not in (None, "1") else os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        moment=_began(
+            on_trial if on_trial not in (None, "1") else os.environ.get("ALLHANDS_RUN_BEGAN", "")
+        ),
         computer=os.environ.get(COMPUTER_VARIABLE) or socket.gethostname(),
         given=circumstances_in(os.environ),
         attest=worker.attest if ATTEST_VARIABLE in os.environ else None,
@@ -118,19 +123,21 @@ def _began(text: str) -> datetime:
 
 
 def take_device(launch: Launch) -> None:
-    """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked for a device."""
+    """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked
+    for a device.
+    """
     os.environ.update(launch.exports)
 
 
 def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
-    If the ranks have to find each other first, that has its own time limit, see :func:`patience_for`. The group
-    counts as formed when a first sum over all ranks is right.
+    If the ranks have to find each other first, that has its own time limit, see
+    :func:`patience_for`. The group counts as formed when a first sum over all ranks is right.
 
     Args:
-        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start, except those that wait
-            for others at work: then this rank waits without a limit.
+        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start,
+            except those that wait for others at work: then this rank waits without a limit.
 
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
@@ -149,11 +156,16 @@ def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = Fal
         connect_deadline(launch, timeout_s),
     ):
         os.environ.update(variables)
-        # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first asked for.
+        # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first
+        # asked for.
         from allhands.distributed.backend import connect
 
         run_dir = os.environ.get("ALLHANDS_RUN_DIR")
-        watch = _Supervisor(Path(run_dir), launch.rank) if run_dir and launch.launcher == "allhands" else None
+        watch = (
+            _Supervisor(Path(run_dir), launch.rank)
+            if run_dir and launch.launcher == "allhands"
+            else None
+        )
         neighbours_s = _AS_LONG_S if watch and deadline_outside else timeout_s
         tried = launch.meeting is not None
         return connect(launch.backend, launch.size, launch.rank, neighbours_s, watch, tried=tried)
@@ -176,7 +188,8 @@ class _Supervisor:
 
 @cache
 def join_here() -> Communicator:
-    """Return this process's only connection to its group, made at the first call; see :func:`join_group`.
+    """Return this process's only connection to its group, made at the first call; see
+    :func:`join_group`.
 
     Raises:
         DistributedError: as there.
@@ -202,7 +215,8 @@ def joined_here() -> Communicator | None:
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:
-    """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on a cloud.
+    """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on
+    a cloud.
 
     ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. Warnings in the log say what the rank waits for.
 
@@ -215,13 +229,18 @@ def patience_for(launch: Launch, timeout_s: float) -> Patience:
 
     text = os.environ.get(_PATIENCE)
     if not text:
-        return Patience(max(timeout_s, _CLOUD_PATIENCE_S) if launch.platform.name in _CLOUDS else timeout_s, tell)
+        return Patience(
+            max(timeout_s, _CLOUD_PATIENCE_S) if launch.platform.name in _CLOUDS else timeout_s,
+            tell,
+        )
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise DistributedError(f"{_PATIENCE} is {text!r}, not a time to wait", hint=f"set {_PATIENCE} to seconds")
+        raise DistributedError(
+            f"{_PATIENCE} is {text!r}, not a time to wait", hint=f"set {_PATIENCE} to seconds"
+        )
     return Patience(seconds, tell)
 
 
@@ -229,8 +248,9 @@ def patience_for(launch: Launch, timeout_s: float) -> Patience:
 def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, None]:
     """End this process with a message unless the block is left within ``seconds``.
 
-    MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler of this process
-    runs. So another process keeps the time; under our own supervisor it is the supervisor.
+    MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler
+    of this process runs. So another process keeps the time; under our own supervisor it is the
+    supervisor.
     """
     if launch.size == 1 or "ALLHANDS_SUPERVISOR_PID" in os.environ:
         yield
@@ -238,13 +258,20 @@ def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, No
     group = f"rank {launch.rank}: the {launch.backend} group of {launch.size}"
     check = f"`allhands cluster check --backend {launch.backend}`"
     # The ways that can be tried beforehand have been; a back-end has more of its own.
-    wall = "" if launch.local_size == launch.size else f", or whether a firewall is between the computers: {check}"
+    wall = (
+        ""
+        if launch.local_size == launch.size
+        else f", or whether a firewall is between the computers: {check}"
+    )
     look = f"look at the other ranks' output; raise --start-timeout-s if they are slow{wall}\n"
-    times = [(seconds, f"allhands: error: {group} did not come together within {seconds:.0f} s\n  what to do: {look}")]
-    if wall and seconds > 2 * _UNCONNECTED_S:
-        told = (
-            f"allhands: {group} has not come together for {_UNCONNECTED_S:.0f} s: see whether others are slow{wall}\n"
+    times = [
+        (
+            seconds,
+            f"allhands: error: {group} did not come together within {seconds:.0f} s\n  what to do: {look}",
         )
+    ]
+    if wall and seconds > 2 * _UNCONNECTED_S:
+        told = f"allhands: {group} has not come together for {_UNCONNECTED_S:.0f} s: see whether others are slow{wall}\n"
         times = [(_UNCONNECTED_S, told), (seconds - _UNCONNECTED_S, times[0][1])]
     words = [word for after_s, text in times for word in (str(after_s), text)]
     command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), *words]

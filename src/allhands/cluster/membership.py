@@ -25,7 +25,8 @@ class Roster:
     """The ranks of the next attempt.
 
     Attributes:
-        seats: by rank, the place to which its faults are attributed: its computer, or its slot on the only computer.
+        seats: by rank, the place to which its faults are attributed: its computer, or its slot on
+            the only computer.
         places: the computers in the order of their ranks; empty: all ranks on this one.
         every: the seats of all ranks that there would be with all computers.
         apart: True if seats are computers.
@@ -65,7 +66,9 @@ class Members(Protocol):
         ...
 
     def changed(self, current: Sequence[Place]) -> str | None:
-        """Return why the ranks should regroup: more could take part than those of ``current``. Returns at once."""
+        """Return why the ranks should regroup: more could take part than those of ``current``.
+        Returns at once.
+        """
         return None
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
@@ -100,18 +103,20 @@ class LocalMembers(Members):
 class HostfileMembers(Members):
     """The computers of a hostfile that answer, with all their slots, in the order of the file.
 
-    The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again when it has been
-    changed or touched, which also brings back computers that were left out. If the file is then wrong, there is a
-    warning, and the last good version stays in use.
+    The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again
+    when it has been changed or touched, which also brings back computers that were left out. If the
+    file is then wrong, there is a warning, and the last good version stays in use.
 
     Args:
         path: the hostfile.
         limit: the most ranks, if not all slots.
-        trouble: returns the reason why no command can be run on the host within so many seconds; ``None``: one can.
-        checkpoints: returns the step of the newest checkpoint by host name, for those of ``hosts`` that have one.
+        trouble: returns the reason why no command can be run on the host within so many seconds;
+            ``None``: one can.
+        checkpoints: returns the step of the newest checkpoint by host name, for those of ``hosts``
+            that have one.
         probe_timeout_s: a computer that needs longer to answer does not take part.
-        earlier: True if there are traces of an earlier run from which this one should go on: a checkpoint that no
-            computer offers may then be on an absent one.
+        earlier: True if there are traces of an earlier run from which this one should go on: a
+            checkpoint that no computer offers may then be on an absent one.
 
     Raises:
         ConfigError: there is no such file, or something in it is not understood.
@@ -188,12 +193,16 @@ class HostfileMembers(Members):
         self._left_out.update(seats)
 
     def changed(self, current: Sequence[Place]) -> str | None:
-        """Return why more ranks could take part: somebody who is missing answers, or the file gives more slots."""
+        """Return why more ranks could take part: somebody who is missing answers, or the file gives
+        more slots.
+        """
         edited = self._read_again()
         names = {place.name for place in current}
         self._keep_asking(names, at_once=edited)
         able = self._able(current)
-        if sum(place.num_ranks for place in self._places(able)) <= sum(place.num_ranks for place in current):
+        if sum(place.num_ranks for place in self._places(able)) <= sum(
+            place.num_ranks for place in current
+        ):
             return None
         new = [host.name for host in able if host.name not in names]
         if not new:
@@ -202,13 +211,19 @@ class HostfileMembers(Members):
         return f"{', '.join(new)} {'can take part again' if known else 'can take part now'}"
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
-        """Return the computers that answer, are not left out, and are not among those of ``current``."""
+        """Return the computers that answer, are not left out, and are not among those of
+        ``current``.
+        """
         names = {place.name for place in current}
-        return tuple(place for place in self._places(self._able(current)) if place.name not in names)
+        return tuple(
+            place for place in self._places(self._able(current)) if place.name not in names
+        )
 
     def _able(self, current: Sequence[Place]) -> list[Host]:
         names = {place.name for place in current} | self._back
-        return [host for host in self._hosts if host.name in names and host.name not in self._left_out]
+        return [
+            host for host in self._hosts if host.name in names and host.name not in self._left_out
+        ]
 
     def _places(self, hosts: Iterable[Host]) -> tuple[Place, ...]:
         """Those hosts with their slots, up to the limit."""
@@ -221,7 +236,9 @@ class HostfileMembers(Members):
         return self._with_devices(places)
 
     def _with_devices(self, places: Sequence[Place]) -> tuple[Place, ...]:
-        """Their RDMA devices for each other: the hostfile names those for all its computers, in its order."""
+        """Their RDMA devices for each other: the hostfile names those for all its computers, in its
+        order.
+        """
         order = {host.name: index for index, host in enumerate(self._hosts)}
         chosen = [order[place.name] for place in places]
         if any(place.host is None or len(place.host.rdma) != len(order) for place in places):
@@ -240,12 +257,17 @@ class HostfileMembers(Members):
         if newest >= latest:
             return None, None
         names = ", ".join(sorted(name for name, step in heard.items() if step == latest))
-        where = f"the checkpoint of step {latest} was last seen on {names}, which does not offer it now"
-        # An older one leads to the same weights, only later; without any the whole run would start over.
+        where = (
+            f"the checkpoint of step {latest} was last seen on {names}, which does not offer it now"
+        )
+        # An older one leads to the same weights, only later; without any the whole run would start
+        # over.
         return (None, f"{where}: going on from step {newest}") if newest else (where, None)
 
     def _judge_start(self, absent: Iterable[str]) -> str | None:
-        """Why it would be wrong to begin anew, as far as is known: somebody who was never asked is away."""
+        """Why it would be wrong to begin anew, as far as is known: somebody who was never asked is
+        away.
+        """
         unknown = sorted(set(absent) - self._looked_at)
         if not self._earlier or not unknown:
             return None
@@ -254,7 +276,7 @@ class HostfileMembers(Members):
             f"{', '.join(unknown)}, which does not answer (leave --resume out to begin anew)"
         )
 
-    # --- the hostfile ---------------------------------------------------------------------------------
+    # --- the hostfile -----------------------------------------------------------------------------
 
     def _look(self) -> tuple[int, ...] | None:
         try:
@@ -278,7 +300,7 @@ class HostfileMembers(Members):
         self._left_out.clear()
         return True
 
-    # --- asking ---------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     def _ask(self, hosts: Sequence[Host]) -> dict[str, SshTrouble]:
         """Return the troubles of those of ``hosts`` that do not answer, all asked at the same time.
@@ -297,7 +319,9 @@ class HostfileMembers(Members):
                 errors.append(error)
 
         threads = [
-            threading.Thread(target=ask, args=(host, host.ssh), name=f"ask-{host.name}", daemon=True)
+            threading.Thread(
+                target=ask, args=(host, host.ssh), name=f"ask-{host.name}", daemon=True
+            )
             for host in hosts
             if host.ssh is not None
         ]
@@ -319,14 +343,19 @@ class HostfileMembers(Members):
             return {}
         with self._lock:
             self._looked_at.update(host.name for host in hosts)
-            # Who says nothing has not been understood, or has lost it: either way it is not as if there were none.
+            # Who says nothing has not been understood, or has lost it: either way it is not as if
+            # there were none.
             self._heard.update(steps)
         return steps
 
     def _keep_asking(self, present: set[str], at_once: bool) -> None:
-        """Every so often, in the background, ask who is missing whether he is back, the others what they have."""
+        """Every so often, in the background, ask who is missing whether he is back, the others what
+        they have.
+        """
         now = time.monotonic()
-        if (self._round is not None and self._round.is_alive()) or (now < self._next_round and not at_once):
+        if (self._round is not None and self._round.is_alive()) or (
+            now < self._next_round and not at_once
+        ):
             return
         self._next_round = now + _ROUND_S
         missing = [h for h in self._hosts if h.name not in present and h.name not in self._left_out]

@@ -1,7 +1,8 @@
 """Samples of a run's processes that lie on other computers, read over ssh while they come.
 
-As a program (``python -P -m allhands.cluster.monitoring RUN FOLLOW CWD BELOW_HOME``) it is the other end: it prints the
-lines of the run's files, and with FOLLOW 1 what is added to them, until its standard input is closed.
+As a program (``python -P -m allhands.cluster.monitoring RUN FOLLOW CWD BELOW_HOME``) it is the
+other end: it prints the lines of the run's files, and with FOLLOW 1 what is added to them, until
+its standard input is closed.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class RemoteSamples:
 class _MonitorStream:
     """One computer's lines."""
 
-    def __init__(self, host: Host, run: Path, follow: bool, lines: queue.SimpleQueue[bytes]) -> None:
+    def __init__(
+        self, host: Host, run: Path, follow: bool, lines: queue.SimpleQueue[bytes]
+    ) -> None:
         assert host.ssh is not None
         self._name = host.name
         self._told = False
@@ -120,7 +123,11 @@ class _MonitorStream:
         if not code:
             return None
         self._said.seek(0)
-        words = [line.strip() for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
+        words = [
+            line.strip()
+            for line in self._said.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
         return f"{self._name}: {words[-1] if words else f'ssh ended with code {code}'}"
 
     def close(self) -> None:
@@ -164,7 +171,9 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.writelines(f"{line}\n" for line in lines)
             sys.stdout.flush()
             lines = follower.lines()
-            if follow != "1" or (not lines and select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1)):
+            if follow != "1" or (
+                not lines and select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1)
+            ):
                 return 0
     return 0
 

@@ -1,6 +1,8 @@
-"""Open MPI on this computer: its place, the variables that MLX needs to load it, and the command that starts a job.
+"""Open MPI on this computer: its place, the variables that MLX needs to load it, and the command
+that starts a job.
 
-MLX loads ``libmpi`` by name at run time; the wheel of Open MPI puts it where the loader does not look.
+MLX loads ``libmpi`` by name at run time; the wheel of Open MPI puts it where the loader does not
+look.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _OLDEST = (5,)
 
 @dataclass(frozen=True)
 class MpiInstallation:
-    """An Open MPI: its launcher, the library MLX must load, and its version, such as ``(5, 0, 11)``."""
+    """An Open MPI: its launcher, the library MLX must load, and its version, such as ``(5, 0,
+    11)``.
+    """
 
     mpirun: Path
     library: Path
@@ -40,7 +44,8 @@ class MpiInstallation:
 
 
 def find_mpi() -> MpiInstallation | None:
-    """Return the Open MPI beside this Python, or else the one on ``PATH``; ``None`` if there is none.
+    """Return the Open MPI beside this Python, or else the one on ``PATH``; ``None`` if there is
+    none.
 
     The launcher and the library are taken from one installation: a mixture of two does not start.
     """
@@ -83,15 +88,20 @@ def require_mpi() -> MpiInstallation:
 
 
 def prepare_mpi_environment(environ: MutableMapping[str, str]) -> None:
-    """Set ``MLX_MPI_LIBNAME`` to the full path of ``libmpi`` unless it is set; call it before MLX's init."""
+    """Set ``MLX_MPI_LIBNAME`` to the full path of ``libmpi`` unless it is set; call it before MLX's
+    init.
+    """
     if not environ.get("MLX_MPI_LIBNAME") and (found := find_mpi()):
         environ["MLX_MPI_LIBNAME"] = str(found.library)
 
 
 def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str]:
-    """Return the variables of mpirun and its ranks on this computer; MPI's own files go to ``run_dir``."""
+    """Return the variables of mpirun and its ranks on this computer; MPI's own files go to
+    ``run_dir``.
+    """
     variables = {
-        # Looking for libfabric takes a second, and it carries nothing between processes of one computer.
+        # Looking for libfabric takes a second, and it carries nothing between processes of one
+        # computer.
         _TRANSPORTS: os.environ.get(_TRANSPORTS, "^ofi"),
         "MLX_MPI_LIBNAME": str(installation.library),
         "PRTE_MCA_prte_tmpdir_base": str(run_dir),
@@ -102,11 +112,14 @@ def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str
     return variables
 
 
-def mpirun_command(mpi: MpiInstallation, num_processes: int, rank_command: Sequence[str]) -> list[str]:
-    """Return the command that starts ``num_processes`` ranks here and lets each of them end by itself.
+def mpirun_command(
+    mpi: MpiInstallation, num_processes: int, rank_command: Sequence[str]
+) -> list[str]:
+    """Return the command that starts ``num_processes`` ranks here and lets each of them end by
+    itself.
 
-    By default mpirun ends all ranks when one exits with an error, even a rank that is writing a checkpoint
-    after Ctrl-C; and it binds each rank to one core.
+    By default mpirun ends all ranks when one exits with an error, even a rank that is writing a
+    checkpoint after Ctrl-C; and it binds each rank to one core.
     """
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "--stdin", "none"]
     options += ["--runtime-options", "recoverable,error-nonzero-status=0"]
@@ -131,7 +144,9 @@ def _version_of(mpirun: Path) -> tuple[int, ...] | None:
 def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
     """The version that a launcher prints, asked for once until its file changes."""
     try:
-        answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     match = re.search(r"Open MPI\)? (\d+)\.(\d+)\.(\d+)", answer.stdout)
@@ -139,7 +154,9 @@ def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
 
 
 def shared_memory(reaper: Reaper) -> Scratch | None:
-    """A directory for the memory that Open MPI's ranks share; a rank that is killed would leave its part for ever."""
+    """A directory for the memory that Open MPI's ranks share; a rank that is killed would leave its
+    part for ever.
+    """
     if MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
         return None  # a person's choice; no such place on macOS
     scratch = Scratch(_SHARED_MEMORY)

@@ -1,4 +1,6 @@
-"""The network as training uses it: a real MLX group, all-reduces of growing sizes, then each link by itself."""
+"""The network as training uses it: a real MLX group, all-reduces of growing sizes, then each link
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,14 @@ class BenchOptions:
     """Options of a measurement of the network.
 
     Attributes:
-        sizes: bytes of the arrays, ascending; the largest are left out where they would take too long.
+        sizes: bytes of the arrays, ascending; the largest are left out where they would take too
+            long.
         timeout_s: for everything.
         links: whether each pair of computers is measured, too.
         seconds: of timed rounds for each size.
         connect_s: for a group to come together.
-        cores_per_rank: as training gives them; ``None``: the cores of a computer divided among its ranks.
+        cores_per_rank: as training gives them; ``None``: the cores of a computer divided among its
+            ranks.
         progress: called with a line about each group that begins.
     """
 
@@ -54,12 +58,14 @@ class BenchOptions:
     progress: Callable[[str], None] | None = field(default=None, compare=False)
 
 
-def measure(hosts: Sequence[Host], backend: str = "auto", options: BenchOptions | None = None) -> Measurement:
+def measure(
+    hosts: Sequence[Host], backend: str = "auto", options: BenchOptions | None = None
+) -> Measurement:
     """Form a real group on ``hosts``, time its all-reduces, then those of each pair.
 
-    Computers that cannot be reached are named, and the others measured without them. A group that does not come
-    together is a :class:`Failure`, not an exception; the pairs then show which link it is. What a rank prints goes to
-    a log.
+    Computers that cannot be reached are named, and the others measured without them. A group that
+    does not come together is a :class:`Failure`, not an exception; the pairs then show which link
+    it is. What a rank prints goes to a log.
 
     Args:
         hosts: at least two ranks in all; one host gets several ranks and has no links.
@@ -80,13 +86,23 @@ def measure(hosts: Sequence[Host], backend: str = "auto", options: BenchOptions 
 
 def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
     if sum(host.slots for host in hosts) < 2:
-        raise ConfigError("one rank exchanges nothing", where="-n", hint="give -n 2, or a hostfile with two computers")
+        raise ConfigError(
+            "one rank exchanges nothing",
+            where="-n",
+            hint="give -n 2, or a hostfile with two computers",
+        )
     sizes = list(options.sizes)
-    if not sizes or sizes != sorted(set(sizes)) or not all(_RANGE[0] <= size <= _RANGE[1] for size in sizes):
+    if (
+        not sizes
+        or sizes != sorted(set(sizes))
+        or not all(_RANGE[0] <= size <= _RANGE[1] for size in sizes)
+    ):
         raise ConfigError(f"sizes must ascend from {_RANGE[0]} to {_RANGE[1]} bytes: {sizes}")
     if backend not in ("ring", "mpi", "nccl"):
         raise ConfigError(
-            f"{backend} groups cannot be started by allhands", where="--backend", hint="use ring, mpi or nccl"
+            f"{backend} groups cannot be started by allhands",
+            where="--backend",
+            hint="use ring, mpi or nccl",
         )
     if backend == "mpi":
         require_mpi()
@@ -153,7 +169,9 @@ class _Bench:
             if left < _LEAST_S:
                 not_measured = groups[number:]
                 break
-            share = _SHARE if number == 0 and len(groups) > 1 else min(1.0, 2 / (len(groups) - number))
+            share = (
+                _SHARE if number == 0 and len(groups) > 1 else min(1.0, 2 / (len(groups) - number))
+            )
             if found := self._measured(group, left * share):
                 whole = found if group.is_whole else whole
                 links += [] if group.is_whole else [found]
@@ -162,7 +180,9 @@ class _Bench:
             links = [whole]
         left_out = tuple(group.names for group in not_measured)
         taken_s = time.monotonic() - self.began
-        return Measurement(self.backend, whole, tuple(links), tuple(self.failures), left_out, taken_s)
+        return Measurement(
+            self.backend, whole, tuple(links), tuple(self.failures), left_out, taken_s
+        )
 
     def _measured(self, group: _Group, limit_s: float) -> Figures | None:
         """Measure the computers of a group that are not missing; a link needs both."""
@@ -190,18 +210,24 @@ class _Bench:
         return None
 
     def _attempt(self, group: _Group, limit_s: float) -> Figures | Fault:
-        """Run the ranks of a group, which plan with ``limit_s``, again with other ports where those were taken."""
+        """Run the ranks of a group, which plan with ``limit_s``, again with other ports where those
+        were taken.
+        """
         deadline = self.began + self.options.timeout_s
 
         def heed_the_deadline() -> None:
             if time.monotonic() > deadline:
-                raise DistributedError("there was no time for it", hint="give more time: --timeout-s")
+                raise DistributedError(
+                    "there was no time for it", hint="give more time: --timeout-s"
+                )
 
         while True:
             place = make_directory(self.room.private / f"group-{next(self._numbers)}")
             spec = self._spec(group, limit_s, place / "logs")
             make_directory(spec.log_dir)
-            attempt = Attempt(spec, place / "ranks", self.room.signals, lambda event: None, self.room.reaper)
+            attempt = Attempt(
+                spec, place / "ranks", self.room.signals, lambda event: None, self.room.reaper
+            )
             outcome = attempt.run(heed_the_deadline)
             if outcome.stopped:
                 raise KeyboardInterrupt
@@ -229,18 +255,23 @@ class _Bench:
             group.num_ranks,
             self.backend,
             log_dir,
-            cores_per_rank=self.options.cores_per_rank or (fair_share(group.num_ranks) if alone else None),
+            cores_per_rank=self.options.cores_per_rank
+            or (fair_share(group.num_ranks) if alone else None),
             env=first.envs if alone else {},
             start_deadline_s=min(limit_s, self.options.connect_s),
             stop_grace_s=1.0,
             finish_grace_s=max(limit_s, _LEAST_S),
-            places=() if alone else tuple(Place(host.name, ranks, host) for host, ranks in group.members),
+            places=()
+            if alone
+            else tuple(Place(host.name, ranks, host) for host, ranks in group.members),
             log_dir_there="",
         )
 
     def _explain(self, group: _Group, present: _Group, fault: Fault) -> None:
         blocked = fault.kind == "blocked"
-        hosts = [name for name in present.names if name == fault.host and fault.kind != "not started"]
+        hosts = [
+            name for name in present.names if name == fault.host and fault.kind != "not started"
+        ]
         message, hint = fault.message, None
         if blocked or fault.kind == "not started":
             computers, within = " and ".join(present.names), f"within {self.options.connect_s:g} s"
@@ -252,6 +283,13 @@ class _Bench:
         self._fail(group, hosts, message, hint or None, fault.log_tail)
 
     def _fail(
-        self, group: _Group, hosts: Sequence[str], message: str, hint: str | None, log_tail: Sequence[str] = ()
+        self,
+        group: _Group,
+        hosts: Sequence[str],
+        message: str,
+        hint: str | None,
+        log_tail: Sequence[str] = (),
     ) -> None:
-        self.failures.append(Failure(tuple(hosts) or group.names, group.names, message, hint, tuple(log_tail)))
+        self.failures.append(
+            Failure(tuple(hosts) or group.names, group.names, message, hint, tuple(log_tail))
+        )

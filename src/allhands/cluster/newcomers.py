@@ -1,4 +1,6 @@
-"""Computers that could join a running job: looked at before its ranks are stopped for them, and refused by name."""
+"""Computers that could join a running job: looked at before its ranks are stopped for them, and
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,11 @@ class Newcomers:
     _trial: Trial | None = None
     _again_at: float = float("-inf")
 
-    def all_fit(self, spec: LaunchSpec, roster: Roster, attested: Callable[[], Mapping[str, Any] | None]) -> bool:
-        """Return at once whether all computers that could join the ranks of ``roster`` are known to fit.
+    def all_fit(
+        self, spec: LaunchSpec, roster: Roster, attested: Callable[[], Mapping[str, Any] | None]
+    ) -> bool:
+        """Return at once whether all computers that could join the ranks of ``roster`` are known to
+        fit.
 
         Who does not is left out, and nobody else is disturbed.
         """
@@ -48,13 +53,19 @@ class Newcomers:
             if self._trial.done:
                 self._judge(self._trial)
             return False
-        unknown = [place for place in self.members.newcomers(roster.places) if place.name not in self.proven]
+        unknown = [
+            place
+            for place in self.members.newcomers(roster.places)
+            if place.name not in self.proven
+        ]
         if not unknown:
             return True
         agreed = attested()
         if agreed is not None and self.now() >= self._again_at:
             names = ", ".join(place.name for place in unknown)
-            self.tell(SupervisorEvent("waiting", f"looking whether {names} fits, while the others go on"))
+            self.tell(
+                SupervisorEvent("waiting", f"looking whether {names} fits, while the others go on")
+            )
             self._trial = self.try_out(spec, unknown, agreed, roster.seats[0])
         return False
 
@@ -68,8 +79,12 @@ class Newcomers:
         self.proven |= trial.fit
         for name, refusal in sorted(trial.unfit.items()):
             self.members.leave_out([name])
-            text, more = (f"{name} is left out: {words}" for words in (refusal.message, refusal.explanation))
-            self.tell(SupervisorEvent("left out", text, host=name, error=refusal.error, explanation=more))
+            text, more = (
+                f"{name} is left out: {words}" for words in (refusal.message, refusal.explanation)
+            )
+            self.tell(
+                SupervisorEvent("left out", text, host=name, error=refusal.error, explanation=more)
+            )
         if trial.names - trial.fit - trial.unfit.keys():
             self._again_at = self.now() + _TRY_AGAIN_S
         self.stop()

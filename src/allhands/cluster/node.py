@@ -1,8 +1,9 @@
-"""Train on one of several computers where a platform starts one process on each, and there is no ssh.
+"""Train on one of several computers where a platform starts one process on each, and there is no
+ssh.
 
-The processes of all computers meet; each then starts and watches its own share of the ranks. It does not see the
-other computers: when a rank fails, the ranks that wait for it fail or are ended, every process reports that, and the
-platform starts the job again.
+The processes of all computers meet; each then starts and watches its own share of the ranks. It
+does not see the other computers: when a rank fails, the ranks that wait for it fail or are ended,
+every process reports that, and the platform starts the job again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ _TOLD_EVENTS = ("stopping", "cancelling", "killing")
 
 
 def run_node(
-    spec: LaunchSpec, own: range, meeting: MeetingPoint, patience: Patience, tell: Callable[[str], None]
+    spec: LaunchSpec,
+    own: range,
+    meeting: MeetingPoint,
+    patience: Patience,
+    tell: Callable[[str], None],
 ) -> tuple[int, str | None]:
     """Start this computer's ranks, watch them to the end, and leave no process behind.
 
-    Signals act as under the supervisor: the first one lets the ranks save and end, the second one ends them at once.
-    Call it in the main thread.
+    Signals act as under the supervisor: the first one lets the ranks save and end, the second one
+    ends them at once. Call it in the main thread.
 
     Args:
         spec: the whole job: ``num_processes`` counts the ranks of all computers.
@@ -67,7 +72,9 @@ def run_node(
                 tell("stopped before the first step")
                 return 130 if room.signals[0] == signal.SIGINT else 143, None
             share = Share(own.start, len(own), peers, socket.gethostname())
-            outcome = Attempt(spec, room.private / "ranks", room.signals, told, room.reaper, share=share).run()
+            outcome = Attempt(
+                spec, room.private / "ranks", room.signals, told, room.reaper, share=share
+            ).run()
     if (fault := outcome.fault) is None:
         return outcome.code, None
     text = f"rank {fault.rank}: {fault.explanation}" if fault.explanation else fault.message

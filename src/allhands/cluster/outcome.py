@@ -1,4 +1,6 @@
-"""Facts about the end of one attempt of a job: :mod:`allhands.cluster.policy` judges them, and people read them."""
+"""Facts about the end of one attempt of a job: :mod:`allhands.cluster.policy` judges them, and
+people read them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,21 @@ REGROUP_CODE = 75
 # What ranks of a ring are told when all of them can be called.
 ALL_LISTEN = "listening"
 
-# "error": an exception; "misfit": differs from the others in what must be equal; "killed": a signal; "memory": killed
-# by the kernel for want of memory; "hang": no progress; "lost host": its computer does not answer; "blocked": another
-# rank cannot connect to it, though it listens; "not started": not in time; "ended early": left its peers.
-FaultKind = Literal["error", "misfit", "killed", "memory", "hang", "lost host", "blocked", "not started", "ended early"]
+# "error": an exception; "misfit": differs from the others in what must be equal; "killed": a
+# signal; "memory": killed by the kernel for want of memory; "hang": no progress; "lost host": its
+# computer does not answer; "blocked": another rank cannot connect to it, though it listens; "not
+# started": not in time; "ended early": left its peers.
+FaultKind = Literal[
+    "error",
+    "misfit",
+    "killed",
+    "memory",
+    "hang",
+    "lost host",
+    "blocked",
+    "not started",
+    "ended early",
+]
 
 
 @dataclass(frozen=True)
@@ -27,8 +40,8 @@ class Fault:
         phase: what it was doing then.
         error: type and message of the exception that the rank wrote down.
         explanation: the message with place and remedy of an error that was foreseen.
-        misfits: the ranks without which the others could go on, where that is known; of a "misfit" or an error before
-            the first step.
+        misfits: the ranks without which the others could go on, where that is known; of a "misfit"
+            or an error before the first step.
         detected_s: from the rank's last sign of life, or its end, to the decision.
     """
 
@@ -48,13 +61,17 @@ class Fault:
 
     @property
     def signature(self) -> tuple[str, int, int | None, str | None]:
-        """Return the facts that are the same when a fault is repeated: kind, exit code, step and error."""
+        """Return the facts that are the same when a fault is repeated: kind, exit code, step and
+        error.
+        """
         return self.kind, self.exit_code, self.step, self.error
 
 
 @dataclass(frozen=True)
 class NewcomerRefusal:
-    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's type and message."""
+    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's
+    type and message.
+    """
 
     message: str
     explanation: str
@@ -71,7 +88,8 @@ class Outcome:
         regroup: it ended at a checkpoint because it was told to.
         started: whether all ranks had begun to train.
         step: the most optimizer updates that any rank had done; ``None`` before the first beat.
-        ports_taken: the ring found its ports taken by another program: start again with others, nothing else is wrong.
+        ports_taken: the ring found its ports taken by another program: start again with others,
+            nothing else is wrong.
     """
 
     fault: Fault | None = None

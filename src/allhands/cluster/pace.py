@@ -1,4 +1,6 @@
-"""Time of a rank's steps, by its own heartbeats: the rest of the running step, for a person who stops the run."""
+"""Time of a rank's steps, by its own heartbeats: the rest of the running step, for a person who
+stops the run.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Pace:
         return max(list(self._times), default=0.0)
 
     def left_s(self) -> float | None:
-        """Return the time that the running step still needs if it is as long as the last ones; ``None``: not known."""
+        """Return the time that the running step still needs if it is as long as the last ones;
+        ``None``: not known.
+        """
         began, usual = self._began, self.step_s
         if began is None:
             return 0.0
@@ -86,7 +90,9 @@ class Pace:
 
 
 def too_short(pace: Pace, launch: Launch) -> str | None:
-    """Say that a step is longer than the platform's time after SIGTERM, with the cost and the remedy."""
+    """Say that a step is longer than the platform's time after SIGTERM, with the cost and the
+    remedy.
+    """
     usual, given = pace.step_s, launch.grace_s
     if usual is None or not pace.is_steady or given is None or usual <= given:
         return None

@@ -1,7 +1,7 @@
 """Description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
-:mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and :mod:`allhands.cluster.platforms` translate the
-variables and files of each launcher into it.
+:mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and
+:mod:`allhands.cluster.platforms` translate the variables and files of each launcher into it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Launch:
     """This process's place in the group.
 
     Attributes:
-        launcher: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ``"mpich"``, ``"torchrun"``, ``"slurm"``,
-            ``"vertex"``, ``"tf_config"``, ``"sagemaker"``, ``"kubernetes"``; or ``"single"`` for a process that no
-            launcher has started as one of several.
+        launcher: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ``"mpich"``, ``"torchrun"``,
+            ``"slurm"``, ``"vertex"``, ``"tf_config"``, ``"sagemaker"``, ``"kubernetes"``; or
+            ``"single"`` for a process that no launcher has started as one of several.
         rank: number of this process, or of this computer where ``ranks_per_node`` is more than 1.
         size: number of processes, or of computers.
         local_rank: number of this process on this computer.
@@ -141,9 +141,14 @@ class Launch:
             raise contradiction(self.launcher, f"local rank {self.local_rank} of {self.local_size}")
         if self.local_size > self.size:
             raise contradiction(
-                self.launcher, f"{counted(self.local_size, 'process', 'processes')} here, {self.size} in all"
+                self.launcher,
+                f"{counted(self.local_size, 'process', 'processes')} here, {self.size} in all",
             )
-        if self.node is not None and self.num_nodes is not None and not 0 <= self.node < self.num_nodes:
+        if (
+            self.node is not None
+            and self.num_nodes is not None
+            and not 0 <= self.node < self.num_nodes
+        ):
             raise contradiction(self.launcher, f"computer {self.node} of {self.num_nodes}")
 
     @property
@@ -180,7 +185,8 @@ class Given:
         env: the variables that are not empty.
         has_cuda: whether this MLX computes with CUDA.
         has_mpi: whether MLX can load an Open MPI here.
-        launcher_process: returns the number of the process that has started all ranks of this computer.
+        launcher_process: returns the number of the process that has started all ranks of this
+            computer.
         root: the directory that platforms call ``/``.
     """
 
@@ -201,7 +207,9 @@ class Given:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise DistributedError(f"it cannot be read: {error}", where=path, hint="make it readable") from error
+            raise DistributedError(
+                f"it cannot be read: {error}", where=path, hint="make it readable"
+            ) from error
 
     def has(self, *names: str) -> bool:
         """True if all of these variables are set."""
@@ -223,7 +231,9 @@ class Given:
             return int(self.env[name])
         except (KeyError, ValueError):
             found = (
-                f"is {self.env[name]!r}, not an integer" if name in self.env else "is not set, unlike its companions"
+                f"is {self.env[name]!r}, not an integer"
+                if name in self.env
+                else "is not set, unlike its companions"
             )
             raise DistributedError(
                 f"the launcher's variable {name} {found}",
@@ -269,7 +279,9 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DistributedError(f"{source} is not JSON: {error}", hint=f"correct or remove {source}") from error
+        raise DistributedError(
+            f"{source} is not JSON: {error}", hint=f"correct or remove {source}"
+        ) from error
     if not isinstance(content, dict):
         raise DistributedError(f"{source} is not a JSON object", hint=f"correct or remove {source}")
     return cast(dict[str, Any], content)
@@ -292,7 +304,9 @@ def over_network(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
         return replace(launch, backend="ring", meeting=meeting, facts=(*launch.facts, fact))
     fact = "back-end nccl: MLX here is the CUDA build"
     exports = {} if launch.ranks_per_node > 1 else _own_gpu(given, launch)
-    return replace(launch, backend="nccl", meeting=meeting, exports=exports, facts=(*launch.facts, fact))
+    return replace(
+        launch, backend="nccl", meeting=meeting, exports=exports, facts=(*launch.facts, fact)
+    )
 
 
 def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
@@ -311,14 +325,17 @@ def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
 
 
 def one_of_nodes(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
-    """Return a launch by a platform that starts one process a computer; one computer alone is no group.
+    """Return a launch by a platform that starts one process a computer; one computer alone is no
+    group.
 
     ``ALLHANDS_RANKS_PER_NODE`` sets the number of ranks on each computer.
     """
     if "ALLHANDS_RANKS_PER_NODE" in given.env:
         count = given.number("ALLHANDS_RANKS_PER_NODE")
         if count < 1:
-            raise DistributedError(f"ALLHANDS_RANKS_PER_NODE is {count}", hint="set it to 1 or more")
+            raise DistributedError(
+                f"ALLHANDS_RANKS_PER_NODE is {count}", hint="set it to 1 or more"
+            )
         fact = f"{count} rank{'s' * (count != 1)} a computer: ALLHANDS_RANKS_PER_NODE"
         launch = replace(launch, ranks_per_node=count, facts=(*launch.facts, fact))
     if launch.size == 1:

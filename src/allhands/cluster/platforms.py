@@ -37,10 +37,14 @@ _SAGEMAKER_GRACE_S = 120.0
 _KUBERNETES_GRACE_S = 30.0
 _MPI_HOSTFILE = "/etc/mpi/hostfile"
 _MPI_DISCOVERY = "/etc/mpi/discover_hosts.sh"
-_VERTEX_DATA = {"train": "AIP_TRAINING_DATA_URI", "valid": "AIP_VALIDATION_DATA_URI", "test": "AIP_TEST_DATA_URI"}
+_VERTEX_DATA = {
+    "train": "AIP_TRAINING_DATA_URI",
+    "valid": "AIP_VALIDATION_DATA_URI",
+    "test": "AIP_TEST_DATA_URI",
+}
 
 
-# --- Vertex AI, and TF_CONFIG ------------------------------------------------------------------------
+# --- Vertex AI, and TF_CONFIG ---------------------------------------------------------------------
 
 
 def vertex(given: Given) -> Launch | None:
@@ -55,7 +59,9 @@ def tf_config(given: Given) -> Launch | None:
     return _replica(given, "tf_config", "TF_CONFIG", ("chief", "master", "worker"), others)
 
 
-def _replica(given: Given, launcher: str, variable: str, training: Sequence[str], others: str) -> Launch | None:
+def _replica(
+    given: Given, launcher: str, variable: str, training: Sequence[str], others: str
+) -> Launch | None:
     """The place of this process among the replicas of the ``training`` roles, rank 0's role first.
 
     Raises:
@@ -87,23 +93,33 @@ def _replica(given: Given, launcher: str, variable: str, training: Sequence[str]
     reason = f"computer {rank} of {size}: {role} {index} in {variable}"
     job = f"{launcher} {given.env.get('CLOUD_ML_JOB_ID', '')} {list(addresses.values())}"
     return one_of_nodes(
-        given, Launch(launcher, rank, size, reason=reason, hosts=hosts), meeting_at(hosts[0], first, job)
+        given,
+        Launch(launcher, rank, size, reason=reason, hosts=hosts),
+        meeting_at(hosts[0], first, job),
     )
 
 
-def _addresses(variable: str, cluster: dict[str, Any], training: Sequence[str]) -> dict[tuple[str, int], str]:
+def _addresses(
+    variable: str, cluster: dict[str, Any], training: Sequence[str]
+) -> dict[tuple[str, int], str]:
     """The address of each replica that trains, in the order of ranks."""
     found: dict[tuple[str, int], str] = {}
     for role in training:
         addresses = cluster.get(role) or []
-        if not isinstance(addresses, list) or not all(isinstance(one, str) for one in cast(list[Any], addresses)):
+        if not isinstance(addresses, list) or not all(
+            isinstance(one, str) for one in cast(list[Any], addresses)
+        ):
             raise _odd(variable, f"{role} is not a list of addresses")
-        found |= {(role, index): address for index, address in enumerate(cast(list[str], addresses))}
+        found |= {
+            (role, index): address for index, address in enumerate(cast(list[str], addresses))
+        }
     return found
 
 
 def _odd(variable: str, what: str) -> DistributedError:
-    return DistributedError(f"{variable} makes no sense: {what}", hint=f"correct or unset {variable}")
+    return DistributedError(
+        f"{variable} makes no sense: {what}", hint=f"correct or unset {variable}"
+    )
 
 
 def _vertex_platform(given: Given) -> Platform | None:
@@ -120,21 +136,25 @@ def _vertex_platform(given: Given) -> Platform | None:
             notes.append(f"{name} is {given.env[name]}, which is not mounted as files")
         return path
 
-    data = {channel: path for channel, name in _VERTEX_DATA.items() if (path := mounted(name)) is not None}
+    data = {
+        channel: path
+        for channel, name in _VERTEX_DATA.items()
+        if (path := mounted(name)) is not None
+    }
     model, checkpoints = mounted("AIP_MODEL_DIR"), mounted("AIP_CHECKPOINT_DIR")
     paths = Paths(data, model, checkpoints, tensorboard=mounted("AIP_TENSORBOARD_LOG_DIR"))
     return Platform("vertex", paths=paths, why=tuple(why), notes=tuple(notes))
 
 
 def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
-    """Return the path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``; ``None``: not
-    mounted.
+    """Return the path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``;
+    ``None``: not mounted.
     """
     path = "/gcs/" + uri.removeprefix("gs://").strip("/") if uri.startswith("gs://") else uri
     return below(root, path) if path.startswith("/") else None
 
 
-# --- SageMaker ---------------------------------------------------------------------------------------
+# --- SageMaker ------------------------------------------------------------------------------------
 
 
 def sagemaker(given: Given) -> Launch | None:
@@ -147,12 +167,16 @@ def sagemaker(given: Given) -> Launch | None:
     hosts, current, source = found
     names = ", ".join(hosts)
     if current not in hosts:
-        raise contradiction("sagemaker", f"this host is {current!r}, the hosts are {names} ({source})")
+        raise contradiction(
+            "sagemaker", f"this host is {current!r}, the hosts are {names} ({source})"
+        )
     node, gpus = hosts.index(current), given.number("SM_NUM_GPUS", 0)
     reason = f"computer {node} of {len(hosts)}: {current} of {names} in {source}"
     launch = Launch("sagemaker", node, len(hosts), reason=reason, hosts=tuple(hosts))
     if gpus > 1 and given.has_cuda:
-        launch = replace(launch, ranks_per_node=gpus, facts=(f"{gpus} ranks a computer: SM_NUM_GPUS",))
+        launch = replace(
+            launch, ranks_per_node=gpus, facts=(f"{gpus} ranks a computer: SM_NUM_GPUS",)
+        )
     elif gpus > 1:
         note = f"SM_NUM_GPUS={gpus}, but MLX here is a build without CUDA: pip install 'allhands[cuda13]'"
         launch = replace(launch, notes=(note,))
@@ -161,7 +185,9 @@ def sagemaker(given: Given) -> Launch | None:
 
 
 def _sagemaker_hosts(given: Given) -> tuple[list[str], str, str] | None:
-    """All hosts, this one, and their source: SageMaker's file, or the variables of its toolkit, which must agree."""
+    """All hosts, this one, and their source: SageMaker's file, or the variables of its toolkit,
+    which must agree.
+    """
     found, text = list[tuple[list[str], str, str]](), given.read(_RESOURCES)
     if text is not None:
         content = parse_object(text, _RESOURCES)
@@ -172,13 +198,17 @@ def _sagemaker_hosts(given: Given) -> tuple[list[str], str, str] | None:
         hosts = _names("SM_HOSTS", _json(given.env.get("SM_HOSTS", "")))
         found.append((hosts, given.env.get("SM_CURRENT_HOST", ""), " and ".join(variables)))
     if len(found) > 1 and found[0][:2] != found[1][:2]:
-        raise contradiction("sagemaker", f"{given.shown(*variables)}, and {_RESOURCES} says something else")
+        raise contradiction(
+            "sagemaker", f"{given.shown(*variables)}, and {_RESOURCES} says something else"
+        )
     return found[0] if found else None
 
 
 def _names(source: str, content: object) -> list[str]:
     if not isinstance(content, list):
-        raise DistributedError("there is no list of names", where=source, hint="correct or remove it")
+        raise DistributedError(
+            "there is no list of names", where=source, hint="correct or remove it"
+        )
     return sorted(map(str, cast(list[Any], content)))
 
 
@@ -200,8 +230,13 @@ def _sagemaker_platform(given: Given) -> Platform | None:
         channels = _names(source, _json(given.env[source]))
     for name in channels:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in (".", ".."):
-            raise DistributedError(f"{name!r} is not the name of a data channel", hint="rename the channel of the job")
-    why = [f"SageMaker: {named or _RESOURCES}", f"{_SAGEMAKER_GRACE_S:g} s from SIGTERM to SIGKILL: SageMaker's rule"]
+            raise DistributedError(
+                f"{name!r} is not the name of a data channel", hint="rename the channel of the job"
+            )
+    why = [
+        f"SageMaker: {named or _RESOURCES}",
+        f"{_SAGEMAKER_GRACE_S:g} s from SIGTERM to SIGKILL: SageMaker's rule",
+    ]
     if channels:
         why.append(f"data channels {', '.join(channels)}: {source}")
 
@@ -218,7 +253,7 @@ def _sagemaker_platform(given: Given) -> Platform | None:
     return Platform("sagemaker", _SAGEMAKER_GRACE_S, place("output/failure"), paths, why=tuple(why))
 
 
-# --- Kubernetes --------------------------------------------------------------------------------------
+# --- Kubernetes -----------------------------------------------------------------------------------
 
 
 def indexed_job(given: Given) -> Launch | None:
@@ -239,16 +274,25 @@ def indexed_job(given: Given) -> Launch | None:
     size = given.number(sized)
     if size == 1:
         return one_of_nodes(
-            given, Launch(reason=f"a process by itself: {sized}=1"), meeting_at(LOOPBACK, USUAL_PORT, "")
+            given,
+            Launch(reason=f"a process by itself: {sized}=1"),
+            meeting_at(LOOPBACK, USUAL_PORT, ""),
         )
     reason = f"{source}={given.env.get(source, '')}, {sized}={size}"
     if not 0 <= index < size:
         raise contradiction("kubernetes", reason)
     first, hosts, fact = _peers(given, index, size)
     launch = Launch(
-        *("kubernetes", index, size), reason=f"computer {index} of {size}: {reason}", hosts=hosts, facts=(fact,)
+        *("kubernetes", index, size),
+        reason=f"computer {index} of {size}: {reason}",
+        hosts=hosts,
+        facts=(fact,),
     )
-    return one_of_nodes(given, launch, meeting_at(first, given.port("MASTER_PORT", USUAL_PORT), f"kubernetes {first}"))
+    return one_of_nodes(
+        given,
+        launch,
+        meeting_at(first, given.port("MASTER_PORT", USUAL_PORT), f"kubernetes {first}"),
+    )
 
 
 def _pod(given: Given) -> str:
@@ -288,15 +332,25 @@ def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], s
 
 
 def mpi_job_launcher(given: Given) -> Launch | None:
-    """Return the launcher pod of an MPIJob outside mpirun: one process, which still has to start its ranks."""
-    hostfile = given.first("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
+    """Return the launcher pod of an MPIJob outside mpirun: one process, which still has to start
+    its ranks.
+    """
+    hostfile = given.first(
+        "OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"
+    )
     role = given.env.get("K_MPI_JOB_ROLE")
     if role != "launcher" and (hostfile is None or given.env[hostfile] != _MPI_HOSTFILE):
         return None
     # A line is "host slots=N" (Open MPI) or "host:N" (MPICH, Intel).
     lines = re.findall(r"^\s*([^#\s][^#\n]*)", given.read(_MPI_HOSTFILE) or "", re.MULTILINE)
-    slots = [int(n[1]) if (n := re.search(r"(?:slots\s*=\s*|:)(\d+)\s*$", line)) else 1 for line in lines]
-    facts = [f"{counted(len(slots), 'computer')} with {counted(sum(slots), 'slot')}: {_MPI_HOSTFILE}"] if slots else []
+    slots = [
+        int(n[1]) if (n := re.search(r"(?:slots\s*=\s*|:)(\d+)\s*$", line)) else 1 for line in lines
+    ]
+    facts = (
+        [f"{counted(len(slots), 'computer')} with {counted(sum(slots), 'slot')}: {_MPI_HOSTFILE}"]
+        if slots
+        else []
+    )
     if (running := given.read(_MPI_DISCOVERY)) is not None:
         count = len(re.findall(r"^\s*echo\s+\S+", running, re.MULTILINE))
         facts.append(f"{count} of them run now: {_MPI_DISCOVERY}")
@@ -313,10 +367,12 @@ def _kubernetes_platform(given: Given) -> Platform | None:
         f"Kubernetes: {named}",
         f"{_KUBERNETES_GRACE_S:g} s from SIGTERM to SIGKILL: terminationGracePeriodSeconds, unless changed",
     )
-    return Platform("kubernetes", _KUBERNETES_GRACE_S, below(given.root, "/dev/termination-log"), why=why)
+    return Platform(
+        "kubernetes", _KUBERNETES_GRACE_S, below(given.root, "/dev/termination-log"), why=why
+    )
 
 
-# --- all of them -------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def platform_of(given: Given) -> Platform:
@@ -333,8 +389,13 @@ def platform_of(given: Given) -> Platform:
         except ValueError:
             grace_s = -1.0
         if not 0 <= grace_s < float("inf"):
-            raise DistributedError(f"{given.shown('ALLHANDS_GRACE_S')} is no time", hint="give seconds")
-        why = (*(fact for fact in found.why if "SIGKILL" not in fact), f"{grace_s:g} s to SIGKILL: ALLHANDS_GRACE_S")
+            raise DistributedError(
+                f"{given.shown('ALLHANDS_GRACE_S')} is no time", hint="give seconds"
+            )
+        why = (
+            *(fact for fact in found.why if "SIGKILL" not in fact),
+            f"{grace_s:g} s to SIGKILL: ALLHANDS_GRACE_S",
+        )
         found = replace(found, grace_s=grace_s, why=why)
     if restarts := given.number("TORCHELASTIC_RESTART_COUNT", 0):
         fact = f"torchrun has restarted the ranks {restarts} time{'s' * (restarts != 1)}: TORCHELASTIC_RESTART_COUNT"

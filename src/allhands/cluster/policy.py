@@ -1,5 +1,5 @@
-"""Decision after an attempt has ended: finish; start again, with which ranks and after which pause; or give up, and
-why.
+"""Decision after an attempt has ended: finish; start again, with which ranks and after which pause;
+or give up, and why.
 
 The decision is a pure function of facts. :mod:`allhands.cluster.supervisor` carries it out.
 """
@@ -26,14 +26,14 @@ from allhands.errors import (
 
 LONGEST_PAUSE_S = 60.0
 MOST_SLACK = 8.0
-# Of a program that reports no steps only the time is known: from when on its failures are not "the same", and from
-# when on it has got somewhere.
+# Of a program that reports no steps only the time is known: from when on its failures are not "the
+# same", and from when on it has got somewhere.
 _BRIEF_S = 60.0
 _LONG_S = 600.0
 _PORT_RESTARTS = 3
 _BLAMED_TIMES = 3
-# Failures that no restart can cure: what would be the same again, by the exit code of a command that could not even
-# begin, and by that of an error that a rank foresaw and wrote down.
+# Failures that no restart can cure: what would be the same again, by the exit code of a command
+# that could not even begin, and by that of an error that a rank foresaw and wrote down.
 _COMMAND = {
     2: "the command line (exit code 2)",
     126: "the command (it cannot be executed)",
@@ -47,10 +47,13 @@ _LASTING = {
     NumericsError.exit_code: "the numbers",
     CheckpointError.exit_code: "the checkpoint",
 }
-# Of these, what each rank looks for on its own computer; what only rank 0 looks at is nobody else's fault either.
+# Of these, what each rank looks for on its own computer; what only rank 0 looks at is nobody else's
+# fault either.
 _LACKING = (DataError.exit_code, ModelError.exit_code)
 # Signals that come from outside a program; it brings the others on itself.
-_FROM_OUTSIDE = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
+_FROM_OUTSIDE = {
+    128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+}
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,11 @@ class Past:
     """An attempt that is over.
 
     Attributes:
-        seats: by rank, the place to which its faults are attributed: its computer, or its slot if there is only one.
+        seats: by rank, the place to which its faults are attributed: its computer, or its slot if
+            there is only one.
         apart: True if the seats are computers.
-        edition: number of changes that a person made to the list of computers; a change clears earlier faults.
+        edition: number of changes that a person made to the list of computers; a change clears
+            earlier faults.
         ran_s: seconds that it lasted.
     """
 
@@ -79,7 +84,9 @@ class Past:
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """Limits that a person sets: restarts after faults, and the fewest ranks to go on with (``None``: all)."""
+    """Limits that a person sets: restarts after faults, and the fewest ranks to go on with
+    (``None``: all).
+    """
 
     max_restarts: int = 0
     min_ranks: int | None = None
@@ -108,7 +115,8 @@ class Restart:
         reason: reason of the restart, or of the pause.
         exclude: seats to leave out from now on.
         slack: factor on the deadlines for progress.
-        fault: True if a fault is the cause, which counts against the budget; a computer that does not fit is no fault.
+        fault: True if a fault is the cause, which counts against the budget; a computer that does
+            not fit is no fault.
     """
 
     pause_s: float
@@ -119,7 +127,9 @@ class Restart:
 
 
 def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | Restart:
-    """Decide what follows the last attempt of ``history``, which holds all of the job in their order."""
+    """Decide what follows the last attempt of ``history``, which holds all of the job in their
+    order.
+    """
     outcome = history[-1].outcome
     if outcome.ports_taken:
         return _other_ports(history)
@@ -136,21 +146,29 @@ def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | 
 
 
 def _unfit(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> frozenset[str]:
-    """The seats that do not fit, if the others are enough: to start again with them would end the same way.
+    """The seats that do not fit, if the others are enough: to start again with them would end the
+    same way.
 
-    An error before the first step, such as a model that is missing, is a computer's own as long as no other one has it
-    too.
+    An error before the first step, such as a model that is missing, is a computer's own as long as
+    no other one has it too.
     """
     last = history[-1]
     unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
     before = history[-2].outcome.fault if len(history) > 1 else None
-    everywhere = fault.kind != "misfit" and before is not None and _essence(before)[:2] == _essence(fault)[:2]
+    everywhere = (
+        fault.kind != "misfit"
+        and before is not None
+        and _essence(before)[:2] == _essence(fault)[:2]
+    )
     alone = _is_own(last, fault) and not everywhere and not last.outcome.stopped
     return unfit if alone and _enough_without(unfit, last, limits) else frozenset()
 
 
 def _enough_without(seats: Collection[str | None], last: Past, limits: RestartLimits) -> bool:
-    return limits.min_ranks is not None and sum(seat not in seats for seat in last.seats) >= limits.min_ranks
+    return (
+        limits.min_ranks is not None
+        and sum(seat not in seats for seat in last.seats) >= limits.min_ranks
+    )
 
 
 def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
@@ -173,11 +191,19 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
         return GiveUp(reason, code)
     restarts = sum(_counts(past) for past in history[:-1])
     if restarts >= limits.max_restarts:
-        return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
+        return GiveUp(
+            f"it has been started again {_times(restarts)}, which is what --max-restarts allows",
+            code,
+        )
     fruitless = [past.outcome.fault for past, gained in stalled if not gained]
     # Without those who are to blame there is nothing to wait for.
     pause = 0.0 if exclude else _pause(len(fruitless))
-    return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, _slack(fruitless))
+    return Restart(
+        pause,
+        f"restart {restarts + 1} of at most {limits.max_restarts}",
+        exclude,
+        _slack(fruitless),
+    )
 
 
 def _lasting(fault: Fault) -> str | None:
@@ -191,12 +217,15 @@ def _pause(fruitless: int) -> float:
 
 
 def _slack(faults: Sequence[Fault | None]) -> float:
-    # The first hang at a place is believed; one that comes again may have been a step that takes long.
+    # The first hang at a place is believed; one that comes again may have been a step that takes
+    # long.
     return min(4.0 ** sum(one is not None and one.kind == "hang" for one in faults), MOST_SLACK)
 
 
 def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:
-    """Go on without the computer that cannot be connected to, if allowed; ranks have never met because of it."""
+    """Go on without the computer that cannot be connected to, if allowed; ranks have never met
+    because of it.
+    """
     last = history[-1]
     seat = last.culprit
     if last.apart and seat is not None and _enough_without([seat], last, limits):
@@ -211,13 +240,18 @@ def _counts(past: Past) -> bool:
 
 
 def _is_own(past: Past, fault: Fault) -> bool:
-    """Return whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
-    lacks = fault.exit_code in _LACKING or (fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits)
+    """Return whether the fault is that a computer does not fit, or lacks something that it needs to
+    begin.
+    """
+    lacks = fault.exit_code in _LACKING or (
+        fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits
+    )
     return fault.kind == "misfit" or (past.apart and bool(fault.misfits) and lacks)
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
-    """The latest faults, newest first, back to the last attempt that got further than all before it.
+    """The latest faults, newest first, back to the last attempt that got further than all before
+    it.
 
     With each, whether it did. That one is included, for the next may fail where it did.
     """
@@ -237,20 +271,26 @@ def _gains(history: Sequence[Past]) -> list[bool]:
     for past in history:
         reached.append(max(reached[-1], past.outcome.step or 0))
     further = [after > before for before, after in pairwise(reached)]
-    unknown = [past.outcome.step is None and past.outcome.started and past.ran_s >= _LONG_S for past in history]
+    unknown = [
+        past.outcome.step is None and past.outcome.started and past.ran_s >= _LONG_S
+        for past in history
+    ]
     return [one or other for one, other in zip(further, unknown, strict=True)]
 
 
 def _leave_out(
     stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: RestartLimits
 ) -> tuple[frozenset[str], str | None]:
-    """The seat to do without from now on, if there is one; or why the job cannot go on, which needs it."""
+    """The seat to do without from now on, if there is one; or why the job cannot go on, which needs
+    it.
+    """
     last = stalled[0][0]
     seat = last.culprit
     if seat is None:
         return frozenset(), None
     blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
-    # A failure that is exactly repeated may lie in a computer or GPU, or in the job: without it it will be seen.
+    # A failure that is exactly repeated may lie in a computer or GPU, or in the job: without it it
+    # will be seen.
     repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None
@@ -280,7 +320,9 @@ def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | Non
         return f"it has hung {where}, {_times(times)} in a row, the last time with longer deadlines"
     if fault.kind == "memory" or fault.exit_code == 128 + signal.SIGKILL:
         cause = (
-            "memory is probably too short" if fault.kind == "memory" else "something ends it, or memory is too short"
+            "memory is probably too short"
+            if fault.kind == "memory"
+            else "something ends it, or memory is too short"
         )
         return f"a process was killed {where}, {_times(times)} in a row: {cause}"
     return f"it has failed {where} in the same way, {_times(times)} in a row: {fault.error or fault.message}"
@@ -294,7 +336,9 @@ def _repeated(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> int:
 
 
 def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
-    """Return the facts of a fault that stay the same when it is repeated, without those that vary by chance."""
+    """Return the facts of a fault that stay the same when it is repeated, without those that vary
+    by chance.
+    """
     kind, code, step, error = fault.signature
     if kind == "hang":
         return kind, None, step, None
@@ -304,7 +348,9 @@ def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
 
 
 def _patience(fault: Fault) -> int | None:
-    """Return how many times in a row the same fault may happen before it counts as lasting; ``None``: no limit."""
+    """Return how many times in a row the same fault may happen before it counts as lasting;
+    ``None``: no limit.
+    """
     if fault.kind in ("lost host", "blocked") or fault.exit_code == PeerLostError.exit_code:
         return None  # a computer, or the network, that may come back
     outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE

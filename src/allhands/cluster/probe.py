@@ -1,11 +1,12 @@
 """Program that the doctor runs on every computer: it is sent over ssh and converses in JSON lines.
 
 The program (:func:`program`) is this module, :mod:`allhands.runtime.versions` and the parts in
-:mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9. :data:`BOOTSTRAP`,
-given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``), then the text, and hands over to
-:func:`converse`; it runs on any Python since 2.7, so that an old one can say that it is old. Each request is a line
-of JSON, each answer a line of the token and JSON: what a login shell or a library prints is told from it. The program
-ends when its input does, or when nothing is asked for long.
+:mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9.
+:data:`BOOTSTRAP`, given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``),
+then the text, and hands over to :func:`converse`; it runs on any Python since 2.7, so that an old
+one can say that it is old. Each request is a line of JSON, each answer a line of the token and
+JSON: what a login shell or a library prints is told from it. The program ends when its input does,
+or when nothing is asked for long.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from allhands.cluster.probes.trees import tree_fact
 
 # The oldest Python that can run the program.
 OLDEST = (3, 9)
-# It runs what the person's own doctor sends over the person's own ssh, as `python -` would; but unlike there, its
-# input stays open for requests. Nothing is imported from the directory that it happens to start in.
+# It runs what the person's own doctor sends over the person's own ssh, as `python -` would; but
+# unlike there, its input stays open for requests. Nothing is imported from the directory that it
+# happens to start in.
 BOOTSTRAP = """
 import sys
 sys.path = [place for place in sys.path if place]
@@ -69,8 +71,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def program() -> str:
     """Return the text to send: ASCII, for Python 3.9 or later."""
-    # Computers are looked at in threads, of which two may not parse at once: Python 3.11 mistakes one's depth for the
-    # other's.
+    # Computers are looked at in threads, of which two may not parse at once: Python 3.11 mistakes
+    # one's depth for the other's.
     with _ONE_AT_A_TIME:
         if not _TEXT:
             _TEXT.append(_joined())
@@ -87,8 +89,13 @@ def _joined() -> str:
     for path in (here.parents[1] / "runtime" / "versions.py", *parts, here):
         lines = path.read_text(encoding="ascii").splitlines(keepends=True)
         for node in ast.parse("".join(lines)).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("__future__", "allhands"):
-                lines[node.lineno - 1 : node.end_lineno] = ["\n"] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+                "__future__",
+                "allhands",
+            ):
+                lines[node.lineno - 1 : node.end_lineno] = ["\n"] * (
+                    (node.end_lineno or node.lineno) - node.lineno + 1
+                )
         texts += lines
     return "".join(texts)
 
@@ -110,7 +117,9 @@ def converse(token: str) -> None:
         one.close()
 
 
-def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list[Listeners]) -> dict[str, Any]:
+def answer_to(
+    request: dict[str, Any], say: Callable[..., None], listeners: list[Listeners]
+) -> dict[str, Any]:
     """Return the answer to one request; its ``kind`` selects the probe.
 
     Args:
@@ -129,7 +138,11 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
         return listeners[-1].open(request["addresses"])
     if kind == "reach":
         secret, limit = request["secret"], request["timeout_s"]
-        return {"reached": all_at_once(lambda target: reach_fact(target, secret, limit), request["targets"])}
+        return {
+            "reached": all_at_once(
+                lambda target: reach_fact(target, secret, limit), request["targets"]
+            )
+        }
     if kind == "logins":
         limit = request["timeout_s"]
         return {"logins": all_at_once(lambda login: login_fact(login, limit), request["logins"])}
@@ -143,20 +156,29 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
 def copied(request: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
     """Return a step of ``allhands cluster sync``, or the error by which it has failed."""
     try:
-        return (look if request["kind"] == "look" else send)(request, lambda done: say(progress=done))
+        return (look if request["kind"] == "look" else send)(
+            request, lambda done: say(progress=done)
+        )
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # nobody listens any more
             raise
         path = os.fsdecode(error.filename or "")
-        return {"error": {"number": error.errno or 0, "reason": error.strerror or str(error), "path": path}}
+        return {
+            "error": {
+                "number": error.errno or 0,
+                "reason": error.strerror or str(error),
+                "path": path,
+            }
+        }
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:
     """Everything about this computer that needs no other one, and what could not be had.
 
-    ``request`` may name ``cwd``, the directory to work in, ``below_home``, where it is instead, ``places`` (role to
-    path) whose disks count, ``peers``, addresses to which routes are looked up, and ``only``, the names of the facts
-    to collect; facts that take longer than ``timeout_s`` are left out.
+    ``request`` may name ``cwd``, the directory to work in, ``below_home``, where it is instead,
+    ``places`` (role to path) whose disks count, ``peers``, addresses to which routes are looked up,
+    and ``only``, the names of the facts to collect; facts that take longer than ``timeout_s`` are
+    left out.
     """
     found: dict[str, Any] = {"cwd_error": None}
     if request.get("cwd"):
@@ -191,7 +213,9 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, Any]]:
-    """Return the directories that ``request["sources"]`` names by their role, with progress in bytes."""
+    """Return the directories that ``request["sources"]`` names by their role, with progress in
+    bytes.
+    """
     told = time.monotonic()
 
     def progress(done: int) -> None:
@@ -200,4 +224,7 @@ def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, A
             told = time.monotonic()
             say(progress=done)
 
-    return [tree_fact(role, source, request["hashed"], progress) for role, source in request["sources"].items()]
+    return [
+        tree_fact(role, source, request["hashed"], progress)
+        for role, source in request["sources"].items()
+    ]

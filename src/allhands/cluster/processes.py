@@ -1,7 +1,7 @@
 """Starting the ranks of one job on this computer, seeing them end, and ending them.
 
-Two ways: the ranks are our children (ring, NCCL), or mpirun's (MPI). Both answer the same four questions
-for :mod:`allhands.cluster.supervisor`, which holds all the judgement.
+Two ways: the ranks are our children (ring, NCCL), or mpirun's (MPI). Both answer the same four
+questions for :mod:`allhands.cluster.supervisor`, which holds all the judgement.
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ import psutil
 
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
-from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
-from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, RankExit, RankProcesses
+from allhands.cluster.mpi import (
+    MEMORY_VARIABLE,
+    mpi_variables,
+    mpirun_command,
+    require_mpi,
+    shared_memory,
+)
+from allhands.cluster.ranks import (
+    ATTEST_VARIABLE,
+    TRIAL_VARIABLE,
+    LaunchSpec,
+    RankExit,
+    RankProcesses,
+)
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
@@ -72,7 +84,9 @@ _FOREIGN = (
     TRIAL_VARIABLE,
 )
 _OFFER_S = 5.0
-_SETTINGS = PortSettings(address='the address that the other computers reach it by, as "ips" in the hostfile')
+_SETTINGS = PortSettings(
+    address='the address that the other computers reach it by, as "ips" in the hostfile'
+)
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -97,13 +111,17 @@ class Share:
     tell: Callable[[int, bytes], None] = to_screen
 
 
-def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None) -> RankProcesses:
+def start(
+    spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None
+) -> RankProcesses:
     """Start the ranks, or a share of them whose ports somebody else holds.
 
-    ``run_dir`` is private to this attempt and outlives its processes; ``reaper`` ends them if we are killed.
+    ``run_dir`` is private to this attempt and outlives its processes; ``reaper`` ends them if we
+    are killed.
 
     Raises:
-        AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
+        AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be
+            written.
     """
     try:
         if spec.backend == "mpi":
@@ -119,11 +137,15 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None =
         ) from error
 
 
-def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tuple[list[socket.socket], list[int]]:
-    """Bind ``count`` free ports of this computer's ``address`` at once and return their sockets and numbers.
+def reserve_ports(
+    count: int, shareable: bool, address: str = "127.0.0.1"
+) -> tuple[list[socket.socket], list[int]]:
+    """Bind ``count`` free ports of this computer's ``address`` at once and return their sockets and
+    numbers.
 
-    A shareable socket may stay open (never listening): MLX's ring binds with SO_REUSEPORT too, so it gets in
-    and strangers do not. Only Linux promises that connections then go to the one that listens.
+    A shareable socket may stay open (never listening): MLX's ring binds with SO_REUSEPORT too, so
+    it gets in and strangers do not. Only Linux promises that connections then go to the one that
+    listens.
 
     Raises:
         DistributedError: that cannot be.
@@ -141,7 +163,9 @@ def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tu
             one.close()
         trouble = cannot_listen(error, address, 0, _SETTINGS)
         place = address or "this computer"
-        raise DistributedError(f"no port of {place} can be had: {trouble.message}", hint=trouble.hint) from None
+        raise DistributedError(
+            f"no port of {place} can be had: {trouble.message}", hint=trouble.hint
+        ) from None
     return sockets, [one.getsockname()[1] for one in sockets]
 
 
@@ -186,7 +210,9 @@ class _Local(RunFiles, RankProcesses):
         raise NotImplementedError
 
     def _end_sessions(self, leaders: Sequence[int]) -> None:
-        """End also what ranks have started and left behind; once, for the numbers may come to mean others."""
+        """End also what ranks have started and left behind; once, for the numbers may come to mean
+        others.
+        """
         if self._ended:
             return
         self._ended = True
@@ -200,7 +226,9 @@ class _Local(RunFiles, RankProcesses):
 class _OwnChildren(_Local):
     """Ranks that are our own children, each in a session of its own so that Ctrl-C reaches only us."""
 
-    def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None) -> None:
+    def __init__(
+        self, spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None
+    ) -> None:
         super().__init__(spec, run_dir, reaper)
         self._exits: list[RankExit] = []
         self._children: list[subprocess.Popen[bytes]] = []
@@ -209,7 +237,9 @@ class _OwnChildren(_Local):
         self._share = share or self._everything(spec)
         self._name = self._share.name
         shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
-        if share is None:  # otherwise whoever starts the other computers' ranks has made one for all
+        if (
+            share is None
+        ):  # otherwise whoever starts the other computers' ranks has made one for all
             shared[RING_KEY] = secrets.token_hex(32)
         environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
         self._show_all(self._own(), self._share.tell)
@@ -236,8 +266,11 @@ class _OwnChildren(_Local):
         with contextlib.ExitStack() as stack:
             output, error_output = self._share.output or (None, None)
             if rank or spec.tag_output:
-                # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
-                output = stack.enter_context(open(self.log_path(rank), "ab", opener=private_opener)).fileno()
+                # Appending, because the rank also opens it: what it writes itself and its output
+                # must not overlap.
+                output = stack.enter_context(
+                    open(self.log_path(rank), "ab", opener=private_opener)
+                ).fileno()
                 error_output = subprocess.STDOUT
             child = subprocess.Popen(
                 _guarded("run", spec.command),
@@ -250,7 +283,9 @@ class _OwnChildren(_Local):
         self._reaper.group(child.pid)
         self._children.append(child)
         # A thread a child, so that the order of ends is known exactly and not by polling.
-        waiter = threading.Thread(target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True)
+        waiter = threading.Thread(
+            target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True
+        )
         self._waiters.append(waiter)
         waiter.start()
 
@@ -286,7 +321,9 @@ class _OwnChildren(_Local):
 
 
 class _MpirunsChildren(_Local):
-    """Ranks started by mpirun; each one's guard writes the process number and the end to ``run_dir``."""
+    """Ranks started by mpirun; each one's guard writes the process number and the end to
+    ``run_dir``.
+    """
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
         super().__init__(spec, run_dir, reaper)
@@ -342,7 +379,11 @@ class _MpirunsChildren(_Local):
         return False
 
     def _command(self, rank: int) -> int | None:
-        return None if (self.run_dir / f"rank-{rank}.exit").exists() else self._process(rank, "command")
+        return (
+            None
+            if (self.run_dir / f"rank-{rank}.exit").exists()
+            else self._process(rank, "command")
+        )
 
     def log_path(self, rank: int) -> Path:
         began = self._process(rank, "guard") is not None
@@ -392,7 +433,9 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
 
 
 def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[str, str]:
-    """The variables by which MLX's ring or NCCL back-end finds its peers; one rank alone must not look for any."""
+    """The variables by which MLX's ring or NCCL back-end finds its peers; one rank alone must not
+    look for any.
+    """
     if spec.num_processes == 1:
         return {}
     if spec.backend == "jaccl":
@@ -400,13 +443,19 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
         devices = run_dir / "rdma-devices.json"
         devices.write_text(json.dumps(spec.rdma), encoding="utf-8")
         # Without fast synchronisation the GPU waits longer for an exchange than that takes.
-        found = {"MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": peers[0], "MLX_METAL_FAST_SYNCH": "1"}
+        found = {
+            "MLX_IBV_DEVICES": str(devices),
+            "MLX_JACCL_COORDINATOR": peers[0],
+            "MLX_METAL_FAST_SYNCH": "1",
+        }
         return found if _is_mesh(spec.rdma) else {**found, "MLX_JACCL_RING": "1"}
     return peer_variables(spec.backend, spec.num_processes, peers, run_dir / "ring-hosts.json")
 
 
 def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path) -> dict[str, str]:
-    """MLX's variables for its peers: NCCL takes rank 0's address, the ring all addresses, not names, from a file."""
+    """MLX's variables for its peers: NCCL takes rank 0's address, the ring all addresses, not
+    names, from a file.
+    """
     if backend == "nccl":
         address, _, port = peers[0].rpartition(":")
         return {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": address, "NCCL_PORT": port}
@@ -416,7 +465,9 @@ def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path
 
 def _is_mesh(rdma: Sequence[Sequence[Any]]) -> bool:
     """Return whether every computer has a cable to every other one; otherwise they form a ring."""
-    return all(device is not None for i, row in enumerate(rdma) for j, device in enumerate(row) if i != j)
+    return all(
+        device is not None for i, row in enumerate(rdma) for j, device in enumerate(row) if i != j
+    )
 
 
 def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, str]:
@@ -429,7 +480,9 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
     if spec.num_processes > 1:
         env["MLX_RANK"] = str(rank)
     if spec.backend == "nccl":
-        visible = spec.env.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+        visible = (
+            spec.env.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+        )
         devices = visible.split(",") if visible else [str(n) for n in range(share.count)]
         if share.count > len(devices):
             raise DistributedError(

@@ -1,4 +1,6 @@
-"""Facts about a rank for the supervisor, on any computer: the interface to those who start processes."""
+"""Facts about a rank for the supervisor, on any computer: the interface to those who start
+processes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from allhands.runtime.blas import allowed_cores
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
 
-# What a rank is doing. Those in "reduce" wait for others and are not to blame; "start" is before the first step,
-# "first" the first step after a start and every step that has to compile.
+# What a rank is doing. Those in "reduce" wait for others and are not to blame; "start" is before
+# the first step, "first" the first step after a start and every step that has to compile.
 Phase = Literal["start", "first", "load", "compute", "reduce", "update", "validate", "save", "end"]
 
 
-# Set where ranks shall tell what they have agreed on, and where one shall only find out whether it would fit: to the
-# moment whose date the data have, or 1.
+# Set where ranks shall tell what they have agreed on, and where one shall only find out whether it
+# would fit: to the moment whose date the data have, or 1.
 ATTEST_VARIABLE = "ALLHANDS_ATTEST"
 TRIAL_VARIABLE = "ALLHANDS_TRIAL"
 
@@ -35,22 +37,27 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Specification of a start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
+    """Specification of a start: ``num_processes`` copies of ``command``, on this computer or on
+    those of ``places``.
 
-    Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env`` is added
-    to the supervisor's environment. A rank that has not marked itself started after ``start_deadline_s``
-    fails the job; after the first Ctrl-C ranks have ``stop_grace_s`` to save and end; and when one rank has
-    ended without an error the others have ``finish_grace_s`` to follow.
+    Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env``
+    is added to the supervisor's environment. A rank that has not marked itself started after
+    ``start_deadline_s`` fails the job; after the first Ctrl-C ranks have ``stop_grace_s`` to save
+    and end; and when one rank has ended without an error the others have ``finish_grace_s`` to
+    follow.
 
     Attributes:
         places: in the order of their ranks; empty: all on this computer.
-        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None`` adapts to the measured steps.
+        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None`` adapts to the
+            measured steps.
         weights: relative speed of every rank, if they differ.
         rdma: for JACCL, each computer's devices for the connections to the others, in their order.
-        tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
+        tag_output: all ranks write to their logs, and from there to the screen, each line with its
+            rank before it.
         log_dir_there: ``log_dir`` on other computers; ``None``: the same; empty: they keep no logs.
         examine: the command that finds faults of the computers of ``places``.
-        keep_logs: if false, other computers remove ``log_dir`` when their ranks have ended without an error.
+        keep_logs: if false, other computers remove ``log_dir`` when their ranks have ended without
+            an error.
     """
 
     command: Sequence[str]
@@ -73,7 +80,9 @@ class LaunchSpec:
 
 
 def fair_share(num_ranks: int) -> int | None:
-    """Return the default number of cores of each local rank: an equal share; ``None`` if ranks have no own cores."""
+    """Return the default number of cores of each local rank: an equal share; ``None`` if ranks have
+    no own cores.
+    """
     return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -94,7 +103,8 @@ class Beat:
         step: number of completed optimizer updates.
         phase: its present activity.
         count: number of heartbeats so far.
-        time: time at which the supervisor's side first saw this count (``time.monotonic`` of its computer).
+        time: time at which the supervisor's side first saw this count (``time.monotonic`` of its
+            computer).
         waited_s: seconds that it had already waited for its data at that time.
     """
 
@@ -107,7 +117,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks that a rank has set: it waits for others, has started, or was busy with preparations at that time.
+    """Marks that a rank has set: it waits for others, has started, or was busy with preparations at
+    that time.
 
     ``listening``: other ranks can connect to it.
     """
@@ -143,7 +154,9 @@ class RankProcesses(Protocol):
         ...
 
     def lost_hosts(self) -> list[str]:
-        """Return the computers that do not answer any more; their ranks count as ended by loss (code -9)."""
+        """Return the computers that do not answer any more; their ranks count as ended by loss
+        (code -9).
+        """
         return []
 
     def places(self) -> str:
@@ -151,7 +164,9 @@ class RankProcesses(Protocol):
         return ""
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet, or nobody asks."""
+        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet, or
+        nobody asks.
+        """
         return None
 
     def stopped(self, rank: int) -> bool:
@@ -171,7 +186,9 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when
+        the rank ended.
+        """
         ...
 
     def kill(self) -> None:

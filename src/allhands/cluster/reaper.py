@@ -1,10 +1,11 @@
 """A small process that outlives its owner's ``kill -9`` and then ends what the owner had started.
 
-Run by path with ``python -I reaper.py`` it reads lines from its standard input, a pipe that nobody else holds:
-``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``, ``done``. When the pipe closes without ``done``,
-its owner has ended without clearing up, however that came: every process of those groups, of the sessions that they
-lead, and with those marks in its environment is killed, and the directories are removed. It imports no other module of
-ours, so that it starts in a few hundredths of a second.
+Run by path with ``python -I reaper.py`` it reads lines from its standard input, a pipe that nobody
+else holds: ``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``, ``done``. When the
+pipe closes without ``done``, its owner has ended without clearing up, however that came: every
+process of those groups, of the sessions that they lead, and with those marks in its environment is
+killed, and the directories are removed. It imports no other module of ours, so that it starts in a
+few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ MARK = "ALLHANDS_RUN_DIR"  # the variable that all processes of an attempt inher
 
 
 class Reaper:
-    """The owner's side, a context manager: what is registered is ended and removed if this process is killed.
+    """The owner's side, a context manager: what is registered is ended and removed if this process
+    is killed.
 
-    Leaving the block in the ordinary way leaves everything as it is; leaving it by an exception ends and removes it
-    too. Processes to be registered must lead a group, or better a session, of their own.
+    Leaving the block in the ordinary way leaves everything as it is; leaving it by an exception
+    ends and removes it too. Processes to be registered must lead a group, or better a session, of
+    their own.
     """
 
     def __init__(self) -> None:
@@ -79,7 +82,9 @@ class Reaper:
         self._send(f"directory {json.dumps(str(path.absolute()))}")
 
     def close(self, done: bool = True) -> None:
-        """End the helper; unless ``done``, have it clear up first. Waits for its end, but not for ever."""
+        """End the helper; unless ``done``, have it clear up first. Waits for its end, but not for
+        ever.
+        """
         if done:
             self._send("done")
         assert self._process.stdin is not None
@@ -102,13 +107,17 @@ class Reaper:
             self._process.stdin.flush()
 
 
-def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S) -> bool:
-    """Kill what belongs to ``leaders`` or bears one of ``marks``, stopped processes too, and wait until all are gone.
+def end_processes(
+    leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S
+) -> bool:
+    """Kill what belongs to ``leaders`` or bears one of ``marks``, stopped processes too, and wait
+    until all are gone.
 
-    To a leader belong the group and the session that it leads. A mark is the absolute path of an attempt's private
-    directory: processes of this user that were started with it, or a path below it, as ``ALLHANDS_RUN_DIR`` bear it,
-    also when they have left group and session, as daemons do. One that was started without it, or has written over
-    its environment, is not found. Returns false if something was still there after ``wait_s``.
+    To a leader belong the group and the session that it leads. A mark is the absolute path of an
+    attempt's private directory: processes of this user that were started with it, or a path below
+    it, as ``ALLHANDS_RUN_DIR`` bear it, also when they have left group and session, as daemons do.
+    One that was started without it, or has written over its environment, is not found. Returns
+    false if something was still there after ``wait_s``.
     """
     deadline = time.monotonic() + wait_s
     looks = 0
@@ -119,7 +128,8 @@ def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         looks = 0 if left else looks + 1
-        # One look misses who was becoming another program just then, and whom a process forked that ended meanwhile.
+        # One look misses who was becoming another program just then, and whom a process forked that
+        # ended meanwhile.
         if looks == (2 if marks else 1):
             return True
         if time.monotonic() > deadline:
@@ -148,7 +158,9 @@ def _is_below_root(path: str) -> bool:
 
 
 def _bears(process: psutil.Process, marks: Collection[str]) -> bool:
-    """True if the process has a mark, or a path below one; macOS hides the environment of the system's programs."""
+    """True if the process has a mark, or a path below one; macOS hides the environment of the
+    system's programs.
+    """
     value = process.environ().get(MARK, "")
     return any(value == mark or value.startswith(f"{mark}/") for mark in marks)
 
@@ -200,10 +212,15 @@ class _Register:
 
     def clear_up(self) -> None:
         """End the processes, then remove the directories, which they might fill again."""
-        # One that has ended still gives its group and session their name; a later process with its number does not.
-        end_processes([pid for pid, one in self._leaders.items() if _living(pid) in (None, one)], self._marks)
+        # One that has ended still gives its group and session their name; a later process with its
+        # number does not.
+        end_processes(
+            [pid for pid, one in self._leaders.items() if _living(pid) in (None, one)], self._marks
+        )
         deadline = time.monotonic() + _REMOVE_S
-        while (left := [path for path in self._directories if os.path.lexists(path)]) and time.monotonic() < deadline:
+        while (
+            left := [path for path in self._directories if os.path.lexists(path)]
+        ) and time.monotonic() < deadline:
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
             time.sleep(_POLL_S)  # something was in the way, as a file that came or went meanwhile

@@ -1,4 +1,6 @@
-"""Ranks on several computers: an agent on each, started over ssh; the supervisor treats them like local ranks."""
+"""Ranks on several computers: an agent on each, started over ssh; the supervisor treats them like
+local ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
-from allhands.cluster.ranks import ATTEST_VARIABLE, Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
+from allhands.cluster.ranks import (
+    ATTEST_VARIABLE,
+    Beat,
+    LaunchSpec,
+    Marks,
+    Place,
+    RankExit,
+    RankProcesses,
+)
 from allhands.cluster.tails import for_screen
 from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
 from allhands.errors import AllhandsError, ConfigError, DistributedError
@@ -40,14 +50,16 @@ _KILL_S = 5.0
 _LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
 _LOST_CODE = -9
 _SPOKEN = ("allhands", "mlx")  # what agents and whoever starts them need the same of
-# Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left out there.
+# Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left
+# out there.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
 
 _log = logging.getLogger(__name__)
 
 
 def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
-    """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays empty.
+    """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays
+    empty.
 
     The output of an agent, of ssh or of a login shell goes to ``log_dir/host-NAME.log``.
 
@@ -69,15 +81,20 @@ def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
 
 
 def newest_checkpoint(
-    hosts: Sequence[Host], adapter_path: str | Path, run_id: str | None, resume: str | Path | None = None
+    hosts: Sequence[Host],
+    adapter_path: str | Path,
+    run_id: str | None,
+    resume: str | Path | None = None,
 ) -> dict[str, int]:
-    """Return the step of the newest checkpoint of the run on each host that has one, by the host's name.
+    """Return the step of the newest checkpoint of the run on each host that has one, by the host's
+    name.
 
     All are asked at the same time; one that does not answer within ten seconds is left out.
 
     Args:
         run_id: of the run; ``None``: any.
-        resume: a run directory or a checkpoint, from which the run goes on as long as no host has one of its own.
+        resume: a run directory or a checkpoint, from which the run goes on as long as no host has
+            one of its own.
     """
     if not hosts:
         return {}
@@ -94,7 +111,8 @@ def newest_checkpoint(
 
 
 class RemoteRanks:
-    """The ranks of one attempt on several computers; see :class:`allhands.cluster.ranks.RankProcesses`.
+    """The ranks of one attempt on several computers; see
+    :class:`allhands.cluster.ranks.RankProcesses`.
 
     Args:
         addresses: of the computers, as the others reach them, in the order of ``spec.places``.
@@ -109,8 +127,12 @@ class RemoteRanks:
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._connections: list[Connection] = []
         self._attested: Mapping[str, Any] | None = None
-        self._homes = [index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)]
-        self._firsts = [sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))]
+        self._homes = [
+            index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)
+        ]
+        self._firsts = [
+            sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))
+        ]
         self._over = threading.Event()
         self._output = _Output()
         self._keeper = threading.Thread(target=self._keep, name="keep-agents", daemon=True)
@@ -166,11 +188,17 @@ class RemoteRanks:
             connection.send("tell", word=word)
 
     def places(self) -> str:
-        """Return the computers in words: ranks, address, and the interface over which it is reached from here."""
+        """Return the computers in words: ranks, address, and the interface over which it is reached
+        from here.
+        """
         found: list[str] = []
         for place, address in zip(self._spec.places, self._addresses, strict=True):
             ranks = "" if place.num_ranks == 1 else f"{place.num_ranks} ranks on "
-            way = "this computer" if _is_here(place.host) else f"over {interface_to(address) or 'an unknown interface'}"
+            way = (
+                "this computer"
+                if _is_here(place.host)
+                else f"over {interface_to(address) or 'an unknown interface'}"
+            )
             found.append(f"{ranks}{place.name} {address} ({way})")
         return ", ".join(found)
 
@@ -201,7 +229,9 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when
+        the rank ended.
+        """
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:
@@ -209,7 +239,9 @@ class RemoteRanks:
         return bool(self._report(rank).get("stopped", False))
 
     def kill(self) -> None:
-        """End every process that is left; waits for computers that answer, not for those that do not."""
+        """End every process that is left; waits for computers that answer, not for those that do
+        not.
+        """
         deadline = time.monotonic() + _KILL_S
         for connection in self._connections:
             connection.send("end")
@@ -221,7 +253,7 @@ class RemoteRanks:
         self._end_ranks(range(len(self._homes)))
         self._output.close()
 
-    # --- what agents say ------------------------------------------------------------------------------
+    # --- what agents say --------------------------------------------------------------------------
 
     def _connect(self, index: int, place: Place) -> None:
         log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
@@ -229,9 +261,13 @@ class RemoteRanks:
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
         own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
-        hello = orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
+        hello = orders(self._spec, place, own, self._addresses[index]) | {
+            "descriptors": descriptors
+        }
         try:
-            self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
+            self._connections.append(
+                Connection(place.host, place.name, hello, log, partial(self._listen, own))
+            )
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -243,7 +279,9 @@ class RemoteRanks:
             self._output.write(frame["stream"], frame["data"].encode("latin-1"))
         elif frame["kind"] == "line" and frame["rank"] in own:
             rank = frame["rank"]
-            self._output.write(1, for_screen(rank, frame["data"].encode("latin-1"), self.host(rank)))
+            self._output.write(
+                1, for_screen(rank, frame["data"].encode("latin-1"), self.host(rank))
+            )
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
         elif frame["kind"] == "attested":
@@ -271,16 +309,23 @@ class RemoteRanks:
                 waited_s = beat.get("waited_s", 0.0)
                 last = Beat(beat["step"], beat["phase"], beat["count"], now - beat["age"], waited_s)
             busy_time = None if busy is None else now - busy
-            self._marks[rank] = Marks(frame["ready"], frame["started"], busy_time, last, frame["listening"])
+            self._marks[rank] = Marks(
+                frame["ready"], frame["started"], busy_time, last, frame["listening"]
+            )
         elif frame["kind"] in ("exit", "report"):
             self._reports[rank] = frame["report"]
         if frame["kind"] == "exit":
             self._exits.setdefault(rank, RankExit(rank, frame["code"], now - frame["age"]))
 
     def _take_refusal(self, own: range, frame: Frame) -> None:
-        """The ranks there have not been started, or cannot be spoken to: that is an error of each of them."""
+        """The ranks there have not been started, or cannot be spoken to: that is an error of each
+        of them.
+        """
         text = ": ".join(part for part in (frame["where"], frame["message"]) if part)
-        error = {**frame, "text": f"{text}\n  what to do: {frame['hint']}" if frame["hint"] else text}
+        error = {
+            **frame,
+            "text": f"{text}\n  what to do: {frame['hint']}" if frame["hint"] else text,
+        }
         with self._lock:
             for rank in own:
                 if rank not in self._exits:
@@ -296,13 +341,17 @@ class RemoteRanks:
             self._lock.notify_all()
 
     def _report(self, rank: int) -> Mapping[str, Any]:
-        """Return the computer's facts about the end of the rank, or about the present state of a rank that lives."""
+        """Return the computer's facts about the end of the rank, or about the present state of a
+        rank that lives.
+        """
         with self._lock:
             old = self._reports.get(rank)
             if rank in self._exits:
                 return old or {}
             self._connection(rank).send("report", rank=rank)
-            self._lock.wait_for(lambda: self._reports.get(rank) is not old or rank in self._exits, _REPORT_S)
+            self._lock.wait_for(
+                lambda: self._reports.get(rank) is not old or rank in self._exits, _REPORT_S
+            )
             return self._reports.get(rank, {})
 
     def _connection(self, rank: int) -> Connection:
@@ -315,7 +364,9 @@ class RemoteRanks:
 
 
 class _Output:
-    """Rank 0's output, written in a thread of its own: a terminal that is held up must not hold up the watch."""
+    """Rank 0's output, written in a thread of its own: a terminal that is held up must not hold up
+    the watch.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
@@ -339,7 +390,7 @@ class _Output:
                     data = data[os.write(stream, data) :]
 
 
-# --- orders -------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 def _check(spec: LaunchSpec) -> None:
@@ -357,7 +408,8 @@ def _check(spec: LaunchSpec) -> None:
 
 
 def check_devices(places: Sequence[Place]) -> None:
-    """Refuse computers that JACCL cannot join: each needs one rank, and a device for each of its neighbours.
+    """Refuse computers that JACCL cannot join: each needs one rank, and a device for each of its
+    neighbours.
 
     Raises:
         ConfigError: one lacks that.
@@ -366,7 +418,11 @@ def check_devices(places: Sequence[Place]) -> None:
     for index, place in enumerate(places):
         devices = place.host.rdma if place.host else ()
         neighbours = {(index - 1) % count, (index + 1) % count} - {index}
-        if place.num_ranks != 1 or len(devices) != count or any(devices[other] is None for other in neighbours):
+        if (
+            place.num_ranks != 1
+            or len(devices) != count
+            or any(devices[other] is None for other in neighbours)
+        ):
             raise ConfigError(
                 f"host {place.name} cannot take part in RDMA: it needs one slot, and in the hostfile a list of "
                 f"{counted(count, 'device')}, null for itself",
@@ -377,7 +433,9 @@ def check_devices(places: Sequence[Place]) -> None:
 
 
 def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
-    """Return the orders for a computer's agent: start the ranks ``own`` of the job, and listen on ``address``."""
+    """Return the orders for a computer's agent: start the ranks ``own`` of the job, and listen on
+    ``address``.
+    """
     host = place.host
     return {
         **_who(place.name, host),
@@ -395,14 +453,18 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "tag_output": spec.tag_output,
         "keep_logs": spec.keep_logs or _is_here(host),
         "relay": not _is_here(host),
-        "rdma": [place.host.rdma if place.host else () for place in spec.places] if spec.backend == "jaccl" else None,
+        "rdma": [place.host.rdma if place.host else () for place in spec.places]
+        if spec.backend == "jaccl"
+        else None,
         "address": address,
     }
 
 
 def _who(name: str, host: Host | None) -> Frame:
     """Return the facts that every agent receives."""
-    forwarded = {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
+    forwarded = (
+        {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
+    )
     forwarded.pop("ALLHANDS_SSH", None)
     return {
         "name": name,
@@ -437,7 +499,9 @@ def _ask_step(host: Host, question: Frame) -> Frame | None:
 
 
 def _portable(path: str | Path) -> str:
-    """A path below the working directory relative to it, which may be another one elsewhere; ``~/...`` as it is."""
+    """A path below the working directory relative to it, which may be another one elsewhere;
+    ``~/...`` as it is.
+    """
     with suppress(ValueError):
         return str(Path(path).absolute().relative_to(Path.cwd()))
     return str(path)
@@ -451,17 +515,23 @@ def _is_here(host: Host | None) -> bool:
 
 
 def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Statement:
-    return Statement(computer, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have)
+    return Statement(
+        computer, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have
+    )
 
 
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
-    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
+    """Refuse computers that would sum different things, and those that another allhands or MLX
+    speaks to from here.
 
     The ranks of a person's own program need less in common than those of a training.
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
-    statements = [_stated(place.name, frame["versions"], names) for place, frame in zip(places, frames, strict=True)]
+    statements = [
+        _stated(place.name, frame["versions"], names)
+        for place, frame in zip(places, frames, strict=True)
+    ]
     here = next((place.name for place in places if _is_here(place.host)), "")
     given = circumstances_in(spec.env, here)
     own = software_here()
@@ -478,7 +548,9 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
 
 
 def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], option: str) -> None:
-    """Refuse computers, which are all alike, with another version than this one's of what is spoken."""
+    """Refuse computers, which are all alike, with another version than this one's of what is
+    spoken.
+    """
     have = there[0].software
     if different := set(unequal(own, have)) & set(_SPOKEN):
         name, computers = min(different), [one.name for one in there]

@@ -1,6 +1,7 @@
 """Files that the ranks of one attempt leave on this computer, for the process that started them.
 
-``run_dir`` holds marks and beats, and the words told to ranks; ``log_dir`` holds logs and error files.
+``run_dir`` holds marks and beats, and the words told to ranks; ``log_dir`` holds logs and error
+files.
 """
 
 from __future__ import annotations
@@ -22,24 +23,34 @@ _MOST_BYTES = 4 << 20  # of what a rank writes about itself
 _TAIL_BYTES = 65536
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _LOOK_S = 1.0  # between two looks at what the kernel has killed
-_DYING_S = 5.0  # that a process takes at most, with all of its memory, from its being chosen to its end
+_DYING_S = (
+    5.0  # that a process takes at most, with all of its memory, from its being chosen to its end
+)
 
 
 class RunFiles:
     """The files of one attempt; make it before the first rank starts."""
 
-    def __init__(self, run_dir: Path, log_dir: Path, counters: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, log_dir: Path, counters: Sequence[Path] | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.log_dir = log_dir
         self._beats: dict[int, Beat] = {}
-        self._busy: dict[int, tuple[int, float]] = {}  # when the mark was touched, when that was seen here
+        self._busy: dict[
+            int, tuple[int, float]
+        ] = {}  # when the mark was touched, when that was seen here
         self._counters = oom_counters() if counters is None else counters
         self._oom_kills = deque([(time.monotonic(), self._count_oom_kills())])
         self._short: dict[int, bool] = {}
 
     def marks(self, rank: int) -> Marks:
-        """Return what the rank has said of itself so far; beat and work are timed by when they are seen here first."""
-        ready, started, listening = (self._path(rank, name).exists() for name in ("ready", "started", "listening"))
+        """Return what the rank has said of itself so far; beat and work are timed by when they are
+        seen here first.
+        """
+        ready, started, listening = (
+            self._path(rank, name).exists() for name in ("ready", "started", "listening")
+        )
         return Marks(ready, started, self._busy_time(rank), self._beat(rank), listening)
 
     def tell(self, word: str) -> None:
@@ -58,15 +69,19 @@ class RunFiles:
         return next((error for error in found if error and ERROR(error)), None)
 
     def tells_error(self, rank: int, line: bytes) -> bool:
-        """Return whether a line of the rank's log belongs to the error that the rank wrote down; the supervisor tells
-        this error.
+        """Return whether a line of the rank's log belongs to the error that the rank wrote down;
+        the supervisor tells this error.
 
         How a run ended that a person has stopped is told by rank 0 itself.
         """
         error = self.error(rank)
         if not error or not error.get("text") or (rank == 0 and error["type"] == "Interrupted"):
             return False
-        text = line.decode("utf-8", errors="replace").removeprefix("allhands: ").removeprefix("error: ")
+        text = (
+            line.decode("utf-8", errors="replace")
+            .removeprefix("allhands: ")
+            .removeprefix("error: ")
+        )
         return bool(text.strip()) and text in error["text"].splitlines()
 
     def log_path(self, rank: int) -> Path:
@@ -83,9 +98,11 @@ class RunFiles:
             self._oom_kills.popleft()
 
     def note_end(self, rank: int) -> None:
-        """Note that the rank has ended just now, and whether the kernel has killed something shortly before.
+        """Note that the rank has ended just now, and whether the kernel has killed something
+        shortly before.
 
-        What it has killed earlier is no reason: other programs and their ends may be what was counted.
+        What it has killed earlier is no reason: other programs and their ends may be what was
+        counted.
         """
         self._short[rank] = self._count_oom_kills() > self._oom_kills[0][1]
 
@@ -109,7 +126,13 @@ class RunFiles:
     def _beat(self, rank: int) -> Beat | None:
         found, last = _read_object(self._path(rank, "beat")), self._beats.get(rank)
         if found and BEAT(found) and (last is None or found["count"] != last.count):
-            last = Beat(found["step"], found["phase"], found["count"], time.monotonic(), found.get("waited_s", 0.0))
+            last = Beat(
+                found["step"],
+                found["phase"],
+                found["count"],
+                time.monotonic(),
+                found.get("waited_s", 0.0),
+            )
             self._beats[rank] = last
         return last
 
@@ -130,10 +153,11 @@ def tail(log: Path) -> tuple[str, ...]:
 
 
 def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> list[Path]:
-    """Return the files in which the kernel counts processes killed for want of memory; none on macOS.
+    """Return the files in which the kernel counts processes killed for want of memory; none on
+    macOS.
 
-    Those of this process's control group, version 1 or 2, since its ranks are in it; where that counts nothing, of the
-    whole computer, on which other programs may be killed.
+    Those of this process's control group, version 1 or 2, since its ranks are in it; where that
+    counts nothing, of the whole computer, on which other programs may be killed.
     """
     found = list[Path]()
     try:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from allhands.cluster.place import LOOPBACK, Given, Launch, Platform, contradiction, meeting_at, over_network
+from allhands.cluster.place import (
+    LOOPBACK,
+    Given,
+    Launch,
+    Platform,
+    contradiction,
+    meeting_at,
+    over_network,
+)
 from allhands.errors import DistributedError
 
-# Steps that are no steps: a batch script's, and a shell's in an allocation (slurm.h counts them down from 2**32).
+# Steps that are no steps: a batch script's, and a shell's in an allocation (slurm.h counts them
+# down from 2**32).
 _FIRST_SPECIAL_STEP = 2**32 - 16
 _SHELLS = ("bash", "interactive", "sh", "zsh", "fish")
 _USUAL_KILL_WAIT_S = 30.0
@@ -16,7 +25,9 @@ _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
 def slurm(given: Given) -> Launch | None:
-    """Recognise a rank started by srun. In a batch script or interactive shell ``SLURM_PROCID`` is always 0."""
+    """Recognise a rank started by srun. In a batch script or interactive shell ``SLURM_PROCID`` is
+    always 0.
+    """
     if not given.has("SLURM_PROCID", "SLURM_STEP_ID"):
         return None
     rank, step = given.number("SLURM_PROCID"), given.number("SLURM_STEP_ID")
@@ -25,7 +36,11 @@ def slurm(given: Given) -> Launch | None:
     if step >= _FIRST_SPECIAL_STEP or (size == 1 and given.env.get("SLURM_JOB_NAME") in _SHELLS):
         return None
     reason = f"rank {rank} of {size}: {given.shown('SLURM_PROCID', counted)} in step {step}"
-    return Launch("slurm", rank, reason=reason) if size == 1 else _task(given, rank, size, step, reason)
+    return (
+        Launch("slurm", rank, reason=reason)
+        if size == 1
+        else _task(given, rank, size, step, reason)
+    )
 
 
 def _task(given: Given, rank: int, size: int, step: int, reason: str) -> Launch:
@@ -49,13 +64,17 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> Launch:
     )
     if "PMIX_RANK" in given.env:
         if given.number("PMIX_RANK") != rank:
-            raise contradiction("slurm", f"SLURM_PROCID={rank} but PMIX_RANK={given.env['PMIX_RANK']}")
+            raise contradiction(
+                "slurm", f"SLURM_PROCID={rank} but PMIX_RANK={given.env['PMIX_RANK']}"
+            )
         if given.has_mpi and not given.has_cuda:
             fact = "back-end mpi: PMIX_RANK is set, and Open MPI is here"
             return replace(launch, backend="mpi", facts=(*launch.facts, fact))
     job = given.number("SLURM_JOB_ID", 0)
     host, port = LOOPBACK if len(names) == 1 else nodes[0], 20000 + (7 * job + 61 * step) % 10000
-    meeting = meeting_at(host, port, f"slurm {job}.{step} {given.env.get('SLURM_RESTART_COUNT', '0')}")
+    meeting = meeting_at(
+        host, port, f"slurm {job}.{step} {given.env.get('SLURM_RESTART_COUNT', '0')}"
+    )
     return over_network(given, launch, meeting)
 
 
@@ -63,10 +82,13 @@ def _layout(given: Given, nodelist: str, size: int) -> list[str]:
     """The node of each rank, from the node list and ``SLURM_STEP_TASKS_PER_NODE`` (``"2(x3),1"``).
 
     Raises:
-        DistributedError: the number of tasks of each node is not known, or contradicts the node list.
+        DistributedError: the number of tasks of each node is not known, or contradicts the node
+            list.
     """
     names = expand_nodelist(nodelist)
-    per_node = given.env.get("SLURM_STEP_TASKS_PER_NODE") or given.env.get("SLURM_TASKS_PER_NODE", "")
+    per_node = given.env.get("SLURM_STEP_TASKS_PER_NODE") or given.env.get(
+        "SLURM_TASKS_PER_NODE", ""
+    )
     if not per_node:  # an environment may have lost these variables
         asked = given.env.get("SLURM_NTASKS_PER_NODE", "")
         if len(names) == 1:
@@ -84,12 +106,15 @@ def _layout(given: Given, nodelist: str, size: int) -> list[str]:
         counts += [int(count)] * int(times or 1)
     layout = [name for name, count in zip(names, counts, strict=False) for _ in range(count)]
     if len(counts) != len(names) or len(layout) != size:
-        raise contradiction("slurm", f"{size} tasks, but nodes {nodelist!r} with tasks {per_node!r}")
+        raise contradiction(
+            "slurm", f"{size} tasks, but nodes {nodelist!r} with tasks {per_node!r}"
+        )
     return layout
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the host names of Slurm's compressed form: ``"n[1,08-10],gpu1"`` -> n1 n08 n09 n10 gpu1.
+    """Return the host names of Slurm's compressed form: ``"n[1,08-10],gpu1"`` -> n1 n08 n09 n10
+    gpu1.
 
     Raises:
         DistributedError: the text is not such a list.
@@ -129,7 +154,9 @@ def slurm_platform(given: Given) -> Platform | None:
         text = ""
     found = re.search(r"^\s*KillWait\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE)
     grace_s, source = (
-        (float(found[1]), f"KillWait in {path}") if found else (_USUAL_KILL_WAIT_S, "KillWait, unless changed")
+        (float(found[1]), f"KillWait in {path}")
+        if found
+        else (_USUAL_KILL_WAIT_S, "KillWait, unless changed")
     )
     why = [f"job {job} of Slurm: SLURM_JOB_ID", f"{grace_s:g} s from SIGTERM to SIGKILL: {source}"]
     if warning := given.first("SBATCH_SIGNAL", "SLURM_SIGNAL"):
@@ -142,6 +169,10 @@ def slurm_platform(given: Given) -> Platform | None:
         why.append(f"srun was called at {launch_node}: SLURM_LAUNCH_NODE_IPADDR")
     tasks, notes = given.env.get("SLURM_NTASKS", "1"), tuple[str, ...]()
     if tasks.isdigit() and int(tasks) != 1:
-        notes = (f"the job has {tasks} tasks, and this shell or script is not one of them: srun allhands train ...",)
+        notes = (
+            f"the job has {tasks} tasks, and this shell or script is not one of them: srun allhands train ...",
+        )
     requeue = ("scontrol", "requeue", job)
-    return Platform("slurm", grace_s, requeue=requeue, restarts=restarts, why=tuple(why), notes=notes)
+    return Platform(
+        "slurm", grace_s, requeue=requeue, restarts=restarts, why=tuple(why), notes=notes
+    )

@@ -1,8 +1,9 @@
-"""The only place that runs ssh: non-interactive, with deadlines, and with every word quoted for the remote shell.
+"""The only place that runs ssh: non-interactive, with deadlines, and with every word quoted for the
+remote shell.
 
-``ALLHANDS_SSH`` replaces the program and its first options (``ALLHANDS_SSH="ssh -F my_config"``); it is split
-like a shell splits, and never given to one. Everything else about a host, such as its port and key, belongs into
-ssh's own configuration.
+``ALLHANDS_SSH`` replaces the program and its first options (``ALLHANDS_SSH="ssh -F my_config"``);
+it is split like a shell splits, and never given to one. Everything else about a host, such as its
+port and key, belongs into ssh's own configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from allhands.errors import ConfigError
 
-# Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something else.
+# Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something
+# else.
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*(@[A-Za-z0-9_:][A-Za-z0-9_.:%-]*)?")
 _NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_SAID = 1 << 16
@@ -28,7 +30,8 @@ _LONGEST_REASON = 160
 _FAILED = 255  # ssh's own code
 _BY_HAND = "make `ssh {host} true` work without a question"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
-# OpenSSH's words and the kind of trouble, the most telling first: a changed key also ends with a failed verification.
+# OpenSSH's words and the kind of trouble, the most telling first: a changed key also ends with a
+# failed verification.
 _KINDS = (
     (_CHANGED.lower(), "changed-key"),
     ("could not resolve hostname", "name"),
@@ -51,12 +54,17 @@ _HINTS = {
 }
 _LASTING = ("changed-key", "name", "unknown-key", "auth")
 # The file and the host name of a key that has changed.
-_STALE = re.compile(r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed", re.MULTILINE)
+_STALE = re.compile(
+    r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Deadlines of a connection: to make it, and to notice that the other side is gone; a port, if it is known."""
+    """Deadlines of a connection: to make it, and to notice that the other side is gone; a port, if
+    it is known.
+    """
 
     connect_timeout_s: int = 10
     alive_interval_s: int = 3
@@ -82,14 +90,16 @@ class SshTrouble:
 
 
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
-    """Return the command line that runs ``argv`` on ``host``, word for word, whatever is in the words.
+    """Return the command line that runs ``argv`` on ``host``, word for word, whatever is in the
+    words.
 
-    Only a program that begins with ``~/`` is looked for in the home directory on ``host``.
-    The remote shell must be a POSIX one: ssh joins words with spaces and gives them to it. Nothing is forwarded,
-    nothing is asked (no password, no unknown host key), there is no pseudo-terminal.
+    Only a program that begins with ``~/`` is looked for in the home directory on ``host``. The
+    remote shell must be a POSIX one: ssh joins words with spaces and gives them to it. Nothing is
+    forwarded, nothing is asked (no password, no unknown host key), there is no pseudo-terminal.
 
     Raises:
-        ConfigError: ``host`` cannot be the name of a host, a word holds a NUL, or ``ALLHANDS_SSH`` is not understood.
+        ConfigError: ``host`` cannot be the name of a host, a word holds a NUL, or ``ALLHANDS_SSH``
+            is not understood.
     """
     check_host(host)
     if any("\0" in word for word in argv):
@@ -103,7 +113,8 @@ def _joined(argv: Sequence[str]) -> str:
 
 
 def trouble(host: str, timeout_s: float) -> SshTrouble | None:
-    """Return the reason why no command can be run on ``host`` now, ``None`` if one can; takes at most ``timeout_s``.
+    """Return the reason why no command can be run on ``host`` now, ``None`` if one can; takes at
+    most ``timeout_s``.
 
     Raises:
         ConfigError: as :func:`command`.
@@ -157,7 +168,10 @@ def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] |
 
 def printable_lines(text: str) -> list[str]:
     """Return the lines that are not empty, without control characters and blanks around them."""
-    lines = ("".join(letter for letter in line if letter.isprintable()).strip() for line in text.splitlines())
+    lines = (
+        "".join(letter for letter in line if letter.isprintable()).strip()
+        for line in text.splitlines()
+    )
     return [line for line in lines if line]
 
 
@@ -171,7 +185,8 @@ def _explained(host: str, code: int, said: bytes) -> SshTrouble:
 
 
 def real_name(host: str) -> str:
-    """Return the name or address that ssh connects to for ``host``, which may be an alias of its configuration.
+    """Return the name or address that ssh connects to for ``host``, which may be an alias of its
+    configuration.
 
     Raises:
         ConfigError: as :func:`command`, or there is no ssh.
@@ -179,21 +194,31 @@ def real_name(host: str) -> str:
     check_host(host)
     argv = [*program(), "-G", "--", host]
     try:
-        text = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False)
+        text = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise missing(error) from None
-    names = [line.split(None, 1)[1] for line in text.stdout.splitlines() if line.lower().startswith("hostname ")]
+    names = [
+        line.split(None, 1)[1]
+        for line in text.stdout.splitlines()
+        if line.lower().startswith("hostname ")
+    ]
     return names[0] if names else host.rpartition("@")[2]
 
 
 def near_names(host: str) -> tuple[str, ...]:
-    """Return up to three names that ssh or this system knows and that look like ``host``'s, which nobody knows."""
+    """Return up to three names that ssh or this system knows and that look like ``host``'s, which
+    nobody knows.
+    """
     bare = host.rpartition("@")[2].lower()
     return tuple(difflib.get_close_matches(bare, sorted(_known_names() - {bare}), n=3, cutoff=0.7))
 
 
 def _known_names() -> set[str]:
-    """Return the names in ssh's configuration, in its list of keys unless they are hashed, and in /etc/hosts."""
+    """Return the names in ssh's configuration, in its list of keys unless they are hashed, and in
+    /etc/hosts.
+    """
     words = program()
     home = Path.home() / ".ssh"
     config = Path(words[words.index("-F") + 1]) if "-F" in words[:-1] else home / "config"
@@ -206,7 +231,10 @@ def _known_names() -> set[str]:
     for path, pattern in places.items():
         with suppress(OSError):
             for text in re.findall(pattern, path.read_text(encoding="utf-8", errors="replace")):
-                found |= {name.removeprefix("[").partition("]")[0] for name in re.split(r"[\s,]+", text.lower())}
+                found |= {
+                    name.removeprefix("[").partition("]")[0]
+                    for name in re.split(r"[\s,]+", text.lower())
+                }
     # Neither patterns nor hashes nor addresses.
     return {name for name in found if _NAME.fullmatch(name)}
 
@@ -229,7 +257,8 @@ def check_host(host: str) -> None:
     """
     if not _HOST.fullmatch(host):
         raise ConfigError(
-            f"{ascii(host)[:60]} is not the name of a host", hint="give a name or address, such as node1 or user@node1"
+            f"{ascii(host)[:60]} is not the name of a host",
+            hint="give a name or address, such as node1 or user@node1",
         )
 
 
@@ -247,7 +276,9 @@ def program() -> list[str]:
     else:
         reason = "it is empty"
     if not words or not words[0]:
-        raise ConfigError(f"not understood: {reason}", where="ALLHANDS_SSH", hint="for example 'ssh -F my_config'")
+        raise ConfigError(
+            f"not understood: {reason}", where="ALLHANDS_SSH", hint="for example 'ssh -F my_config'"
+        )
     return words
 
 

@@ -1,8 +1,8 @@
 """Supervisor: it starts the ranks of a job, restarts them after faults, and reports their end.
 
-One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` judges its end, and
-:mod:`~allhands.cluster.membership` finds the members of the next attempt. This module leads from one attempt to the
-next.
+One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` judges
+its end, and :mod:`~allhands.cluster.membership` finds the members of the next attempt. This module
+leads from one attempt to the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
 _ASK_AGAIN_S = 2.0  # while computers are waited for
 _LONGEST_ROOT = 60  # letters of a path: a Unix socket's address holds 104 bytes
-_FIRST_WAIT_S = 30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
+_FIRST_WAIT_S = (
+    30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
+)
 # A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
@@ -90,13 +92,14 @@ def supervise(
 ) -> int:
     """Run the job to its end and return the exit code to use: the last failing rank's, or 0.
 
-    A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process are passed on once,
-    the ranks save and end, and the code is 130 or 143; the second one, or ``stop_grace_s``, kills the ranks.
-    A ring whose ports are taken is started again with other ports. Call it in the main thread: in another thread
-    signals are not caught.
+    A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process
+    are passed on once, the ranks save and end, and the code is 130 or 143; the second one, or
+    ``stop_grace_s``, kills the ranks. A ring whose ports are taken is started again with other
+    ports. Call it in the main thread: in another thread signals are not caught.
 
     Args:
-        spec: specification of the start; its ranks, places and weights are those of an attempt with all members.
+        spec: specification of the start; its ranks, places and weights are those of an attempt with
+            all members.
         events: called in this thread with all events for a person.
         options: restarts; the default is none.
         members: the members of an attempt; the default is this computer with all ranks.
@@ -186,7 +189,9 @@ class _Job:
         run_id = self.options.run_id or secrets.token_hex(8)
         # By the clock on the wall here, whatever time zones the ranks are in.
         began = datetime.now().isoformat()
-        self.spec = replace(self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id, "ALLHANDS_RUN_BEGAN": began})
+        self.spec = replace(
+            self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id, "ALLHANDS_RUN_BEGAN": began}
+        )
 
     @property
     def number(self) -> int:
@@ -196,7 +201,9 @@ class _Job:
     def run(self) -> int:
         """Run attempt after attempt until the job ends."""
         clear_logs(self.spec.log_dir)
-        with ProcessSampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
+        with ProcessSampler(
+            Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])
+        ) as sampler:
             sampler.write_to(monitor_file(self.spec.log_dir, "orchestrator"))
             return self._run()
 
@@ -208,7 +215,9 @@ class _Job:
                 if restart:
                     self._tell_restart(restart, roster)
                 self.history.append(self._attempt(roster, restart.slack if restart else 1.0))
-                verdict = judge(self.history, RestartLimits(self.options.max_restarts, self._least(roster)))
+                verdict = judge(
+                    self.history, RestartLimits(self.options.max_restarts, self._least(roster))
+                )
                 if not isinstance(verdict, Restart):
                     return self._finish(verdict)
                 restart = verdict
@@ -220,7 +229,7 @@ class _Job:
         except _NotTogether as why:
             return self._give_up(why.problem, self._last_code(), why.hint)
 
-    # --- before an attempt ----------------------------------------------------------------------------
+    # --- before an attempt ------------------------------------------------------------------------
 
     def _gather(self) -> Roster:
         """The ranks of the next attempt, as soon as there are enough of them.
@@ -246,7 +255,9 @@ class _Job:
             self._pause(_ASK_AGAIN_S)
 
     def _ask(self) -> Roster:
-        """Ask the members in a thread of its own, so that a signal need not wait for computers that do not answer."""
+        """Ask the members in a thread of its own, so that a signal need not wait for computers that
+        do not answer.
+        """
         future: Future[Roster] = Future()
 
         def ask() -> None:
@@ -268,14 +279,21 @@ class _Job:
             return roster.obstacle
         missing = [_absence(name, roster) for name in roster.absent]
         missing += [f"{name} is left out" for name in roster.left_out]
-        return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(f", {text}" for text in missing)
+        return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(
+            f", {text}" for text in missing
+        )
 
     def _hopeless(self, roster: Roster) -> bool:
-        """Return whether a first start will certainly lack ranks: a name is wrong, for example, or a key is missing.
+        """Return whether a first start will certainly lack ranks: a name is wrong, for example, or
+        a key is missing.
 
         Later on the same words may mean a name server that is away for a while.
         """
-        return not self.history and roster.possible is not None and roster.possible < self._least(roster)
+        return (
+            not self.history
+            and roster.possible is not None
+            and roster.possible < self._least(roster)
+        )
 
     def _tell_absent(self, roster: Roster) -> None:
         """Tell of missing computers at the first start; later a fault has told of them."""
@@ -284,7 +302,9 @@ class _Job:
             self._tell(SupervisorEvent("waiting", text, host=name))
 
     def _least(self, roster: Roster) -> int:
-        """The fewest ranks: if no number was given all of the first attempt, as far as they are still on the list."""
+        """The fewest ranks: if no number was given all of the first attempt, as far as they are
+        still on the list.
+        """
         self.all_ranks = self.all_ranks or len(roster.every)
         return self.options.min_ranks or max(1, min(self.all_ranks, len(roster.every)))
 
@@ -294,17 +314,25 @@ class _Job:
         proven = [past.seats for past in self.history if past.outcome.started and past.apart]
         env |= {TRUSTED_VARIABLE: ",".join(dict.fromkeys(proven[-1]))} if proven else {}
         weights = _weights(self.spec.weights, roster)
-        spec = replace(self.spec, num_processes=len(roster.seats), places=roster.places, weights=weights, env=env)
+        spec = replace(
+            self.spec,
+            num_processes=len(roster.seats),
+            places=roster.places,
+            weights=weights,
+            env=env,
+        )
         return self.options.resize(spec) if self.options.resize else spec
 
-    # --- the attempt ----------------------------------------------------------------------------------
+    # --- the attempt ------------------------------------------------------------------------------
 
     def _attempt(self, roster: Roster, slack: float) -> Past:
         spec, began = self._fit(roster), self.seams.now()
         run_dir = self.room.private / str(self.number)
         self.running = True
         try:
-            attempt = self.seams.make_attempt(spec, run_dir, self.room.signals, self._tell, self.room.reaper, slack)
+            attempt = self.seams.make_attempt(
+                spec, run_dir, self.room.signals, self._tell, self.room.reaper, slack
+            )
             outcome = attempt.run(partial(self._look_for_more, spec, roster, attempt))
         except DistributedError as error:
             fault = _unstarted(error, roster)
@@ -328,10 +356,12 @@ class _Job:
             if not self.newcomers.all_fit(spec, roster, attempt.attested):
                 return
             self.regrouping = True
-            self._tell(SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint"))
+            self._tell(
+                SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint")
+            )
             attempt.request_regroup()
 
-    # --- after it -------------------------------------------------------------------------------------
+    # --- after it ---------------------------------------------------------------------------------
 
     def _prepare(self, restart: Restart) -> None:
         """Tell what went wrong, put the logs aside, and wait out the pause.
@@ -356,12 +386,20 @@ class _Job:
         self._pause(restart.pause_s)
 
     def _tell_restart(self, restart: Restart, roster: Roster) -> None:
-        start = "from the last checkpoint, if there is one" if roster.step is None else f"from step {roster.step}"
+        start = (
+            "from the last checkpoint, if there is one"
+            if roster.step is None
+            else f"from step {roster.step}"
+        )
         count = f"{len(roster.seats)} rank{'s' * (len(roster.seats) != 1)}"
         texts = [f"starting again with {count} {start} ({restart.reason})"]
         texts += [roster.note] if roster.note else []
         text, num_ranks = "; ".join(texts), len(roster.seats)
-        self._tell(SupervisorEvent("restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks))
+        self._tell(
+            SupervisorEvent(
+                "restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks
+            )
+        )
 
     def _pause(self, seconds: float) -> None:
         end = self.seams.now() + seconds
@@ -377,7 +415,7 @@ class _Job:
     def _last_code(self) -> int:
         return (self.history[-1].outcome.code if self.history else 0) or DistributedError.exit_code
 
-    # --- the end --------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def _finish(self, verdict: RunDone | GiveUp) -> int:
         if isinstance(verdict, GiveUp):
@@ -403,7 +441,16 @@ class _Job:
 
 
 def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
-    names = ("exit_code", "log_path", "log_tail", "error", "explanation", "step", "phase", "detected_s")
+    names = (
+        "exit_code",
+        "log_path",
+        "log_tail",
+        "error",
+        "explanation",
+        "step",
+        "phase",
+        "detected_s",
+    )
     more: dict[str, Any] = {name: getattr(fault, name) for name in names}
     rank = fault.rank if fault.rank >= 0 else None
     return SupervisorEvent(kind, fault.message, rank=rank, host=fault.host or None, **more)
@@ -412,7 +459,9 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
 def _absence(name: str, roster: Roster) -> str:
     """Say that a computer does not answer, and why, as far as it is known."""
     trouble = roster.troubles.get(name)
-    return f"{name} does not answer" + (f" ({trouble.reason})" if trouble and trouble.reason else "")
+    return f"{name} does not answer" + (
+        f" ({trouble.reason})" if trouble and trouble.reason else ""
+    )
 
 
 def _hint(roster: Roster) -> str | None:
@@ -422,19 +471,40 @@ def _hint(roster: Roster) -> str | None:
 
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:
-    """The fault of an attempt that could not be started: of the first rank on the computer that is named, if any."""
+    """The fault of an attempt that could not be started: of the first rank on the computer that is
+    named, if any.
+    """
     hosts = [name for name in getattr(error, "hosts", ()) if name in roster.seats]
     if isinstance(error, UnfitHosts):
         misfits = tuple(rank for rank, seat in enumerate(roster.seats) if seat in hosts)
-        return Fault("misfit", -1, "", error.message, error.exit_code, explanation=str(error), misfits=misfits)
+        return Fault(
+            "misfit",
+            -1,
+            "",
+            error.message,
+            error.exit_code,
+            explanation=str(error),
+            misfits=misfits,
+        )
     rank = roster.seats.index(hosts[0]) if hosts else -1
-    return Fault("not started", rank, "".join(hosts[:1]), error.message, error.exit_code, explanation=str(error))
+    return Fault(
+        "not started",
+        rank,
+        "".join(hosts[:1]),
+        error.message,
+        error.exit_code,
+        explanation=str(error),
+    )
 
 
 def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
-    """Tell that a seat is left out, because it does not fit (``fault``) or because it fails again and again."""
+    """Tell that a seat is left out, because it does not fit (``fault``) or because it fails again
+    and again.
+    """
     if fault is None:
-        return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
+        return SupervisorEvent(
+            "left out", f"{seat} is left out from now on: it has failed again and again", host=seat
+        )
     text = f"{seat} is left out: {fault.message}"
     told = f": {fault.explanation}" if first else ", too"
     explanation = f"{seat} is left out{told}"
@@ -462,7 +532,10 @@ def _caught_signals() -> Generator[deque[int], None, None]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, lambda caught, _: received.append(caught)) for number in _STOPS}
+    before = {
+        number: signal.signal(number, lambda caught, _: received.append(caught))
+        for number in _STOPS
+    }
     try:
         yield received
     finally:

@@ -1,6 +1,8 @@
-"""The output of all ranks on one screen: what is added to their logs, line by line, with the rank before it.
+"""The output of all ranks on one screen: what is added to their logs, line by line, with the rank
+before it.
 
-Read from the logs, not through pipes: a rank never waits for a screen, and nothing is lost when its reader ends.
+Read from the logs, not through pipes: a rank never waits for a screen, and nothing is lost when its
+reader ends.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ _PIECE_BYTES = 1 << 16
 
 
 class Tails:
-    """Tells the lines that are added to some logs, until it is left; a context, with a thread of its own.
+    """Tells the lines that are added to some logs, until it is left; a context, with a thread of
+    its own.
 
     Args:
         logs: by rank; one that is not there yet is waited for. What is in them already is not told.
-        tell: called in the thread with the rank and a line without its end; a line that is longer than 64 KiB comes in
-            pieces, and one that does not end for a second as far as it goes.
+        tell: called in the thread with the rank and a line without its end; a line that is longer
+            than 64 KiB comes in pieces, and one that does not end for a second as far as it goes.
     """
 
     def __init__(self, logs: Mapping[int, Path], tell: Callable[[int, bytes], None]) -> None:
@@ -86,7 +89,9 @@ class Tails:
 
 
 def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
-    """Return a line for the screen: whose it is, and of a progress bar that writes over itself the last state."""
+    """Return a line for the screen: whose it is, and of a progress bar that writes over itself the
+    last state.
+    """
     shown = line.rstrip(b"\r").rpartition(b"\r")[2]
     place = "" if host is None else f" {host}"
     return f"[rank {rank}{place}] ".encode() + shown + b"\n"

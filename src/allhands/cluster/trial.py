@@ -1,7 +1,8 @@
-"""Trial of computers that could join: their fit is found out on them while the running ranks go on undisturbed.
+"""Trial of computers that could join: their fit is found out on them while the running ranks go on
+undisturbed.
 
-An agent there starts the job's command as if it were one more rank; instead of joining the group it tells what it has
-loaded, which is compared with what the running ranks have agreed on.
+An agent there starts the job's command as if it were one more rank; instead of joining the group it
+tells what it has loaded, which is compared with what the running ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _RANKS = range(1, 2)  # the second of two: it leads nothing, and writes into its
 
 
 class Trial:
-    """All newcomers looked at side by side, in threads of their own; :meth:`stop` ends what is left of it.
+    """All newcomers looked at side by side, in threads of their own; :meth:`stop` ends what is left
+    of it.
 
     Args:
         spec: of the running attempt.
@@ -39,14 +41,18 @@ class Trial:
         known: the computer of rank 0.
     """
 
-    def __init__(self, spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> None:
+    def __init__(
+        self, spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str
+    ) -> None:
         self.names = frozenset(place.name for place in newcomers)
         self.fit: set[str] = set()
         self.unfit: dict[str, NewcomerRefusal] = {}
         self._over = threading.Event()
         self._spec, self._attested, self._known = spec, attested, known
         self._threads = [
-            threading.Thread(target=self._look_at, args=(place,), name=f"trial-{place.name}", daemon=True)
+            threading.Thread(
+                target=self._look_at, args=(place,), name=f"trial-{place.name}", daemon=True
+            )
             for place in newcomers
         ]
         for thread in self._threads:
@@ -54,7 +60,9 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether the trial is complete; a computer that is in neither list has not answered."""
+        """Return whether the trial is complete; a computer that is in neither list has not
+        answered.
+        """
         return not any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
@@ -73,17 +81,26 @@ class Trial:
                 return
             found = _One(self._spec, place, self._attested, self._over).run()
             if found is not None:
-                self._compare(_statement(self._known, self._attested), _statement(place.name, found))
+                self._compare(
+                    _statement(self._known, self._attested), _statement(place.name, found)
+                )
         except _Failed as failed:
             self.unfit[place.name] = failed.refusal
         except _Others as others:
-            self._compare(*(_of_software(name, have) for name, have in self._both(place.name, others.software)))
+            self._compare(
+                *(
+                    _of_software(name, have)
+                    for name, have in self._both(place.name, others.software)
+                )
+            )
         except AllhandsError as error:
             # Another error of a computer's is that it has gone again, or not come yet.
             if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
                 self.unfit[place.name] = NewcomerRefusal(error.message, str(error))
 
-    def _both(self, name: str, software: Mapping[str, str]) -> tuple[tuple[str, Mapping[str, str]], ...]:
+    def _both(
+        self, name: str, software: Mapping[str, str]
+    ) -> tuple[tuple[str, Mapping[str, str]], ...]:
         return (self._known, self._attested["software"]), (name, software)
 
     def _compare(self, known: Statement, new: Statement) -> None:
@@ -93,17 +110,27 @@ class Trial:
         if verdict is None:
             self.fit.add(new.name)
         else:
-            self.unfit[new.name] = NewcomerRefusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
+            self.unfit[new.name] = NewcomerRefusal(
+                verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}"
+            )
 
     def _has_the_same(self, place: Place) -> bool:
-        """Return whether its files and software are those of rank 0's computer; if not, it may still make them the
-        same.
+        """Return whether its files and software are those of rank 0's computer; if not, it may
+        still make them the same.
         """
         if not self._attested["exam"]:
             return False
-        command = [self._spec.command[0], "-P", "-m", "allhands.cluster.exam", json.dumps(self._attested["exam"])]
+        command = [
+            self._spec.command[0],
+            "-P",
+            "-m",
+            "allhands.cluster.exam",
+            json.dumps(self._attested["exam"]),
+        ]
         try:
-            found = _One(replace(self._spec, command=command), place, self._attested, self._over).run()
+            found = _One(
+                replace(self._spec, command=command), place, self._attested, self._over
+            ).run()
         except _Failed:
             return False
         if found is None:
@@ -153,8 +180,8 @@ class _One:
     _busy: float = field(default_factory=time.monotonic)
 
     def run(self) -> Mapping[str, Any] | None:
-        """Run the trial and return the facts that the computer would bring into the group; ``None``: it has been
-        stopped.
+        """Run the trial and return the facts that the computer would bring into the group;
+        ``None``: it has been stopped.
 
         Raises:
             AllhandsError: it cannot take part, with the reason.
@@ -174,7 +201,9 @@ class _One:
                 connection.check()
                 if time.monotonic() > self._busy + spec.start_deadline_s:
                     what = f"it did not come to the point of joining within {spec.start_deadline_s:g} s"
-                    raise UnfitHosts([place.name], what, hint=f"see the logs in {spec.log_dir_there} there")
+                    raise UnfitHosts(
+                        [place.name], what, hint=f"see the logs in {spec.log_dir_there} there"
+                    )
         finally:
             connection.send("end")
             connection.finish(time.monotonic() + _END_S)
@@ -188,9 +217,13 @@ class _One:
         error = self._error or {}
         if not error.get("text"):
             what = error.get("message") or f"a rank on trial ended with code {self._ended}"
-            raise _Failed(NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}"))
+            raise _Failed(
+                NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}")
+            )
         kind = f"{error['type']}: {error['message']}"
-        raise _Failed(NewcomerRefusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
+        raise _Failed(
+            NewcomerRefusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind)
+        )
 
     def _trial_spec(self) -> LaunchSpec:
         there = self.spec.log_dir_there

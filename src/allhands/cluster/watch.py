@@ -1,8 +1,9 @@
-"""Detection of ranks that make no progress, from their heartbeats alone: no clock, no file, no process.
+"""Detection of ranks that make no progress, from their heartbeats alone: no clock, no file, no
+process.
 
-A rank that waits for others in a collective is not to blame as long as another one does something else. The limit for
-a phase follows from the measured time of steps, so that steps of a minute and of a millisecond are both watched
-closely.
+A rank that waits for others in a collective is not to blame as long as another one does something
+else. The limit for a phase follows from the measured time of steps, so that steps of a minute and
+of a millisecond are both watched closely.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ _LEAST_FIRST_EXCHANGE_S = 30.0  # connections and kernels may have to be made fo
 _SAVE_S = 600.0
 _RECENT_STEPS = 50
 _FACTOR = 2.0  # over the longest recent step
-_EVER_FACTOR = 1.2  # over the longest step of all: a long batch may come again after many short ones
+_EVER_FACTOR = (
+    1.2  # over the longest step of all: a long batch may come again after many short ones
+)
 _FEW_STEPS, _FEW_FACTOR = 3, 2.0  # as long as so few are known, how much they differ is not
 _LATE_S = 1.0  # between two looks; more means that this process or the computer was asleep
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for the phases, in seconds; ``slack`` multiplies those that follow from measured steps.
+    """Limits for the phases, in seconds; ``slack`` multiplies those that follow from measured
+    steps.
 
     Attributes:
         hang_timeout_s: for the phases of a step, instead of a limit that adapts.
-        elsewhere_s: the least time for an exchange in which all of these ranks wait for ranks that are not watched.
+        elsewhere_s: the least time for an exchange in which all of these ranks wait for ranks that
+            are not watched.
     """
 
     start_s: float = 600.0
@@ -41,14 +46,17 @@ class Limits:
     @classmethod
     def of(cls, spec: LaunchSpec, slack: float, elsewhere_s: float = 0.0) -> Limits:
         """Return the limits that a job's options set."""
-        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s)
+        return cls(
+            spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s
+        )
 
 
 @dataclass(frozen=True)
 class Stall:
     """A rank without progress: the seconds of its silence, its phase and its step.
 
-    ``mutual`` says that all ranks wait for each other, so that ``rank`` is a guess: the one that is least far.
+    ``mutual`` says that all ranks wait for each other, so that ``rank`` is a guess: the one that is
+    least far.
     """
 
     rank: int
@@ -80,8 +88,8 @@ class Pauses:
 class StepTimes:
     """Times of steps: each rank's own work, and the exchange that all of them waited for.
 
-    A rank's wait for another one is no measure, or one rank's long save would allow every rank to be silent for as
-    long. The exchange counts from when the last rank has come to it.
+    A rank's wait for another one is no measure, or one rank's long save would allow every rank to
+    be silent for as long. The exchange counts from when the last rank has come to it.
     """
 
     def __init__(self) -> None:
@@ -100,7 +108,9 @@ class StepTimes:
         self.add_first(total)
 
     def add_first(self, seconds: float) -> None:
-        """Count a step that had to compile: no measure for those that do not, but for long batches to come."""
+        """Count a step that had to compile: no measure for those that do not, but for long batches
+        to come.
+        """
         self._longest = max(self._longest, seconds)
 
     @property
@@ -129,8 +139,11 @@ class ProgressWatch:
         self._together: float | None = None  # since when all living ranks have been in "reduce"
         self._exchanged = False  # whether one has ever come out of it
 
-    def check(self, now: float, marks: Mapping[int, Marks], living: Collection[int]) -> Stall | None:
-        """Take in the marks at ``now`` and return the rank that has hung, or ``None`` if nothing is wrong.
+    def check(
+        self, now: float, marks: Mapping[int, Marks], living: Collection[int]
+    ) -> Stall | None:
+        """Take in the marks at ``now`` and return the rank that has hung, or ``None`` if nothing is
+        wrong.
 
         ``marks`` has every rank; a rank that has never beaten is not judged.
         """
@@ -143,10 +156,16 @@ class ProgressWatch:
         if beats and len(waiting) == len(set(living)):
             return self._judge_mutual(now, beats)
         self._together = None
-        busy = {rank: marks[rank].busy_time or 0.0 for rank in beats if rank not in waiting and marks[rank].started}
+        busy = {
+            rank: marks[rank].busy_time or 0.0
+            for rank in beats
+            if rank not in waiting and marks[rank].started
+        }
         stalls = [self._judge(now, rank, beats[rank], busy[rank]) for rank in busy]
         # The one that is least far holds the others up.
-        return min((s for s in stalls if s is not None), key=lambda s: (s.step, -s.seconds), default=None)
+        return min(
+            (s for s in stalls if s is not None), key=lambda s: (s.step, -s.seconds), default=None
+        )
 
     @property
     def longest_step_s(self) -> float:
@@ -170,7 +189,9 @@ class ProgressWatch:
         elif last.phase in ("load", "compute", "update"):
             self._times.add(rank, last.step, seconds)
         elif last.phase == "reduce" and self._together is not None:
-            self._times.add(rank, last.step, self.pauses.age(beat.time, max(self._together, last.time)))
+            self._times.add(
+                rank, last.step, self.pauses.age(beat.time, max(self._together, last.time))
+            )
 
     def _judge_mutual(self, now: float, beats: Mapping[int, Beat]) -> Stall | None:
         latest = max(beat.time for beat in beats.values())
@@ -184,10 +205,15 @@ class ProgressWatch:
         return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
 
     def _judge(self, now: float, rank: int, beat: Beat, busy: float) -> Stall | None:
-        # What the rank does not come for itself, its data, may have hung before the rank had to wait for it.
+        # What the rank does not come for itself, its data, may have hung before the rank had to
+        # wait for it.
         waited = beat.waited_s if busy < beat.time else 0.0
         seconds = waited + self.pauses.age(now, max(beat.time, busy))
-        return Stall(rank, seconds, beat.phase, beat.step) if seconds > self._limit(beat.phase) else None
+        return (
+            Stall(rank, seconds, beat.phase, beat.step)
+            if seconds > self._limit(beat.phase)
+            else None
+        )
 
     def _limit(self, phase: str) -> float:
         """Seconds that a phase may go without a heartbeat."""

@@ -1,8 +1,9 @@
-"""The ways between ranks that meet: where rank 0 listens, what may be in the way to it, and from each to the next.
+"""The ways between ranks that meet: where rank 0 listens, what may be in the way to it, and from
+each to the next.
 
-Before a back-end waits in vain, the ranks that have met connect as it is going to. Each rank listens at its port while
-all try: so a connection that fails is no matter of time, and what is in the way is mostly a firewall. The kernel takes
-the calls; nobody is let in, and nothing is said.
+Before a back-end waits in vain, the ranks that have met connect as it is going to. Each rank
+listens at its port while all try: so a connection that fails is no matter of time, and what is in
+the way is mostly a firewall. The kernel takes the calls; nobody is let in, and nothing is said.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _PAUSE_S = 0.1
 
 
 def listening_address(point: MeetingPoint, patience: Patience) -> str:
-    """Return the address that the launcher named; all of this computer's, and why, where it is none that can be had."""
+    """Return the address that the launcher named; all of this computer's, and why, where it is none
+    that can be had.
+    """
     host = point.host
     if point.is_local:
         return LOOPBACK
@@ -58,7 +61,9 @@ def is_loopback(address: str) -> bool:
 
 
 class Suspicion:
-    """Suspicion that something blocks the way to rank 0, with the remedy; said once, when it has lasted for long."""
+    """Suspicion that something blocks the way to rank 0, with the remedy; said once, when it has
+    lasted for long.
+    """
 
     def __init__(self, point: MeetingPoint) -> None:
         self._point = point
@@ -66,7 +71,9 @@ class Suspicion:
         self._told = False
 
     def note(self, reason: str, began: float, blocked: bool) -> str | None:
-        """Take in why a visit that began then has failed; the words for a person, if it is time for them."""
+        """Take in why a visit that began then has failed; the words for a person, if it is time for
+        them.
+        """
         self._since = (self._since or began) if blocked else None
         if self._told or self._since is None or time.monotonic() - self._since < _SUSPECT_S:
             return None
@@ -79,7 +86,9 @@ class Suspicion:
         """Return the remedy."""
         host, ports = self._point.host, self._point.ports
         opened = f"open TCP ports {min(ports)} to {max(ports)} of {host} for this computer"
-        return f"{opened}; `allhands cluster check --hosts localhost,{host}` finds what is in the way"
+        return (
+            f"{opened}; `allhands cluster check --hosts localhost,{host}` finds what is in the way"
+        )
 
 
 class Door:
@@ -99,7 +108,9 @@ class Door:
         address, port = _address(peer)
         try:
             # The port may be kept for this rank by another socket.
-            listener = listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+            listener = listen_at(
+                socket.AF_INET, (address, port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+            )
         except OSError as error:
             return f"it cannot listen at {peer}: {cannot_listen(error, address, port).message}"
         self._stack.callback(listener.close)
@@ -107,16 +118,22 @@ class Door:
 
 
 def targets(backend: Backend, rank: int, size: int) -> list[int]:
-    """Return the ranks that this one is going to call: the next one in the ring, with NCCL the first one, too."""
+    """Return the ranks that this one is going to call: the next one in the ring, with NCCL the
+    first one, too.
+    """
     called = [(rank + 1) % size, *([0] if backend == "nccl" else [])]
     return [other for other in dict.fromkeys(called) if other != rank]
 
 
 def blocked_way(backend: Backend, rank: int, peers: Sequence[str]) -> str:
-    """Describe what blocks a rank's calls to others that all listen at ``peers``; empty if nothing does."""
+    """Describe what blocks a rank's calls to others that all listen at ``peers``; empty if nothing
+    does.
+    """
     for other in targets(backend, rank, len(peers)):
         if fate := _call(_address(peers[other])):
-            return f"rank {other} listens at {peers[other]}, but connections from rank {rank} {fate}"
+            return (
+                f"rank {other} listens at {peers[other]}, but connections from rank {rank} {fate}"
+            )
     return ""
 
 

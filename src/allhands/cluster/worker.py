@@ -1,9 +1,10 @@
 """Start and end of a worker process.
 
-A rank blocked inside a collective runs no Python signal handler and cannot be unblocked. So a thread watches instead:
-it sees signals through the wake-up descriptor and the death of the supervisor by polling, and may end the process from
-outside the blocked call. After an error a rank ends at once and calls no collective again: a slow end keeps the other
-ranks waiting, and an ordinary end hangs in MPI's finalizer.
+A rank blocked inside a collective runs no Python signal handler and cannot be unblocked. So a
+thread watches instead: it sees signals through the wake-up descriptor and the death of the
+supervisor by polling, and may end the process from outside the blocked call. After an error a rank
+ends at once and calls no collective again: a slow end keeps the other ranks waiting, and an
+ordinary end hangs in MPI's finalizer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
-from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError, peer_lost, without_import
+from allhands.errors import (
+    AllhandsError,
+    DistributedError,
+    Interrupted,
+    PeerLostError,
+    peer_lost,
+    without_import,
+)
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
@@ -57,8 +65,8 @@ _LOOK_AGAIN_S = 0.2  # for a word of the supervisor's
 class WorkerContext:
     """One worker's contact with its supervisor; make it with :func:`install`.
 
-    As a context manager it turns every way of leaving the block by an exception, ``sys.exit`` with an error
-    included, into :meth:`fail`.
+    As a context manager it turns every way of leaving the block by an exception, ``sys.exit`` with
+    an error included, into :meth:`fail`.
 
     Attributes:
         run_id: the supervisor's name for the job, the same in all attempts; empty without one.
@@ -96,10 +104,14 @@ class WorkerContext:
         self._warned = False
 
     def observe(self) -> None:
-        """Sample this process's memory and phases from now on, beside its log; where it has none, do nothing."""
+        """Sample this process's memory and phases from now on, beside its log; where it has none,
+        do nothing.
+        """
         if self._log_dir is None or self._sampler is not None:
             return
-        self._sampler = ProcessSampler(Identity("rank", self.launch.rank, self.run_id, self.attempt))
+        self._sampler = ProcessSampler(
+            Identity("rank", self.launch.rank, self.run_id, self.attempt)
+        )
         self._sampler.write_to(monitor_file(self._log_dir, "rank", self.launch.rank))
         self._sampler.__enter__()
         atexit.register(self._sampler.close)
@@ -110,7 +122,9 @@ class WorkerContext:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.ready", "")
 
     def mark_busy(self) -> None:
-        """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
+        """Tell the supervisor that this rank is at work on something that may take longer than a
+        start should.
+        """
         if self._run_dir:
             with suppress(OSError):
                 (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
@@ -124,7 +138,8 @@ class WorkerContext:
             os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
-        """Tell the supervisor what the training thread, which must be the caller, does after ``step`` updates.
+        """Tell the supervisor what the training thread, which must be the caller, does after
+        ``step`` updates.
 
         Takes microseconds and never fails: a disk that is full of other things must not end a run.
 
@@ -150,10 +165,11 @@ class WorkerContext:
             return
 
     def regroup_requested(self) -> bool:
-        """Return whether the supervisor wants the ranks to end at the next checkpoint and to start again with other
-        members.
+        """Return whether the supervisor wants the ranks to end at the next checkpoint and to start
+        again with other members.
 
-        Cheap, because it looks at most five times a second; ranks may learn of it at different steps.
+        Cheap, because it looks at most five times a second; ranks may learn of it at different
+        steps.
         """
         now = time.monotonic()
         if self._run_dir is not None and not self._regroup and now > self._looked + _LOOK_AGAIN_S:
@@ -162,7 +178,9 @@ class WorkerContext:
         return self._regroup
 
     def end_for_regroup(self) -> NoReturn:
-        """End this rank, whose checkpoint is written, at once and so that the supervisor starts all ranks again."""
+        """End this rank, whose checkpoint is written, at once and so that the supervisor starts all
+        ranks again.
+        """
         try:
             publish(os.environ)
             logging.shutdown()
@@ -174,17 +192,22 @@ class WorkerContext:
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
 
-        From here on a stop signal waits for :meth:`stop_requested`; before, it raises KeyboardInterrupt.
+        From here on a stop signal waits for :meth:`stop_requested`; before, it raises
+        KeyboardInterrupt.
         """
         self._started = True
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
 
-    def announce_stops(self, say: Callable[[str], None], way_on: Callable[[], str | None] | None = None) -> None:
-        """From now on tell the person with ``say``, called in another thread, that a stop signal was heard.
+    def announce_stops(
+        self, say: Callable[[str], None], way_on: Callable[[], str | None] | None = None
+    ) -> None:
+        """From now on tell the person with ``say``, called in another thread, that a stop signal
+        was heard.
 
-        ``way_on``, called in another thread too, says how to go on after an end without a checkpoint of its own; it
-        is asked only where no supervisor speaks, and waited for no longer than a second.
+        ``way_on``, called in another thread too, says how to go on after an end without a
+        checkpoint of its own; it is asked only where no supervisor speaks, and waited for no longer
+        than a second.
         """
         self._announce, self._way_on = say, way_on
 
@@ -193,10 +216,12 @@ class WorkerContext:
         return self._stop_signal
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Write the error file, say what happened, and end the process at once with the error's exit code.
+        """Write the error file, say what happened, and end the process at once with the error's
+        exit code.
 
-        A message is for one place: under our supervisor, which reads the error file and speaks for all ranks, a
-        rank writes it to its own log; under another launcher the first rank to fail prints it.
+        A message is for one place: under our supervisor, which reads the error file and speaks for
+        all ranks, a rank writes it to its own log; under another launcher the first rank to fail
+        prints it.
         """
         known = as_allhands_error(without_import(error))
         code = self._exit_code(known)
@@ -225,10 +250,12 @@ class WorkerContext:
             raise KeyboardInterrupt
 
     def watch(self, signals: socket.socket, supervisor: psutil.Process | None) -> NoReturn:
-        """End the process on a second signal, a stop that takes too long, or the supervisor's death.
+        """End the process on a second signal, a stop that takes too long, or the supervisor's
+        death.
 
-        Under our supervisor a second signal means nothing: a scheduler sends its own to every process, and the
-        supervisor, which gets it too, passes it on; one that is to end the process at once comes as SIGKILL.
+        Under our supervisor a second signal means nothing: a scheduler sends its own to every
+        process, and the supervisor, which gets it too, passes it on; one that is to end the process
+        at once comes as SIGKILL.
         """
         deadline = float("inf")
         while True:
@@ -248,11 +275,17 @@ class WorkerContext:
     def _begin_stop(self, number: int) -> float:
         """Note a stop, tell the person, and return the seconds until the process is ended."""
         self._stop_signal = self._stop_signal or number
-        if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
+        if (
+            self._announce
+            and self._started
+            and not (self._run_dir and (self._run_dir / "failed").exists())
+        ):
             # A scheduler cannot press keys.
             more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             # In a thread of its own: a terminal that is held up must not hold up the watch.
-            threading.Thread(target=self._announce, args=(f"{self._pace.told()}{more}",), daemon=True).start()
+            threading.Thread(
+                target=self._announce, args=(f"{self._pace.told()}{more}",), daemon=True
+            ).start()
         grace = min(self.stop_grace_s + self._pace.longest_s, sys.float_info.max / 2)
         return grace if self._started else min(grace, _START_GRACE_S)
 
@@ -269,19 +302,25 @@ class WorkerContext:
             tell(as_message(error, self.launch.rank if self.launch.size > 1 else None))
 
     def _say_supervised(self, error: AllhandsError) -> None:
-        """Into this rank's log; rank 0, whose output is the terminal or is read from its log, tells how a run ended."""
+        """Into this rank's log; rank 0, whose output is the terminal or is read from its log, tells
+        how a run ended.
+        """
         assert self._log_dir is not None
         rank = self.launch.rank
         with (
             suppress(OSError),  # a full disk: the error file says it
-            open(self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener) as log,
+            open(
+                self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener
+            ) as log,
         ):
             print(as_message(error), file=log)
         if rank == 0 and isinstance(error, Interrupted) and TAG_VARIABLE not in os.environ:
             tell(as_message(error))
 
     def _turn_to_speak(self, error: AllhandsError) -> bool:
-        """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end us too."""
+        """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end
+        us too.
+        """
         if self.launch.rank == 0 and not isinstance(error, PeerLostError):
             return True
         deadline = time.monotonic() + SPEAK_AFTER_S
@@ -290,11 +329,17 @@ class WorkerContext:
         return not self._stop_signal
 
     def _end_at_once(self, number: int, *, late: bool = False) -> NoReturn:
-        """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
+        """End because of a signal, with the terminal's cursor, which a progress display hides, to
+        be seen again.
+        """
         if self._announce and is_screen(sys.stdout):
             _write(1, "\x1b[?25h\n")
         if self._announce and self._log_dir is None:
-            how = "ended at once" if not late else f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
+            how = (
+                "ended at once"
+                if not late
+                else f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
+            )
             _write(2, f"allhands: {how}; what was not saved is lost\n")
             # In a thread of its own: a disk that does not answer must not keep the process.
             told = threading.Thread(target=self._tell_way_on, daemon=True)
@@ -326,7 +371,10 @@ class WorkerContext:
             "rank": self.launch.rank,
             "type": type(error).__name__,
             "message": known.message if known else str(error),
-            **{name: getattr(known, name, None) for name in ("where", "hint", "misfits", "peer", "problem")},
+            **{
+                name: getattr(known, name, None)
+                for name in ("where", "hint", "misfits", "peer", "problem")
+            },
             "text": str(known) if known else None,
             "exit_code": code,
             "time": time.time(),
@@ -342,14 +390,16 @@ class WorkerContext:
 
 
 def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
-    """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main thread.
+    """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main
+    thread.
 
-    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT, SIGTERM and SIGUSR1 (as a
-    scheduler's warning) only ask to stop once training has started (:meth:`WorkerContext.mark_started`) and end
-    the process when sent twice, and the process does not outlive its supervisor; SIGUSR2 from that has it write
-    the stacks of its threads into its log. ``environ`` is read for the supervisor's ``ALLHANDS_*``
-    variables. The watching thread is held up while MLX's ring waits for its peers in ``init``, which keeps
-    Python's lock: only the supervisor's start deadline ends that.
+    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT, SIGTERM and
+    SIGUSR1 (as a scheduler's warning) only ask to stop once training has started
+    (:meth:`WorkerContext.mark_started`) and end the process when sent twice, and the process does
+    not outlive its supervisor; SIGUSR2 from that has it write the stacks of its threads into its
+    log. ``environ`` is read for the supervisor's ``ALLHANDS_*`` variables. The watching thread is
+    held up while MLX's ring waits for its peers in ``init``, which keeps Python's lock: only the
+    supervisor's start deadline ends that.
     """
     context = _context(launch, environ)
     prepare_process()
@@ -364,7 +414,9 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     supervisor = _supervisor(environ)
     context.stop_grace_s = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
     arguments = (_signal_descriptor(context), supervisor)
-    threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
+    threading.Thread(
+        target=context.watch, args=arguments, name="allhands-watch", daemon=True
+    ).start()
     if "ALLHANDS_RUN_DIR" in environ:
         threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
     return context
@@ -382,10 +434,11 @@ def _context(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
 
 
 def end_at_errors(launch: Launch, environ: Mapping[str, str]) -> None:
-    """Let an uncaught exception end this process at once, and tell the supervisor of it, as :func:`install` does.
+    """Let an uncaught exception end this process at once, and tell the supervisor of it, as
+    :func:`install` does.
 
-    For a person's own program, whose signals stay its own. Without this a rank that has failed would wait at its end
-    for the others (MPI does), which wait for it.
+    For a person's own program, whose signals stay its own. Without this a rank that has failed
+    would wait at its end for the others (MPI does), which wait for it.
     """
     if sys.excepthook is sys.__excepthook__:
         context = _context(launch, environ)
@@ -394,7 +447,8 @@ def end_at_errors(launch: Launch, environ: Mapping[str, str]) -> None:
 
 @cache
 def contact() -> WorkerContext:
-    """This process's contact with its supervisor, made by :func:`install` at the first call, in the main thread.
+    """This process's contact with its supervisor, made by :func:`install` at the first call, in the
+    main thread.
 
     From then on its memory is sampled.
     """
@@ -411,18 +465,26 @@ def _keep_kernels() -> NoReturn:
 
 
 def as_message(error: AllhandsError, rank: int | None = None) -> str:
-    """Return an error as a message of allhands: its rank if that matters, what is wrong, where, and what to do."""
+    """Return an error as a message of allhands: its rank if that matters, what is wrong, where, and
+    what to do.
+    """
     kind = "" if isinstance(error, Interrupted) else "error: "
     return f"allhands: {kind}{'' if rank is None else f'rank {rank}: '}{error}"
 
 
 def as_allhands_error(error: BaseException) -> BaseException:
-    """Return our exception for a full disk or a message of MLX's communication back-ends, or else ``error`` itself.
+    """Return our exception for a full disk or a message of MLX's communication back-ends, or else
+    ``error`` itself.
 
-    MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that another
-    rank ended first.
+    MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that
+    another rank ended first.
     """
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+    if isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EFBIG,
+    ):
         return storage_error_of(error, "a file")
     if not isinstance(error, RuntimeError):
         return error
@@ -438,7 +500,9 @@ def as_allhands_error(error: BaseException) -> BaseException:
 
 
 def _signal_descriptor(context: WorkerContext) -> socket.socket:
-    """Route the signals that ask to stop to a socket that another thread can read while this one is blocked."""
+    """Route the signals that ask to stop to a socket that another thread can read while this one is
+    blocked.
+    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)

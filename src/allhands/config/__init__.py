@@ -1,1 +1,3 @@
-"""The options of a training: one schema, where its values come from, and the names that other tools give them."""
+"""The options of a training: one schema, where its values come from, and the names that other tools
+give them.
+"""

@@ -1,8 +1,8 @@
 """Other trainers' names for options and commands: the understood ones, and advice for all others.
 
-The names are in ``aliases.toml``. This module is apart from the options themselves, because the command line needs the
-names even for its smallest tasks. In advice ``[[key]]`` and ``[[key: value]]`` stand for an option; :func:`for_key` and
-:func:`for_flag` spell it.
+The names are in ``aliases.toml``. This module is apart from the options themselves, because the
+command line needs the names even for its smallest tasks. In advice ``[[key]]`` and ``[[key:
+value]]`` stand for an option; :func:`for_key` and :func:`for_flag` spell it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def _each_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: text for names, text in table.items() for name in names.split(", ")}
 
 
-_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 # Other people's names for our keys.
 ALIASES = {name: key for key, names in _TABLES["aliases"].items() for name in names.split(", ")}
 OUTDATED, ELSEWHERE, OF_MLX_LM, COMMANDS = (
@@ -59,7 +61,9 @@ def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
     return f"{'it is about training, allhands train: ' if foreign else ''}{for_flag(text)}"
 
 
-def instead_of_command(words: str, siblings: Iterable[str], commands: Callable[[], Iterable[str]]) -> str:
+def instead_of_command(
+    words: str, siblings: Iterable[str], commands: Callable[[], Iterable[str]]
+) -> str:
     """Advise on ``words``: an unknown command, perhaps after the name of a group.
 
     Args:
@@ -83,12 +87,22 @@ def instead_of_command(words: str, siblings: Iterable[str], commands: Callable[[
 def take_outdated(content: dict[str, Any]) -> list[str]:
     """Take out of a file's ``content`` what a later mlx_lm ignores; a note on each that is set."""
     found = {raw: str(raw).replace("-", "_") for raw in content}
-    gone = {raw: key for raw, key in found.items() if key in OUTDATED and not (content[raw] and key in ELSEWHERE)}
+    gone = {
+        raw: key
+        for raw, key in found.items()
+        if key in OUTDATED and not (content[raw] and key in ELSEWHERE)
+    }
     values = {raw: content.pop(raw) for raw in gone}
-    return [f"{raw} has no effect: {OUTDATED[gone[raw]]}" for raw, value in values.items() if value is not None]
+    return [
+        f"{raw} has no effect: {OUTDATED[gone[raw]]}"
+        for raw, value in values.items()
+        if value is not None
+    ]
 
 
 def canonical_flag(name: str) -> str:
-    """Return the flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
+    """Return the flag, without dashes, that is meant by ``name``: aliases and underscores are
+    understood, not shown.
+    """
     key = name.replace("-", "_")
     return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")

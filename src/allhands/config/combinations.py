@@ -19,13 +19,21 @@ def refuse_combinations(config: Any) -> None:
     c = config
     for one, other, message in (
         (c.iters is not None, c.epochs is not None, "--iters and --epochs: give one of the two"),
-        (c.train_on != "assistant", not c.mask_prompt, "--train-on has an effect only with --mask-prompt: add it"),
+        (
+            c.train_on != "assistant",
+            not c.mask_prompt,
+            "--train-on has an effect only with --mask-prompt: add it",
+        ),
         (
             c.packing,
             c.mask_prompt,
             "--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt",
         ),
-        (c.isolate_documents, not c.packing, "--isolate-documents has an effect only with --packing: add it"),
+        (
+            c.isolate_documents,
+            not c.packing,
+            "--isolate-documents has an effect only with --packing: add it",
+        ),
         (
             c.early_stopping_patience is not None,
             c.val_batches == 0,
@@ -51,8 +59,16 @@ def refuse_combinations(config: Any) -> None:
             c.max_restarts or c.min_ranks,
             "--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks",
         ),
-        (c.hosts is not None, c.hostfile is not None, "--hosts and --hostfile: give one of the two"),
-        (c.project_name is not None, not c.report_to, "--project-name has an effect only with --report-to: add it"),
+        (
+            c.hosts is not None,
+            c.hostfile is not None,
+            "--hosts and --hostfile: give one of the two",
+        ),
+        (
+            c.project_name is not None,
+            not c.report_to,
+            "--project-name has an effect only with --report-to: add it",
+        ),
     ):
         if one and other:
             raise ValueError(message)
@@ -85,7 +101,11 @@ def _refuse_stages(config: Any) -> None:
         if not piped:
             _refuse_given(config, ("dp_shard",), "--strategy fsdp or pipeline: add one")
         if config.dp_shard is None:
-            _refuse_given(config, ("reshard",), "--strategy fsdp, or --strategy pipeline with --dp-shard: add one")
+            _refuse_given(
+                config,
+                ("reshard",),
+                "--strategy fsdp, or --strategy pipeline with --dp-shard: add one",
+            )
     _refuse_where(
         (
             config.strategy == "zero2" and config.reshard == "on",
@@ -124,11 +144,26 @@ def _refuse_divided_matrices(config: Any) -> None:
     what = f"--tp {config.tp} divides the matrices of blocks"
     _refuse_where(
         (config.strategy == "zero1", f"{what}: not with --strategy {config.strategy}"),
-        (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
-        (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
-        (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
-        (config.cp > 1, f"{what}, --cp {config.cp} rows among ranks that have them all: leave one of the two out"),
-        (config.fine_tune_type == "dora", f"{what}; DoRA needs whole ones: take --fine-tune-type lora"),
+        (
+            config.sync_every > 1 or config.sync_delay,
+            f"{what}: not with --sync-every or --sync-delay",
+        ),
+        (
+            config.compress != "none",
+            f"{what}, whose sums are exchanged as they are: not with --compress",
+        ),
+        (
+            config.rank_weights not in (None, "equal"),
+            f"{what}, by equal parts: not with --rank-weights",
+        ),
+        (
+            config.cp > 1,
+            f"{what}, --cp {config.cp} rows among ranks that have them all: leave one of the two out",
+        ),
+        (
+            config.fine_tune_type == "dora",
+            f"{what}; DoRA needs whole ones: take --fine-tune-type lora",
+        ),
     )
 
 
@@ -138,18 +173,30 @@ def _refuse_divided_experts(config: Any) -> None:
     what = f"--ep {config.ep} divides the experts of blocks"
     _refuse_where(
         (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
-        (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
-        (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
+        (
+            config.sync_every > 1 or config.sync_delay,
+            f"{what}: not with --sync-every or --sync-delay",
+        ),
+        (
+            config.compress != "none",
+            f"{what}, whose sums are exchanged as they are: not with --compress",
+        ),
         (
             config.rank_weights == "auto",
             f"{what}, so that ranks wait for each other and their speeds are not known: not with --rank-weights auto",
         ),
-        (config.cp > 1, f"{what} among ranks with rows of their own: not with --cp; leave one of the two out"),
+        (
+            config.cp > 1,
+            f"{what} among ranks with rows of their own: not with --cp; leave one of the two out",
+        ),
         (
             config.tp not in (1, config.ep),
             f"--tp {config.tp} with --ep {config.ep}: the same ranks divide matrices and experts, so give one number",
         ),
-        (config.fine_tune_type == "dora", f"{what}, for which there is no DoRA: take --fine-tune-type lora"),
+        (
+            config.fine_tune_type == "dora",
+            f"{what}, for which there is no DoRA: take --fine-tune-type lora",
+        ),
     )
 
 
@@ -175,7 +222,8 @@ def _refuse_context(config: Any) -> None:
 
 
 def require_groups(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp``, ``--ep`` or ``--dp-shard``.
+    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp``, ``--ep`` or
+    ``--dp-shard``.
 
     Raises:
         ConfigError: they do not.
@@ -183,7 +231,12 @@ def require_groups(config: Any, num_ranks: int) -> None:
     given: list[str] = []
     size = 1
     experts = config.ep if config.tp == 1 else 1  # else the same ranks divide matrices and experts
-    sizes = {"--tp": config.tp, "--cp": config.cp, "--ep": experts, "--dp-shard": config.dp_shard or 1}
+    sizes = {
+        "--tp": config.tp,
+        "--cp": config.cp,
+        "--ep": experts,
+        "--dp-shard": config.dp_shard or 1,
+    }
     for flag, own in sizes.items():
         size *= own
         if own > 1:
@@ -191,12 +244,14 @@ def require_groups(config: Any, num_ranks: int) -> None:
         if num_ranks % size:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
             hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
-            raise ConfigError(f"{told} not make whole groups of {size}", where=" ".join(given), hint=hint)
+            raise ConfigError(
+                f"{told} not make whole groups of {size}", where=" ".join(given), hint=hint
+            )
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
-    """Return the error if so many ranks do not make up the requested pipelines; ``None`` if they do, or none is
-    requested.
+    """Return the error if so many ranks do not make up the requested pipelines; ``None`` if they
+    do, or none is requested.
     """
     if config.strategy != "pipeline":
         return None
@@ -204,7 +259,9 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     stages, interleaved = config.pp or num_ranks // beside, config.pp_schedule == "interleaved"
     if num_ranks == 1:
         what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
-        return ConfigError(what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one")
+        return ConfigError(
+            what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one"
+        )
     if stages < 2 or num_ranks % (stages * beside):
         return _not_whole(config, num_ranks, max(stages, 2), beside)
     each, rest = divmod(len(config.pp_split.split(",")), stages)
@@ -216,9 +273,18 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
 
 
 def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigError:
-    """The error where ranks do not make up pipelines; ``beside``: ranks that divide what each stage has."""
-    given = {"--pp": config.pp, "--tp": config.tp if config.tp > 1 else None, "--dp-shard": config.dp_shard}
-    where = " ".join(f"{flag} {value}" for flag, value in given.items() if value) or "--strategy pipeline"
+    """The error where ranks do not make up pipelines; ``beside``: ranks that divide what each stage
+    has.
+    """
+    given = {
+        "--pp": config.pp,
+        "--tp": config.tp if config.tp > 1 else None,
+        "--dp-shard": config.dp_shard,
+    }
+    where = (
+        " ".join(f"{flag} {value}" for flag, value in given.items() if value)
+        or "--strategy pipeline"
+    )
     each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
     what = f"{num_ranks} ranks do not make whole pipelines of {each}"
     hint = f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages"
@@ -226,7 +292,8 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
 
 
 def require_stages(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up the pipelines, or the groups that divide rows, that are asked for.
+    """Refuse ranks that do not make up the pipelines, or the groups that divide rows, that are
+    asked for.
 
     Raises:
         ConfigError: see :func:`unfit_stages` and :func:`require_groups`.
@@ -237,7 +304,12 @@ def require_stages(config: Any, num_ranks: int) -> None:
 
 
 def _refuse_rounds(config: Any) -> None:
-    every, parts, delay, strategy = config.sync_every, config.sync_fragments, config.sync_delay, config.strategy
+    every, parts, delay, strategy = (
+        config.sync_every,
+        config.sync_fragments,
+        config.sync_delay,
+        config.strategy,
+    )
     if every == 1:
         names = ("outer_momentum", "outer_lr", "sync_fragments")
         _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")

@@ -15,19 +15,25 @@ class EvalConfig(TrainConfig):
 
     VERB: ClassVar[str] = "eval"
 
-    adapter_path: LocalPath = Field("", description="Directory of a training run. [none: the model as it is]")
+    adapter_path: LocalPath = Field(
+        "", description="Directory of a training run. [none: the model as it is]"
+    )
     split: Literal["train", "valid", "test"] = Field("test", description="Part of the data.")
     test: bool = Field(True, description="Evaluate.")
     test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")
     mask_prompt: bool = Field(False, description="Count the answers only.")
-    batch_size: int = Field(8, ge=1, description="Examples per batch; the result does not depend on it.")
+    batch_size: int = Field(
+        8, ge=1, description="Examples per batch; the result does not depend on it."
+    )
 
     @field_validator("test_batches")
     @classmethod
     def _something(cls, value: int) -> int:
         # Before the words of training, which name an option that this command has not.
         if value == 0:
-            raise ValueError("0 batches are nothing to evaluate: give a number from 1, or -1 for all")
+            raise ValueError(
+                "0 batches are nothing to evaluate: give a number from 1, or -1 for all"
+            )
         return value
 
 

@@ -35,9 +35,13 @@ class LoraParameters(Strict):
     """Shape of the adapters, as in mlx_lm: ``delta W = scale * A @ B``."""
 
     rank: int = Field(8, ge=1, description="Rank of the two adapter matrices.")
-    scale: float = Field(20.0, gt=0, description="Factor on the adapter's output (alpha / rank in PEFT's terms).")
+    scale: float = Field(
+        20.0, gt=0, description="Factor on the adapter's output (alpha / rank in PEFT's terms)."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    keys: list[str] | None = Field(None, description="Module paths within a block; default: every linear layer.")
+    keys: list[str] | None = Field(
+        None, description="Module paths within a block; default: every linear layer."
+    )
 
     @field_validator("keys")
     @classmethod
@@ -53,7 +57,9 @@ class LoraParameters(Strict):
             return value
         if value.get("scale") is None:
             raise ValueError("alpha is not used here: give scale = alpha / rank")
-        return {key: inner for key, inner in value.items() if key != "alpha"}  # as mlx_lm does; build_config tells it
+        return {
+            key: inner for key, inner in value.items() if key != "alpha"
+        }  # as mlx_lm does; build_config tells it
 
 
 class LrSchedule(Strict):
@@ -68,15 +74,21 @@ class LrSchedule(Strict):
         "step_decay",
         "linear_schedule",
     ] = Field(description="Name of the schedule.")
-    arguments: list[float] | None = Field(None, description="Arguments of mlx.optimizers' schedule of that name.")
-    warmup: int = Field(0, ge=0, description="Steps (optimizer updates) of linear warm-up before the schedule.")
+    arguments: list[float] | None = Field(
+        None, description="Arguments of mlx.optimizers' schedule of that name."
+    )
+    warmup: int = Field(
+        0, ge=0, description="Steps (optimizer updates) of linear warm-up before the schedule."
+    )
     warmup_init: float = Field(0.0, ge=0, description="Learning rate at the start of the warm-up.")
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> LrSchedule:
         by_name = self.name in ("constant", "linear", "cosine")
         if by_name and self.arguments is not None:
-            raise ValueError(f"{self.name} takes no arguments: it runs from learning_rate over the whole training")
+            raise ValueError(
+                f"{self.name} takes no arguments: it runs from learning_rate over the whole training"
+            )
         if not by_name and not self.arguments:
             raise ValueError(f"{self.name} needs arguments, for example [1e-5, 1000]")
         return self
@@ -93,7 +105,9 @@ class HfDataset(Strict):
     completion_feature: str | None = None
     chat_feature: str | None = None
     text_feature: str | None = None
-    config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of load_dataset.")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of load_dataset."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,6 @@
-"""Values that optimizers' arguments may have: seen where options are read, not after a model was loaded."""
+"""Values that optimizers' arguments may have: seen where options are read, not after a model was
+loaded.
+"""
 
 from __future__ import annotations
 

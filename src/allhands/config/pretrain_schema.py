@@ -1,4 +1,6 @@
-"""The options of ``allhands pretrain``: those of :class:`TrainConfig`, a model's shape, and defaults of their own."""
+"""The options of ``allhands pretrain``: those of :class:`TrainConfig`, a model's shape, and
+defaults of their own.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,54 @@ class PretrainConfig(TrainConfig):
     """Everything a pre-training run depends on."""
 
     VERB: ClassVar[str] = "pretrain"
-    # What comes first in the help, and what does not come at all, since a new model has no use for it.
-    FIRST: ClassVar[tuple[str, ...]] = ("data", "tokenizer", "shape", *NUMBERS, "dtype", "adapter_path")
-    HIDDEN: ClassVar[frozenset[str]] = frozenset({"model", "train", "fine_tune_type", "num_layers", "lora_parameters"})
+    # What comes first in the help, and what does not come at all, since a new model has no use for
+    # it.
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "data",
+        "tokenizer",
+        "shape",
+        *NUMBERS,
+        "dtype",
+        "adapter_path",
+    )
+    HIDDEN: ClassVar[frozenset[str]] = frozenset(
+        {"model", "train", "fine_tune_type", "num_layers", "lora_parameters"}
+    )
 
-    tokenizer: LocalPath = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
-    shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
-    layers: int | None = Field(None, ge=1, description="Blocks. [the shape's value, also for the next options]")
+    tokenizer: LocalPath = Field(
+        "", description="Directory or Hub repository whose tokenizer is used. Required."
+    )
+    shape: str = Field(
+        "llama-15m",
+        description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.",
+    )
+    layers: int | None = Field(
+        None, ge=1, description="Blocks. [the shape's value, also for the next options]"
+    )
     dims: int | None = Field(None, ge=1, description="Width of the residual stream.")
-    mlp_dims: int | None = Field(None, ge=1, description="Width inside the MLP, or inside each expert.")
+    mlp_dims: int | None = Field(
+        None, ge=1, description="Width inside the MLP, or inside each expert."
+    )
     heads: int | None = Field(None, ge=1, description="Heads of the queries.")
     kv_heads: int | None = Field(None, ge=1, description="Heads of keys and values.")
     head_dim: int | None = Field(None, ge=1, description="Width of a head. [dims / heads]")
-    vocabulary: int | None = Field(None, ge=1, description="Rows of the embedding. [the tokenizer's]")
+    vocabulary: int | None = Field(
+        None, ge=1, description="Rows of the embedding. [the tokenizer's]"
+    )
     block_size: int | None = Field(
-        None, ge=2, description="Positions of the model, and tokens of a row unless --max-seq-length is less."
+        None,
+        ge=2,
+        description="Positions of the model, and tokens of a row unless --max-seq-length is less.",
     )
     rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
     tied: bool | None = Field(None, description="Use the embedding as the output layer.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
-    experts_per_token: int | None = Field(None, ge=0, description="Experts that compute a token (mixtral).")
-    router_aux_loss: float = Field(0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy.")
+    experts_per_token: int | None = Field(
+        None, ge=0, description="Experts that compute a token (mixtral)."
+    )
+    router_aux_loss: float = Field(
+        0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Type of the weights in computation; auto: bfloat16 with float32 copies on GPUs, else float32.",
@@ -48,35 +77,54 @@ class PretrainConfig(TrainConfig):
     adapter_path: LocalPath = Field(
         "pretrained", description="Directory for the model, checkpoints, metrics, plot and logs."
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order.")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order."
+    )
     resume_adapter_file: LocalPath | None = Field(
         None, description="Weights to start from: model.safetensors of such a run."
     )
-    keep_best: bool = Field(True, description="Keep the model of the best validation loss beside the last: model-best.")
+    keep_best: bool = Field(
+        True, description="Keep the model of the best validation loss beside the last: model-best."
+    )
     data: LocalPath = Field(
-        "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
+        "",
+        description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required.",
     )
-    fine_tune_type: Literal["lora", "dora", "full"] = Field("full", description="full: everything is trained.")
+    fine_tune_type: Literal["lora", "dora", "full"] = Field(
+        "full", description="full: everything is trained."
+    )
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field(
-        "adamw", description="Optimizer; muon is for the matrices of the blocks, with adamw for the rest."
+        "adamw",
+        description="Optimizer; muon is for the matrices of the blocks, with adamw for the rest.",
     )
-    learning_rate: float = Field(1e-3, gt=0, description="Learning rate (the peak, with a schedule).")
+    learning_rate: float = Field(
+        1e-3, gt=0, description="Learning rate (the peak, with a schedule)."
+    )
     lr_schedule: LrSchedule | None = Field(
         LrSchedule.model_validate({"name": "cosine"}),
         description="constant, linear or cosine by name, or mlx_lm's schedule as JSON. [cosine]",
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Steps (optimizer updates) of linear warm-up. [a twentieth of all, at most 1000]"
+        None,
+        ge=0,
+        description="Steps (optimizer updates) of linear warm-up. [a twentieth of all, at most 1000]",
     )
-    weight_decay: float | None = Field(0.1, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
+    weight_decay: float | None = Field(
+        0.1, ge=0, description="Weight decay of adamw, muon, sgd, adafactor."
+    )
     weight_decay_on: Literal["all", "matrices"] = Field(
         "matrices", description="matrices: no weight decay of norms and biases."
     )
     master_weights: bool = Field(
-        True, description="Update float32 copies of half-precision weights, then round them to the weights."
+        True,
+        description="Update float32 copies of half-precision weights, then round them to the weights.",
     )
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this.")
-    packing: bool = Field(True, description="Join all texts and cut them into rows of --max-seq-length.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the global gradient norm to this."
+    )
+    packing: bool = Field(
+        True, description="Join all texts and cut them into rows of --max-seq-length."
+    )
     sample_prompts: list[str] | None = Field(
         default_factory=lambda: ["Once upon a time"],
         description="Texts that the model continues at each validation (JSON).",
@@ -85,7 +133,11 @@ class PretrainConfig(TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _rows_of_the_block(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("max_seq_length") is None and (block := values.get("block_size")):
+        if (
+            isinstance(values, dict)
+            and values.get("max_seq_length") is None
+            and (block := values.get("block_size"))
+        ):
             # A block that is refused is refused by its own name.
             return values if block in (1, "1") else {**values, "max_seq_length": block}
         return values
@@ -97,17 +149,27 @@ class PretrainConfig(TrainConfig):
                 "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one"
             )
         if not self.data:
-            raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
+            raise ValueError(
+                "--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset"
+            )
         if self.fine_tune_type != "full":
             raise ValueError("--fine-tune-type: a new model is always trained in full")
         if self.num_layers not in (None, -1):
-            raise ValueError("--num-layers is for fine-tuning; the blocks of a new model are --layers")
-        if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(call_default_factory=True):
+            raise ValueError(
+                "--num-layers is for fine-tuning; the blocks of a new model are --layers"
+            )
+        if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(
+            call_default_factory=True
+        ):
             raise ValueError("--lora-parameters is for fine-tuning: all of a new model is trained")
         if self.model != "demo":
-            raise ValueError("--model is not used: the model is a new one, of --shape and --tokenizer")
+            raise ValueError(
+                "--model is not used: the model is a new one, of --shape and --tokenizer"
+            )
         if self.block_size is not None and self.max_seq_length > self.block_size:
-            raise ValueError(f"rows of {self.max_seq_length} tokens do not fit a block size of {self.block_size}")
+            raise ValueError(
+                f"rows of {self.max_seq_length} tokens do not fit a block size of {self.block_size}"
+            )
         return self
 
     def numbers(self) -> dict[str, Any]:

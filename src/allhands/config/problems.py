@@ -29,13 +29,22 @@ def place_in_yaml(path: str | Path, key: str) -> str:
 
 
 def explained(
-    error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[BaseModel]
+    error: ValidationError,
+    flags: Mapping[str, Any],
+    yaml_file: str | Path | None,
+    kind: type[BaseModel],
 ) -> ConfigError:
-    """Return a validator's complaints about options of ``kind`` as one error: the first, then the others."""
+    """Return a validator's complaints about options of ``kind`` as one error: the first, then the
+    others.
+    """
 
     def place_of(key: str) -> str:
         from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
-        return place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
+        return (
+            place_in_yaml(yaml_file, key)
+            if yaml_file and not from_flag
+            else f"--{key.replace('_', '-')}"
+        )
 
     found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
     for one in error.errors():
@@ -65,7 +74,11 @@ def _line_of(place: str) -> int:
 def _known_instead(kind: type[BaseModel], key: str, inner: Sequence[str], message: str) -> str:
     """List the known keys of a structured option, after an unknown one."""
     annotation = kind.model_fields[key].annotation if key in kind.model_fields else None
-    models = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one) and issubclass(one, BaseModel)]
+    models = [
+        one
+        for one in (annotation, *get_args(annotation))
+        if inspect.isclass(one) and issubclass(one, BaseModel)
+    ]
     if message != "is unknown" or len(inner) != 1 or not models:
         return ""
     return f"; it has {', '.join(models[0].model_fields)}"

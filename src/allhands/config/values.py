@@ -23,8 +23,11 @@ def _local_path(value: Any, handler: Any) -> Any:
     return expanded(handler(os.fspath(value) if isinstance(value, os.PathLike) else value))
 
 
-# A path, or a name that may be one, as of a model or a data set. JSON, which computers compare, has it as written.
-LocalPath = Annotated[str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")]
+# A path, or a name that may be one, as of a model or a data set. JSON, which computers compare, has
+# it as written.
+LocalPath = Annotated[
+    str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")
+]
 
 
 def _split(value: str) -> str:
@@ -59,7 +62,9 @@ def parse_json(value: Any) -> Any:
         try:
             return json.loads(value, object_pairs_hook=without_repeats)
         except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+            raise ValueError(
+                f"is not valid JSON ({error.msg} at character {error.pos + 1})"
+            ) from None
     return value
 
 
@@ -78,7 +83,11 @@ def parse_weights(value: Any) -> Any:
     value = parse_json(value)
     if isinstance(value, list | tuple):
         weights = cast("list[Any]", value)
-        numbers = [weight for weight in weights if isinstance(weight, int | float) and math.isfinite(weight)]
+        numbers = [
+            weight
+            for weight in weights
+            if isinstance(weight, int | float) and math.isfinite(weight)
+        ]
         if not weights or len(numbers) < len(weights) or min(numbers) <= 0:
             raise ValueError("each rank needs a weight above 0, for example [2, 1]")
     elif value not in (None, "auto", "equal"):

@@ -24,10 +24,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason, hint = "it is not UTF-8 text", "save it as UTF-8, as editors offer it when a file is saved"
+        reason, hint = (
+            "it is not UTF-8 text",
+            "save it as UTF-8, as editors offer it when a file is saved",
+        )
         if isinstance(error, OSError):
             reason, hint = str(error.strerror), meant(path, "check the path after --config")
-        raise ConfigError(f"the configuration file cannot be read: {reason}", where=str(path), hint=hint) from None
+        raise ConfigError(
+            f"the configuration file cannot be read: {reason}", where=str(path), hint=hint
+        ) from None
     try:
         content = yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
@@ -39,7 +44,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError("the file must hold 'key: value' pairs", where=str(path), hint="see docs/configuration.md")
+        raise ConfigError(
+            "the file must hold 'key: value' pairs",
+            where=str(path),
+            hint="see docs/configuration.md",
+        )
     _refuse_twice(yaml.compose(text, _yaml_loader()), path)
     return cast("dict[str, Any]", content)
 
@@ -76,7 +85,9 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
 
 
 def keys_of(path: str | Path) -> list[tuple[str, int]]:
-    """Return the keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled, with their lines."""
+    """Return the keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled,
+    with their lines.
+    """
     import yaml
 
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())

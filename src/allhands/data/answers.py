@@ -1,14 +1,14 @@
 """Search for the answers in the output of a chat template.
 
-Chat templates are programs: they trim, drop the thinking of earlier turns, move the system message, so
-rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole conversation is
-rendered once as it is, and once for every answer with a marker in that answer's place. The text before the
-marker must be a prefix of the real text and the text after it a suffix; what lies between is the answer. A span
-that fails this is an error, never a guess.
+Chat templates are programs: they trim, drop the thinking of earlier turns, move the system message,
+so rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole
+conversation is rendered once as it is, and once for every answer with a marker in that answer's
+place. The text before the marker must be a prefix of the real text and the text after it a suffix;
+what lies between is the answer. A span that fails this is an error, never a guess.
 
-Most conversations do not need the second rendering: a probe shows once how the template writes an answer
-(:class:`Pattern`), and where the text has exactly that, once for every answer and nowhere else, the spans
-are read off it.
+Most conversations do not need the second rendering: a probe shows once how the template writes an
+answer (:class:`Pattern`), and where the text has exactly that, once for every answer and nowhere
+else, the spans are read off it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Pattern:
 
     Attributes:
         header: text before every answer, from the end of the question on.
-        leads: what may stand between header and words, and is part of the answer (an empty thinking block).
+        leads: what may stand between header and words, and is part of the answer (an empty thinking
+            block).
         ending: blanks and end-of-turn token after the words; never empty.
         extra: headers after the last answer (a template that always asks for another).
     """
@@ -69,18 +70,24 @@ class Pattern:
         return spans
 
     def _end_of_words(self, text: str, start: int, answer: Message) -> int:
-        """Return the end of an answer's words that begin at ``start``; -1 if other words stand there."""
+        """Return the end of an answer's words that begin at ``start``; -1 if other words stand
+        there.
+        """
         words: str = answer["content"]
         for lead in self.leads:
             for form in (words, words.strip()):
-                if text.startswith(form + self.ending, start + len(lead)) and text.startswith(lead, start):
+                if text.startswith(form + self.ending, start + len(lead)) and text.startswith(
+                    lead, start
+                ):
                     return start + len(lead) + len(form)
         return -1
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A conversation rendered with the real answer (None if rejected), and around a marker in its place."""
+    """A conversation rendered with the real answer (None if rejected), and around a marker in its
+    place.
+    """
 
     real: str | None
     before: str
@@ -91,12 +98,15 @@ class AnswerFinder:
     """Finds answers in what one chat template makes of a conversation.
 
     Args:
-        render: the template as a function of messages, tools and ``prompt``; raises DataError where it rejects them.
+        render: the template as a function of messages, tools and ``prompt``; raises DataError where
+            it rejects them.
         eos_token: the tokenizer's end-of-text token, which may end an answer.
         added_tokens: strings that are tokens of their own.
     """
 
-    def __init__(self, render: Callable[..., str], *, eos_token: str | None, added_tokens: Sequence[str]) -> None:
+    def __init__(
+        self, render: Callable[..., str], *, eos_token: str | None, added_tokens: Sequence[str]
+    ) -> None:
         self._render = render
         self._eos_token = eos_token or ""
         self._added_tokens = added_tokens
@@ -104,7 +114,8 @@ class AnswerFinder:
     def spans(
         self, text: str, messages: list[Message], tools: list[Any] | None, wanted: Sequence[int]
     ) -> tuple[Span, ...]:
-        """Character ranges in ``text``, which is the conversation rendered, of ``messages[i] for i in wanted``.
+        """Character ranges in ``text``, which is the conversation rendered, of ``messages[i] for i
+        in wanted``.
 
         A range begins after the header of the turn and ends after its end-of-turn token.
 
@@ -122,12 +133,19 @@ class AnswerFinder:
         wanted: Sequence[int],
         known: Mapping[int, Span],
     ) -> tuple[Span, ...]:
-        """Find the same spans by rendering the conversation again for every answer that is not ``known``."""
+        """Find the same spans by rendering the conversation again for every answer that is not
+        ``known``.
+        """
         spans: list[Span] = []
         floor = 0
-        # Those before a wanted one are located too: it begins after their ends, whatever words they have.
-        for index in [i for i in range(max(wanted, default=-1) + 1) if messages[i]["role"] == "assistant"]:
-            span = known.get(index) or self._with_ending(text, self._locate(text, messages, tools, index, floor))
+        # Those before a wanted one are located too: it begins after their ends, whatever words they
+        # have.
+        for index in [
+            i for i in range(max(wanted, default=-1) + 1) if messages[i]["role"] == "assistant"
+        ]:
+            span = known.get(index) or self._with_ending(
+                text, self._locate(text, messages, tools, index, floor)
+            )
             if span is None and index in wanted:
                 raise DataError(
                     f"messages[{index}]: the answer cannot be located in what the chat template makes of it",
@@ -146,7 +164,9 @@ class AnswerFinder:
     def _locate(
         self, text: str, messages: list[Message], tools: list[Any] | None, index: int, floor: int
     ) -> Span | None:
-        """Find answer ``index`` in ``text``, not before ``floor``, without its end-of-turn token; None if in doubt."""
+        """Find answer ``index`` in ``text``, not before ``floor``, without its end-of-turn token;
+        None if in doubt.
+        """
         trials: list[_Trial] = []
         for trial in self._trials(text, messages, tools, index):
             trials.append(trial)
@@ -159,19 +179,25 @@ class AnswerFinder:
             for words, ending in (reading for known in trials for reading in self._readings(known)):
                 for opening in openings:
                     start, end = len(opening), len(opening) + len(words)
-                    if text.startswith(words + ending, start) and _names_tools(words, messages[index]):
+                    if text.startswith(words + ending, start) and _names_tools(
+                        words, messages[index]
+                    ):
                         return start, end
         return None
 
-    def _trials(self, text: str, messages: list[Message], tools: list[Any] | None, index: int) -> Iterator[_Trial]:
+    def _trials(
+        self, text: str, messages: list[Message], tools: list[Any] | None, index: int
+    ) -> Iterator[_Trial]:
         """The conversation with a marker as the answer, whole and then shortened.
 
-        The first is enough but for tool calls: a template may reject a tool's output after anything but a
-        call, so the messages up to the next user's, or all that follow, are left out then.
+        The first is enough but for tool calls: a template may reject a tool's output after anything
+        but a call, so the messages up to the next user's, or all that follow, are left out then.
         """
         head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
         with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | _ANSWER
-        next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
+        next_user = next(
+            (i for i, message in enumerate(rest) if message["role"] == "user"), len(rest)
+        )
         for cut in sorted({0, next_user, len(rest)}):
             tail = rest[cut:]
             real = text if cut == 0 else self._text_or_none([*head, answer, *tail], tools)
@@ -188,11 +214,12 @@ class AnswerFinder:
             return None
 
     def _openings(self, before: str) -> Iterator[str]:
-        """Texts that may stand before the answer, given the text before the marker, the likeliest first.
+        """Texts that may stand before the answer, given the text before the marker, the likeliest
+        first.
 
-        What a template puts between header and words (an empty thinking block) belongs to the answer, since
-        the model has to write it. Without a header the answer begins at the marker, or at the blanks before
-        it that a prompt does not have.
+        What a template puts between header and words (an empty thinking block) belongs to the
+        answer, since the model has to write it. Without a header the answer begins at the marker,
+        or at the blanks before it that a prompt does not have.
         """
         if self.header and self.header in before:
             yield before[: before.rindex(self.header) + len(self.header)]
@@ -216,7 +243,9 @@ class AnswerFinder:
 
     @cached_property
     def header(self) -> str:
-        """Text that ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
+        """Text that ``add_generation_prompt`` adds; empty if the template writes answers right
+        after questions.
+        """
         return self._asked[_common_length(self._asked, self._render(_QUESTION, None)) :]
 
     @cached_property
@@ -234,12 +263,18 @@ class AnswerFinder:
 
     def _token_at(self, text: str) -> str | None:
         """The token of its own that a text begins with, after blanks."""
-        found = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", text) if self._added_tokens else None
+        found = (
+            re.match(r"\s*(" + _any_of(self._added_tokens) + ")", text)
+            if self._added_tokens
+            else None
+        )
         return found[1] if found else None
 
     @cached_property
     def ending(self) -> str:
-        """The end-of-turn token, or whatever else the template writes after every answer, without blanks."""
+        """The end-of-turn token, or whatever else the template writes after every answer, without
+        blanks.
+        """
         # Both turns end alike; then one goes on with the next user's header.
         middle, last = self._after_answers
         ending = last[: _common_length(middle, last)]
@@ -247,7 +282,9 @@ class AnswerFinder:
 
     @cached_property
     def closing(self) -> str | None:
-        """The token that closes an answer, the last one too; None if that is no token, or not the same for all."""
+        """The token that closes an answer, the last one too; None if that is no token, or not the
+        same for all.
+        """
         last = self._after_answers[1]
         found = self._token_at(last)
         return found if found is not None and found in (self.ending, last.strip()) else None
@@ -262,7 +299,9 @@ class AnswerFinder:
     def pattern(self) -> Pattern | None:
         """Form of an answer, read off a probe; None if the template writes two answers differently."""
         replies = ("first reply", "The other")
-        words = zip(("user", "assistant") * 2, ("Ask", replies[0], "Question", replies[1]), strict=True)
+        words = zip(
+            ("user", "assistant") * 2, ("Ask", replies[0], "Question", replies[1]), strict=True
+        )
         probe: list[Message] = [{"role": role, "content": content} for role, content in words]
         try:
             text = self._render(probe, None)
@@ -284,7 +323,9 @@ class AnswerFinder:
 
 def _common_length(a: str, b: str) -> int:
     """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _any_of(strings: Any) -> str:
@@ -292,5 +333,10 @@ def _any_of(strings: Any) -> str:
 
 
 def _names_tools(words: str, message: Message) -> bool:
-    """Return True if the text names each tool that the message calls; a template may drop them silently."""
-    return all(str(called_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())
+    """Return True if the text names each tool that the message calls; a template may drop them
+    silently.
+    """
+    return all(
+        str(called_function(call).get("name", "")) in words
+        for call in message.get("tool_calls") or ()
+    )

@@ -1,4 +1,6 @@
-"""The files that stand behind what a run has loaded, by their content: to say which of them differs on a computer."""
+"""The files that stand behind what a run has loaded, by their content: to say which of them differs
+on a computer.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +42,10 @@ def _data_files(path: Path, wanted: Collection[str]) -> list[Path]:
     if path.is_file():
         return [path]
     begin = [name for name, split in NAMES_OF_SPLITS.items() if split in wanted]
-    found = {file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()}
+    found = {
+        file
+        for name in begin
+        for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*"))
+        if file.is_file()
+    }
     return sorted(found) if len(found) <= _MOST_FILES else []

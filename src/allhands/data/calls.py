@@ -1,8 +1,8 @@
 """Tool calls and tools as OpenAI's ``tool_calls`` and ``tools``; other spellings are read as those.
 
-Known are OpenAI's older ``function_call`` and ``functions``, ShareGPT's function calls, calls without the object
-``function``, strings of JSON in the place of lists and objects (arguments encoded twice as well), and the nulls with
-which tables give every object the fields of all others.
+Known are OpenAI's older ``function_call`` and ``functions``, ShareGPT's function calls, calls
+without the object ``function``, strings of JSON in the place of lists and objects (arguments
+encoded twice as well), and the nulls with which tables give every object the fields of all others.
 """
 
 from __future__ import annotations
@@ -34,31 +34,48 @@ _NULLABLE = ("default", "const", "example")
 
 
 def called_function(call: Json) -> Json:
-    """Return the part of a tool call or a tool that has a name: itself, or what is under ``function``."""
+    """Return the part of a tool call or a tool that has a name: itself, or what is under
+    ``function``.
+    """
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
 def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool) -> Json:
-    """Return a message whose calls, if it has any, are a list under ``tool_calls``, whatever they were called.
+    """Return a message whose calls, if it has any, are a list under ``tool_calls``, whatever they
+    were called.
 
     Args:
         padded: whether nulls among arguments come from a table, and are none.
 
     Raises:
-        DataError: something is no call; two keys name different calls; one who is no assistant calls.
+        DataError: something is no call; two keys name different calls; one who is no assistant
+            calls.
     """
-    keys = [key for key in _CALL_KEYS if key in message and (key == "tool_calls" or message.get("role") != "tool")]
-    found = {key: calls for key in keys if (calls := _calls_under(message[key], f"{what}: {key}", place, padded))}
+    keys = [
+        key
+        for key in _CALL_KEYS
+        if key in message and (key == "tool_calls" or message.get("role") != "tool")
+    ]
+    found = {
+        key: calls
+        for key in keys
+        if (calls := _calls_under(message[key], f"{what}: {key}", place, padded))
+    }
     rest = {key: value for key, value in message.items() if key not in keys}
     if not found:
         return rest
     first, *others = found
     for key in others:
         if _spoken(found[key]) != _spoken(found[first]):
-            place.fail(f'{what} has "{first}" and "{key}", and they call different things', "keep one of the two")
+            place.fail(
+                f'{what} has "{first}" and "{key}", and they call different things',
+                "keep one of the two",
+            )
     if first != "tool_calls" and message.get("role") != "assistant":
-        place.fail(f'{what} has "{first}", but only an assistant calls', "remove it, or mend the role")
+        place.fail(
+            f'{what} has "{first}", but only an assistant calls', "remove it, or mend the role"
+        )
     return rest | {"tool_calls": found[first]}
 
 
@@ -67,9 +84,14 @@ def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list
     value = _decoded(value)
     calls = [_decoded(call) for call in value] if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) or not call for call in calls) or value is False:
-        place.fail(f"{what} must be calls, each an object", f"see the chat format with tools: {_CALL_HINT}")
+        place.fail(
+            f"{what} must be calls, each an object", f"see the chat format with tools: {_CALL_HINT}"
+        )
     kept = [call for call in calls if not _is_void(call)]
-    return [_usual_call(call, f"{what}: tool call {n}", place, padded) for n, call in enumerate(kept, start=1)]
+    return [
+        _usual_call(call, f"{what}: tool call {n}", place, padded)
+        for n, call in enumerate(kept, start=1)
+    ]
 
 
 def _decoded(value: Any) -> Any:
@@ -85,7 +107,10 @@ def _decoded(value: Any) -> Any:
 def _is_void(value: Any) -> bool:
     """Return True if a value holds only nulls, as objects do that a table has for want of others."""
     if isinstance(value, dict):
-        return all(key == "type" or item is None or (item != {} and _is_void(item)) for key, item in value.items())
+        return all(
+            key == "type" or item is None or (item != {} and _is_void(item))
+            for key, item in value.items()
+        )
     return value is None or value == ""
 
 
@@ -99,12 +124,16 @@ def _usual_call(call: Json, what: str, place: ValuePlace, padded: bool) -> Json:
         own = ("name", "function", *_ARGUMENTS)
         outer = {key: value for key, value in call.items() if key not in own} | {"type": "function"}
         # {"function": "f", "arguments": ...} is seen as well.
-        function = ({"name": inner} if inner else {}) | {key: call[key] for key in own if key in call}
+        function = ({"name": inner} if inner else {}) | {
+            key: call[key] for key in own if key in call
+        }
         function.pop("function", None)
     name = function.get("name")
     if not isinstance(name, str) or not name.strip():
         place.fail(f"{what} has no name", _CALL_HINT)
-    arguments = _once_encoded(function.pop(next((key for key in _ARGUMENTS if key in function), ""), {}))
+    arguments = _once_encoded(
+        function.pop(next((key for key in _ARGUMENTS if key in function), ""), {})
+    )
     if not isinstance(arguments, dict | str):
         place.fail(f"the arguments of {what} are {type_name(arguments)}", _CALL_HINT)
     if padded and isinstance(arguments, dict):
@@ -127,7 +156,11 @@ def _once_encoded(arguments: Any) -> Any:
 def _unpadded(value: Any, kept: Collection[str] = ()) -> Any:
     """The value without fields that are null, but for those of ``kept`` names; nulls of lists stay."""
     if isinstance(value, dict):
-        return {key: _unpadded(item, kept) for key, item in value.items() if item is not None or key in kept}
+        return {
+            key: _unpadded(item, kept)
+            for key, item in value.items()
+            if item is not None or key in kept
+        }
     return [_unpadded(item, kept) for item in value] if isinstance(value, list) else value
 
 
@@ -139,7 +172,9 @@ def without_foreign_nulls(messages: list[Json], tools: list[Any]) -> list[Json]:
     known: dict[Any, Any] = {}
     for function in map(called_function, tools):
         schema = function.get("parameters")
-        known[str(function.get("name"))] = schema.get("properties") if isinstance(schema, dict) else None
+        known[str(function.get("name"))] = (
+            schema.get("properties") if isinstance(schema, dict) else None
+        )
 
     def cleared(call: Json) -> Json:
         function = called_function(call)
@@ -150,18 +185,24 @@ def without_foreign_nulls(messages: list[Json], tools: list[Any]) -> list[Json]:
         return {**call, "function": {**function, "arguments": kept}}
 
     return [
-        {**message, "tool_calls": [*map(cleared, message["tool_calls"])]} if "tool_calls" in message else message
+        {**message, "tool_calls": [*map(cleared, message["tool_calls"])]}
+        if "tool_calls" in message
+        else message
         for message in messages
     ]
 
 
 def _spoken(calls: list[Json]) -> list[Any]:
     """Names and arguments of calls, however they are written."""
-    return [(function["name"], _decoded(function["arguments"])) for function in map(called_function, calls)]
+    return [
+        (function["name"], _decoded(function["arguments"]))
+        for function in map(called_function, calls)
+    ]
 
 
 def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
-    """Return a function call, or a list of them, that stands in the place of a message's words (ShareGPT).
+    """Return a function call, or a list of them, that stands in the place of a message's words
+    (ShareGPT).
 
     Raises:
         DataError: it is none.
@@ -179,22 +220,33 @@ def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
             text = arguments if arguments.strip() else "{}"
             arguments = parse_json(text, f"{what}: the arguments of the call", place)
         if not isinstance(arguments, dict):
-            place.fail(f"{what}: the arguments of the call are {type_name(arguments)}", "write them as an object")
-        made.append({"type": "function", "function": {"name": inner.get("name"), "arguments": arguments}})
+            place.fail(
+                f"{what}: the arguments of the call are {type_name(arguments)}",
+                "write them as an object",
+            )
+        made.append(
+            {"type": "function", "function": {"name": inner.get("name"), "arguments": arguments}}
+        )
     return made
 
 
 def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list[Any] | None:
-    """Return the tools under ``name``, or those that stand under OpenAI's older key ``functions``; None if there are
-    none.
+    """Return the tools under ``name``, or those that stand under OpenAI's older key ``functions``;
+    None if there are none.
 
     Raises:
         DataError: they are broken, or both are there and differ.
     """
     tools = _checked_tools(value, name, place)
     # Other data sets call other things so.
-    described = [_decoded(one) for one in functions] if isinstance(functions := _decoded(functions), list) else []
-    if not described or not all(isinstance(one, dict) and "name" in called_function(one) for one in described):
+    described = (
+        [_decoded(one) for one in functions]
+        if isinstance(functions := _decoded(functions), list)
+        else []
+    )
+    if not described or not all(
+        isinstance(one, dict) and "name" in called_function(one) for one in described
+    ):
         return tools
     older = [*map(as_tool, _checked_tools(described, "functions", place) or ())]
     if tools and [*map(as_tool, tools)] != older:
@@ -203,14 +255,19 @@ def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list
 
 
 def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None:
-    """A list of objects, or the same as JSON; fields that are null, which no schema has, are left out."""
+    """A list of objects, or the same as JSON; fields that are null, which no schema has, are left
+    out.
+    """
     if isinstance(value, str):
         value = list_if_text(value, quoted(name), place)
         value = parse_json(value, quoted(name), place) if isinstance(value, str) else value
     if isinstance(value, list):
         value = [_decoded(tool) for tool in value]
     if value is not None and not is_list_of_objects(value):
-        place.fail(f"{quoted(name)} must be a list of objects, this is {type_name(value)}", "write a JSON list")
+        place.fail(
+            f"{quoted(name)} must be a list of objects, this is {type_name(value)}",
+            "write a JSON list",
+        )
     tools = as_json(value, quoted(name), place)
     kept = _unpadded(tools, _NULLABLE)
     # Where tables have filled up the objects, they have done it to these fields, too.
@@ -219,7 +276,11 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
 
 def as_tool(one: Json) -> Json:
     """Return a tool, or a function's description as one."""
-    return one if isinstance(one.get("function"), dict) else {"type": "function", "function": dict(one)}
+    return (
+        one
+        if isinstance(one.get("function"), dict)
+        else {"type": "function", "function": dict(one)}
+    )
 
 
 def parsed_arguments(arguments: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Check of a data set before a run is spent on it: counts, losses, padding, and faults that ruin runs.
+"""Check of a data set before a run is spent on it: counts, losses, padding, and faults that ruin
+runs.
 
-Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is applied here, so
-that what it takes away can be counted.
+Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is
+applied here, so that what it takes away can be counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from allhands.data.messages import REASONING_KEYS
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Rendered, Renderer, TrainOn, has_chat_template, is_untrained
+from allhands.data.render import (
+    ChatTemplate,
+    Rendered,
+    Renderer,
+    TrainOn,
+    has_chat_template,
+    is_untrained,
+)
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.data.token_roles import own_tokens, stop_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
@@ -34,11 +42,13 @@ from allhands.runtime.sizing import Sizing
 Severity = Literal["ruins", "harms", "note"]
 
 _PLACES, _SHORT_TOKENS = 3, 3
-# An answer is conspicuous if so many records, and this share of them, have it; so many answers are looked at.
+# An answer is conspicuous if so many records, and this share of them, have it; so many answers are
+# looked at.
 _SAME_ANSWERS, _SAME_ANSWER_SHARE, _FIRST_ANSWERS = 5, 0.2, 1000
 # How `Reasons` calls what it groups no further.
 _OTHER_REASONS = "other reasons"
-# How examples are counted that begin otherwise than what is generated; `template_findings` tells it.
+# How examples are counted that begin otherwise than what is generated; `template_findings` tells
+# it.
 _OPENED_OTHERWISE = "opened-otherwise"
 
 
@@ -48,8 +58,10 @@ class CheckOptions:
 
     Attributes:
         sizing: how the device cuts and pads batches.
-        vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token ids out.
-        packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut off.
+        vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token
+            ids out.
+        packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut
+            off.
         trains_embedding: whether the rows of tokens in the model's embedding change.
         near_limit: texts of each split that are searched for near duplicates; 0 searches none.
     """
@@ -100,7 +112,8 @@ class DataFinding:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The numbers of one split. Tokens are counted after the cut, in the examples that are trained on.
+    """The numbers of one split. Tokens are counted after the cut, in the examples that are trained
+    on.
 
     Attributes:
         examples: examples that training gets.
@@ -110,7 +123,8 @@ class SplitReport:
         lengths: tokens of each rendered example before the cut, and how many the limit takes away.
         tokens: tokens of all examples after the cut.
         trained: trained tokens of each example.
-        counts: examples by the code of what was found of them, such as "answers-cut", however few they are.
+        counts: examples by the code of what was found of them, such as "answers-cut", however few
+            they are.
     """
 
     name: str
@@ -139,8 +153,8 @@ def check(
     """Look at every record of ``splits`` as training would.
 
     Args:
-        splits: by name, "train" first, records and the errors of the rows that are none. A split without any is
-            one that is missing.
+        splits: by name, "train" first, records and the errors of the rows that are none. A split
+            without any is one that is missing.
         report: called after each record with the split and the records done in it.
     """
     overlap = Overlap(examiner.options.near_limit)
@@ -154,7 +168,7 @@ def check(
     return [tally.report() for tally in tallies.values()], findings
 
 
-# --- one example -------------------------------------------------------------------------------------
+# --- one example ----------------------------------------------------------------------------------
 
 
 class Examiner:
@@ -164,11 +178,15 @@ class Examiner:
         self.tokenizer = tokenizer
         self.options = options
         same: Any = {"max_seq_length": None, "moment": datetime.now()}
-        self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
+        self._renderer = Renderer(
+            tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same
+        )
         self._answers = Renderer(tokenizer, mask_prompt=True, **same)
         self.stops = stop_tokens(tokenizer)
         # Where it is the end-of-text token too, two of them say nothing.
-        self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
+        self.bos: int | None = (
+            None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
+        )
         self.special = special_tokens(tokenizer)
         self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
         own = own_tokens(tokenizer).values()
@@ -176,7 +194,8 @@ class Examiner:
         self._own_text = None if options.trains_embedding else pattern_of(own)
 
     def view(self, record: Record) -> tuple[Rendered, Bools | None]:
-        """Return a record before the cut; and its answers with their ends, (L,), None where they cannot be told.
+        """Return a record before the cut; and its answers with their ends, (L,), None where they
+        cannot be told.
 
         Raises:
             AllhandsError: the renderer's own.
@@ -192,31 +211,50 @@ class Examiner:
 
     @cached_property
     def opening(self) -> str:
-        """Text that the chat template writes after the header of a generated answer only, not of a trained one."""
+        """Text that the chat template writes after the header of a generated answer only, not of a
+        trained one.
+        """
         return _openings(self.tokenizer)[1]
 
     def opens_otherwise(self, record: Record) -> bool:
         """Return True if the last answer does not begin as the template makes generated ones begin."""
-        answer = next((message for message in reversed(record.turns) if message["role"] == "assistant"), None)
-        if not self.opening or answer is None or any(isinstance(answer.get(key), str) for key in REASONING_KEYS):
+        answer = next(
+            (message for message in reversed(record.turns) if message["role"] == "assistant"), None
+        )
+        if (
+            not self.opening
+            or answer is None
+            or any(isinstance(answer.get(key), str) for key in REASONING_KEYS)
+        ):
             return False
         return not answer["content"].lstrip().startswith(self.opening)
 
     def tokens_in(self, words: str) -> dict[str, list[str]]:
-        """Tokens that are written in ``words``: special ones, and those that may be new and are not learned."""
+        """Tokens that are written in ``words``: special ones, and those that may be new and are not
+        learned.
+        """
         patterns = {"special": self._special_text, "own": self._own_text}
-        return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
+        return {
+            name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()
+        }
 
 
 def _openings(tokenizer: Any) -> tuple[str, str]:
-    return openings(ChatTemplate(tokenizer, datetime.now())) if has_chat_template(tokenizer) else ("", "")
+    return (
+        openings(ChatTemplate(tokenizer, datetime.now()))
+        if has_chat_template(tokenizer)
+        else ("", "")
+    )
 
 
-def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[DataFinding]:
+def template_findings(
+    tokenizer: Any, reports: Sequence[SplitReport] | None = None
+) -> list[DataFinding]:
     """Compare the beginning of an answer in generation with that in training.
 
     Args:
-        reports: of the data, whose answers may begin with what the template writes in generation only.
+        reports: of the data, whose answers may begin with what the template writes in generation
+            only.
     """
     header, opening = _openings(tokenizer)
     if header:
@@ -225,7 +263,11 @@ def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = No
     if not opening or (reports is not None and not count):
         return []
     total = sum(report.lengths.count for report in reports or ())
-    return [DataFinding("other-generation-prompt", "harms", None, count, total, details={"header": opening})]
+    return [
+        DataFinding(
+            "other-generation-prompt", "harms", None, count, total, details={"header": opening}
+        )
+    ]
 
 
 def answer_text(record: Record) -> str:
@@ -234,21 +276,31 @@ def answer_text(record: Record) -> str:
     return "\n".join(spoken_words(answers[-1:])).strip()
 
 
-# --- one split ---------------------------------------------------------------------------------------
+# --- one split ------------------------------------------------------------------------------------
 
-# Findings that are counted example by example: how grave, from which share of the examples on they are told, and
-# from which share on they ruin the run.
+# Findings that are counted example by example: how grave, from which share of the examples on they
+# are told, and from which share on they ruin the run.
 _RULES: dict[str, tuple[Severity, float, float]] = {
-    **dict.fromkeys(("answers-lost", "answers-cut", "nothing-trained", "no-end-of-turn"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(
+        ("answers-lost", "answers-cut", "nothing-trained", "no-end-of-turn"), ("harms", 0.0, 0.1)
+    ),
     **dict.fromkeys(("cut", "empty-answers", "bos-twice", "special-text"), ("harms", 0.0, 2.0)),
     **dict.fromkeys(("end-not-eos", "own-tokens", "near-train"), ("note", 0.0, 2.0)),
     "vocabulary": ("ruins", 0.0, 0.0),
     # What the chat template leaves out.
-    **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(
+        ("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)
+    ),
     **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("answers-dropped", "questions-dropped", "in-train"), ("harms", 0.0, 0.1)),
-    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"), ("harms", 0.0, 2.0)),
-    **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped", "dated"), ("note", 0.0, 2.0)),
+    **dict.fromkeys(
+        ("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"),
+        ("harms", 0.0, 2.0),
+    ),
+    **dict.fromkeys(
+        ("earlier-reasoning-dropped", "names-dropped", "fields-dropped", "dated"),
+        ("note", 0.0, 2.0),
+    ),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
 }
@@ -274,7 +326,10 @@ class _Tally:
         self.name = name
         self._examiner, self._options, self._overlap = examiner, examiner.options, overlap
         self._numbers = {key: array("q") for key in ("length", "kept", "trained", "work")}
-        self._hits, self._answer_places = defaultdict[str, _Hits](_Hits), defaultdict[bytes, _Hits](_Hits)
+        self._hits, self._answer_places = (
+            defaultdict[str, _Hits](_Hits),
+            defaultdict[bytes, _Hits](_Hits),
+        )
         self._errors, self._warnings = defaultdict[str, Reasons](Reasons), Reasons()
         self._shapes, self._answers = Counter[str](), Counter[bytes]()
         self._texts = {kind: Counter[str]() for kind in ("special", "own", "end", "dates")}
@@ -307,9 +362,15 @@ class _Tally:
 
     def _measure(self, record: Record, rendered: Rendered, answer: Bools | None) -> None:
         limit = self._options.limit
-        kept = np.flatnonzero(rendered.mask[:limit]) if not record.is_blank else np.empty(0, dtype=np.int64)
+        kept = (
+            np.flatnonzero(rendered.mask[:limit])
+            if not record.is_blank
+            else np.empty(0, dtype=np.int64)
+        )
         numbers = (
-            {"kept": len(rendered.tokens[:limit]), "trained": len(kept), "work": int(kept[-1])} if len(kept) else {}
+            {"kept": len(rendered.tokens[:limit]), "trained": len(kept), "work": int(kept[-1])}
+            if len(kept)
+            else {}
         )
         for name, number in ({"length": len(rendered.tokens)} | numbers).items():
             self._numbers[name].append(number)
@@ -361,7 +422,9 @@ class _Tally:
             self._texts["end"].update([name] if name else [])
             yield "end-not-eos" if name else "no-end-of-turn"
 
-    def _words(self, record: Record, rendered: Rendered, answer: Bools | None, text: str) -> Iterator[str]:
+    def _words(
+        self, record: Record, rendered: Rendered, answer: Bools | None, text: str
+    ) -> Iterator[str]:
         for name, found in self._examiner.tokens_in(text).items():
             if found and (name == "own" or record.kind != "text"):
                 self._texts[name].update(found)
@@ -373,12 +436,16 @@ class _Tally:
 
     def report(self) -> SplitReport:
         """Return the numbers."""
-        lengths, kept, trained, work = (np.array(numbers, dtype=np.int64) for numbers in self._numbers.values())
+        lengths, kept, trained, work = (
+            np.array(numbers, dtype=np.int64) for numbers in self._numbers.values()
+        )
         return SplitReport(
             name=self.name,
             examples=len(kept),
             shapes=dict(self._shapes.most_common()),
-            bad_rows=sum(reason.count for reasons in self._errors.values() for reason in reasons.listed()),
+            bad_rows=sum(
+                reason.count for reasons in self._errors.values() for reason in reasons.listed()
+            ),
             left_out=len(lengths) - len(kept),
             lengths=LengthSummary.of(lengths, self._options.limit),
             tokens=int(kept.sum()),
@@ -397,7 +464,9 @@ class _Tally:
             hits = self._hits.get(code)
             if hits and hits.count >= told_from * total:
                 more = details | ({"sample": self._samples[code]} if code in self._samples else {})
-                yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **more)
+                yield self._finding(
+                    code, "ruins" if hits.count >= ruins_from * total else severity, hits, **more
+                )
         yield from self._about_the_whole()
 
     def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[DataFinding]:
@@ -410,36 +479,52 @@ class _Tally:
 
     def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> DataFinding:
         total = len(self._numbers["length"])
-        return DataFinding(code, severity, self.name, hits.count, total, tuple(hits.places), details)
+        return DataFinding(
+            code, severity, self.name, hits.count, total, tuple(hits.places), details
+        )
 
     def _facts(self) -> dict[str, Any]:
-        limit, lengths = self._options.max_seq_length, np.array(self._numbers["length"], dtype=np.int64)
+        limit, lengths = (
+            self._options.max_seq_length,
+            np.array(self._numbers["length"], dtype=np.int64),
+        )
         return {
             "limit": limit,
             "longest": int(lengths.max(initial=0)),
             "cut_tokens": int(np.maximum(lengths - limit, 0).sum()),
             "largest": self._largest,
             "vocab_size": self._options.vocab_size,
-            **{name: [text for text, _ in found.most_common(3)] for name, found in self._texts.items()},
+            **{
+                name: [text for text, _ in found.most_common(3)]
+                for name, found in self._texts.items()
+            },
         }
 
     def _about_the_whole(self) -> Iterator[DataFinding]:
         """Findings that are not counted example by example."""
-        options, number, total = self._options, len(self._numbers["kept"]), len(self._numbers["length"])
+        options, number, total = (
+            self._options,
+            len(self._numbers["kept"]),
+            len(self._numbers["length"]),
+        )
         missing = self.name != "train" and not total and not self._errors
         if number == 0 and not missing:
             yield self._finding("no-examples", "ruins", _Hits())
         elif missing and self.name == "valid":
             yield self._finding("no-split", "note", _Hits())
         elif self.name == "train" and number < options.batch_size:
-            yield self._finding("few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size)
+            yield self._finding(
+                "few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size
+            )
         yield from self._about_answers(total)
 
     def _about_answers(self, total: int) -> Iterator[DataFinding]:
         options = self._options
         key, count = self._answers.most_common(1)[0] if self._answers else (b"", 0)
         if count >= _SAME_ANSWERS and count > _SAME_ANSWER_SHARE * total:
-            yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))
+            yield self._finding(
+                "same-answer", "harms", _Hits(count, self._answer_places[key].places)
+            )
         texts = self._shapes["text"]
         if texts and options.masks:
             code, severity = ("all-texts", "ruins") if texts >= total else ("some-texts", "note")

@@ -20,18 +20,34 @@ _ASKED = ("question", "query", "problem", "instruction", "input", "user", "q")
 _ANSWERED = ("answer", "response", "output", "solution", "reply", "assistant", "a")
 # Columns that may stand beside them, about the row.
 _ABOUT = (
-    *("id", "idx", "index", "uid", "uuid", "source", "url", "topic", "category", "subject", "type", "level"),
+    *(
+        "id",
+        "idx",
+        "index",
+        "uid",
+        "uuid",
+        "source",
+        "url",
+        "topic",
+        "category",
+        "subject",
+        "type",
+        "level",
+    ),
     *("split", "date", "author", "lang", "language", "difficulty", "unnamed: 0", ""),
 )
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the columns of a question and its answer by their usual names; ``None`` unless nothing else has a say in
-    it.
+    """Return the columns of a question and its answer by their usual names; ``None`` unless nothing
+    else has a say in it.
 
-    A context, choices or any other words beside them belong to the question, or to nobody: that is not guessed.
+    A context, choices or any other words beside them belong to the question, or to nobody: that is
+    not guessed.
     """
-    names = [name for name, value in row.items() if value is not None and name.lower() not in _ABOUT]
+    names = [
+        name for name, value in row.items() if value is not None and name.lower() not in _ABOUT
+    ]
     if len(names) != 2 or not all(isinstance(row[name], str) for name in names):
         return None
     pairs = (names, names[::-1])
@@ -46,7 +62,10 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
     """
     if "input_ids" in row:
         return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
-    found = {part: known.get(part) or next((n for n in names if n in row), None) for part, names in _LIKE.items()}
+    found = {
+        part: known.get(part) or next((n for n in names if n in row), None)
+        for part, names in _LIKE.items()
+    }
     prompt, completion = found["prompt"], found["completion"]
     if prompt and completion:
         named = f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}"
@@ -55,7 +74,9 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
         if column := found[part]:
             return f"name the column: {part}_feature: {quoted(column)}"
     if source.lower().endswith((".csv", ".tsv")) and any(map(_is_prose, row)):
-        names = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
+        names = {1: "text", 2: "prompt,completion"}.get(
+            len(row), "prompt,completion and a name for each other column"
+        )
         return f"the first row seems to be data: write a line above it, {names} (with the file's own separator)"
     return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
 
@@ -71,10 +92,17 @@ def _is_prose(name: str) -> bool:
 
 
 def nearest(row: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
-    """Return the columns of a row, nested ones too, that are called most like the wanted ones; empty without any."""
+    """Return the columns of a row, nested ones too, that are called most like the wanted ones;
+    empty without any.
+    """
     paths = {key.lower(): key for key in row}
     for name, value in row.items():
         if isinstance(value, dict):
             paths |= {f"{name}.{key}".lower(): f"{name}.{key}" for key in value}
-    close = {part: get_close_matches(name.lower(), paths, n=1, cutoff=0.4) for part, name in wanted.items()}
-    return ", ".join(f"{part}_feature: {quoted(paths[found[0]])}" for part, found in close.items() if found)
+    close = {
+        part: get_close_matches(name.lower(), paths, n=1, cutoff=0.4)
+        for part, name in wanted.items()
+    }
+    return ", ".join(
+        f"{part}_feature: {quoted(paths[found[0]])}" for part, found in close.items() if found
+    )

@@ -1,4 +1,6 @@
-"""Plain text of training sources, for what learns from words alone: streamed, with some of it held out."""
+"""Plain text of training sources, for what learns from words alone: streamed, with some of it held
+out.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,24 @@ Progress = Callable[[int, int], None]
 
 
 class Corpus:
-    """The texts of the training split, and what is held out: the validation split, or else the end of the text.
+    """The texts of the training split, and what is held out: the validation split, or else the end
+    of the text.
 
-    Of texts, their ``text``; of chats and completions, the words of all turns. Rows that cannot be used are counted
-    and passed over.
+    Of texts, their ``text``; of chats and completions, the words of all turns. Rows that cannot be
+    used are counted and passed over.
 
     Attributes:
-        held_out: texts of together at most a million characters; complete when ``training`` is at its end.
+        held_out: texts of together at most a million characters; complete when ``training`` is at
+            its end.
         held_out_is_split: whether they are the validation split.
-        documents: read so far for training; ``num_bytes`` of them in UTF-8, what is held out included.
+        documents: read so far for training; ``num_bytes`` of them in UTF-8, what is held out
+            included.
         first: the first text.
     """
 
-    def __init__(self, sources: Sequence[Source], text_key: str = "text", progress: Progress | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], text_key: str = "text", progress: Progress | None = None
+    ) -> None:
         self._train = [source for source in sources if source.split in (None, "train")]
         self._valid = [source for source in sources if source.split == "valid"]
         self._names = [source.name for source in sources]
@@ -54,7 +61,8 @@ class Corpus:
         return self._reasons.listed()
 
     def training(self) -> Iterator[str]:
-        """Yield the text to train on, in pieces of at most 16 thousand characters that begin where a word does.
+        """Yield the text to train on, in pieces of at most 16 thousand characters that begin where
+        a word does.
 
         Raises:
             DataError: there is none.
@@ -106,7 +114,9 @@ class Corpus:
             try:
                 if isinstance(item, RowProblem):
                     raise item.error()
-                text = parse_example(item.value, self._columns, source=item.source, line=item.line).texts()
+                text = parse_example(
+                    item.value, self._columns, source=item.source, line=item.line
+                ).texts()
                 text.encode()
             except DataError as error:
                 # Advice names the column by its YAML key; here it is a flag.
@@ -114,14 +124,18 @@ class Corpus:
                 self._reasons.add(error.message, hint, error.where or "")
             except UnicodeEncodeError:
                 hint = "write the whole character, or remove it"
-                self._reasons.add("it has half a surrogate pair", hint, f"{item.source}:{item.line}")
+                self._reasons.add(
+                    "it has half a surrogate pair", hint, f"{item.source}:{item.line}"
+                )
             else:
                 yield from [text] if text else []
 
     def _nothing(self) -> DataError:
         where = ", ".join(self._names[:3]) + (", ..." if len(self._names) > 3 else "")
         if not self._train:
-            hint = "name files to train on: those called valid, validation, dev or test are held out"
+            hint = (
+                "name files to train on: those called valid, validation, dev or test are held out"
+            )
             return DataError("there is no training split", where=where, hint=hint)
         if not self.left_out:
             return DataError("there is no text", where=where, hint="name files that hold some")
@@ -141,7 +155,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _word(text: str, place: int, least: int = 0) -> int:
-    """The last beginning of a line or, with the blank before it, of a word between ``least`` and ``place``."""
+    """The last beginning of a line or, with the blank before it, of a word between ``least`` and
+    ``place``.
+    """
     line = text.rfind("\n", least, place)
     blank = text.rfind(" ", least, place)
     return line + 1 if line > least else blank if blank > least else place

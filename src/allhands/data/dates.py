@@ -1,9 +1,10 @@
 """The date that a chat template writes: of one moment, which a run fixes once and keeps.
 
-The templates of Llama 3.2, SmolLM3, Granite, gpt-oss and others ask for the current date with ``strftime_now``. That is
-right when a model answers; in training the same record must become the same tokens whenever, and wherever, it is
-rendered. So a macro of the same name is put before the template. It gives the date of one moment, as plain text,
-because transformers lets nothing but plain values into a template.
+The templates of Llama 3.2, SmolLM3, Granite, gpt-oss and others ask for the current date with
+``strftime_now``. That is right when a model answers; in training the same record must become the
+same tokens whenever, and wherever, it is rendered. So a macro of the same name is put before the
+template. It gives the date of one moment, as plain text, because transformers lets nothing but
+plain values into a template.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _UNKNOWN = "\ue0a3"
 # Of its lines nothing is left: Jinja, as transformers sets it, drops the newline after a block.
 _MACRO = (
     "{% macro strftime_now(format) %}"
-    "{{ allhands_dates[format] if format in allhands_dates else raise_exception('" + _UNKNOWN + "' ~ format) }}"
+    "{{ allhands_dates[format] if format in allhands_dates else raise_exception('"
+    + _UNKNOWN
+    + "' ~ format) }}"
     "{% endmacro %}\n"
 )
 
@@ -33,18 +36,23 @@ def asks_date(tokenizer: Any) -> bool:
 
 
 def date_facts(tokenizer: Any, moment: datetime) -> list[str] | str:
-    """Texts that the chat template can write of ``moment``, one for each of its formats; or else the moment itself.
+    """Texts that the chat template can write of ``moment``, one for each of its formats; or else
+    the moment itself.
 
     Two moments with the same facts give the same tokens.
     """
     sources = _sources(tokenizer)
     formats = [found for source in sources for found in _LITERAL.findall(source)]
     asked = sum(source.count(_ASKS) - len(_WHETHER.findall(source)) for source in sources)
-    return [moment.strftime(one) for one in formats] if len(formats) == asked else moment.isoformat()
+    return (
+        [moment.strftime(one) for one in formats] if len(formats) == asked else moment.isoformat()
+    )
 
 
 def _sources(tokenizer: Any) -> list[str]:
-    """The tokenizer's templates in Jinja: one, or several by name; none where mlx_lm has a program in their place."""
+    """The tokenizer's templates in Jinja: one, or several by name; none where mlx_lm has a program
+    in their place.
+    """
     if callable(getattr(tokenizer, "_chat_template", None)):
         return []
     given = getattr(tokenizer, "chat_template", None)
@@ -55,7 +63,8 @@ def _sources(tokenizer: Any) -> list[str]:
 class StoppedClock:
     """Renders conversations as if it were always the same moment.
 
-    Formats are learned as a template asks for them: it is asked again then, so any that it computes will do.
+    Formats are learned as a template asks for them: it is asked again then, so any that it computes
+    will do.
     """
 
     def __init__(self, moment: datetime) -> None:
@@ -67,7 +76,8 @@ class StoppedClock:
         """Call ``render`` with the template ``source``; raises the errors of ``render``.
 
         Args:
-            render: is called with the template as ``chat_template`` and with ``allhands_dates`` for it.
+            render: is called with the template as ``chat_template`` and with ``allhands_dates`` for
+                it.
         """
         while True:
             try:
@@ -79,5 +89,7 @@ class StoppedClock:
                 self._dates[wanted] = self._moment.strftime(wanted)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
-        """Return the dates that a rendered conversation holds, in order of their first use by the template."""
+        """Return the dates that a rendered conversation holds, in order of their first use by the
+        template.
+        """
         return tuple(date for date in self._dates.values() if date and date in text)

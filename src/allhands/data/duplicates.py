@@ -1,20 +1,23 @@
 """Texts that are there twice: exactly, or nearly.
 
-Two texts are exact duplicates if they are equal once letter case, Unicode form and white space are out of the way
-(:func:`normalise`), and near duplicates if their Jaccard similarity, the share of runs that both have among the runs
-that either has, reaches a threshold. A run is three words in a row; in a text with fewer than ten words or hardly any
-spaces (Chinese, Thai, a long key) it is eight characters, and such a text is compared with its like. Punctuation and
-digits count: ``2 + 2`` and ``2 - 2`` differ. A text that repeats itself so much that fewer than half of its runs are
-different (grids of digits, DNA, "ha ha ha") has no near duplicates: any two such texts have most of their runs in
-common and yet may say different things.
+Two texts are exact duplicates if they are equal once letter case, Unicode form and white space are
+out of the way (:func:`normalise`), and near duplicates if their Jaccard similarity, the share of
+runs that both have among the runs that either has, reaches a threshold. A run is three words in a
+row; in a text with fewer than ten words or hardly any spaces (Chinese, Thai, a long key) it is
+eight characters, and such a text is compared with its like. Punctuation and digits count: ``2 + 2``
+and ``2 - 2`` differ. A text that repeats itself so much that fewer than half of its runs are
+different (grids of digits, DNA, "ha ha ha") has no near duplicates: any two such texts have most of
+their runs in common and yet may say different things.
 
-Each text is known by its sketch, the 512 smallest hashes of its runs. MinHash values of it (Broder, 1997) are cut into
-bands, and texts that share a band are candidates (locality-sensitive hashing). A pair exactly at the threshold becomes
-a candidate in 99.8 of 100 cases. At most 32 candidates are compared, those that share the rarest bands. Of texts with
-fewer than 512 different runs the similarity is exact; of longer ones the unbiased estimate of Cohen (1997) with a
-standard error of at most 0.022.
+Each text is known by its sketch, the 512 smallest hashes of its runs. MinHash values of it (Broder,
+1997) are cut into bands, and texts that share a band are candidates (locality-sensitive hashing). A
+pair exactly at the threshold becomes a candidate in 99.8 of 100 cases. At most 32 candidates are
+compared, those that share the rarest bands. Of texts with fewer than 512 different runs the
+similarity is exact; of longer ones the unbiased estimate of Cohen (1997) with a standard error of
+at most 0.022.
 
-The package datasketch is slower where many texts share a template, takes three times the memory, and brings scipy.
+The package datasketch is slower where many texts share a template, takes three times the memory,
+and brings scipy.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalise(text: str) -> str:
-    """Bring letter case, compatibility forms (full width, ligatures, composed accents) and white space to one form."""
+    """Bring letter case, compatibility forms (full width, ligatures, composed accents) and white
+    space to one form.
+    """
     if text.isascii():
         return " ".join(text.lower().split())
     folded = unicodedata.normalize("NFKC", text).casefold()
@@ -53,9 +58,9 @@ def normalise(text: str) -> str:
 class NearIndex:
     """Finds for each text the earlier ones that are nearly the same.
 
-    The answers depend on the texts and their order only: not on the machine or the process (the Unicode tables of
-    Python decide about letter case). No text is kept: a text takes about 1.2 kB, and 4 bytes for each different run up
-    to 512.
+    The answers depend on the texts and their order only: not on the machine or the process (the
+    Unicode tables of Python decide about letter case). No text is kept: a text takes about 1.2 kB,
+    and 4 bytes for each different run up to 512.
 
     Args:
         threshold: Jaccard similarity from which on two texts are near duplicates, 0.5 to 1.
@@ -80,20 +85,31 @@ class NearIndex:
         """Compare ``text`` with the earlier ones and remember it.
 
         Returns:
-            Similarity and number (from 0, in the order of the calls) of those that are like it, the most similar first.
+            Similarity and number (from 0, in the order of the calls) of those that are like it, the
+            most similar first.
         """
         number, self._count = self._count, self._count + 1
         sketch, kind = _sketch(normalise(text))
         if sketch is None:
             return []
-        lowest = (self._factors * sketch + self._summands).min(axis=1).reshape(self._num_bands, self._rows)
+        lowest = (
+            (self._factors * sketch + self._summands)
+            .min(axis=1)
+            .reshape(self._num_bands, self._rows)
+        )
         bands = (lowest * self._row_factors).sum(axis=1, dtype=np.uint64)
-        # 60 bits: the largest short integers of Python. Texts in words and in characters never meet.
-        keys: list[int] = (mix(bands + self._band_numbers + np.uint64(kind << 32)) >> np.uint64(4)).tolist()
+        # 60 bits: the largest short integers of Python. Texts in words and in characters never
+        # meet.
+        keys: list[int] = (
+            mix(bands + self._band_numbers + np.uint64(kind << 32)) >> np.uint64(4)
+        ).tolist()
         # Texts of a small bucket have more in common with this one than a template.
         buckets = sorted((self._buckets.get(key, ()) for key in keys), key=len)
         candidates = islice(dict.fromkeys(chain.from_iterable(buckets)), _CROWD)
-        compared = [(jaccard(sketch, np.frombuffer(self._sketches[one], dtype=np.uint32)), one) for one in candidates]
+        compared = [
+            (jaccard(sketch, np.frombuffer(self._sketches[one], dtype=np.uint32)), one)
+            for one in candidates
+        ]
         self._sketches[number] = sketch.tobytes()
         alone = (number,)  # one for all bands: most buckets hold a single text
         for key in keys:
@@ -105,11 +121,16 @@ class NearIndex:
 
 
 def _sketch(normal: str) -> tuple[_U32 | None, int]:
-    """The smallest hashes of the runs, ascending, or None if the text repeats itself too much; and words in a run."""
+    """The smallest hashes of the runs, ascending, or None if the text repeats itself too much; and
+    words in a run.
+    """
     words = normal.split(" ")
     if len(words) < _FEW_WORDS or len(normal) > _LONG_WORD * len(words):
         # JSON may hold half a surrogate pair.
-        units, length = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4"), _CHARACTERS
+        units, length = (
+            np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4"),
+            _CHARACTERS,
+        )
     else:
         units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words])
         length = _WORDS
@@ -130,7 +151,8 @@ def _without_repeats(ascending: _U32) -> _U32:
 
 
 def jaccard(one: _U32, other: _U32) -> float:
-    """Jaccard similarity of two sets from their smallest members: exact if both are whole, else an estimate.
+    """Jaccard similarity of two sets from their smallest members: exact if both are whole, else an
+    estimate.
 
     Args:
         one, other: different hashes in ascending order; 512 of them stand for a larger set.
@@ -149,9 +171,9 @@ def jaccard(one: _U32, other: _U32) -> float:
 def _bands(threshold: float) -> tuple[int, int]:
     """Number of bands, and of values in a band, for a threshold: 12 and 4 for 0.8.
 
-    A band of r values is equal with probability s^r at similarity s. More values leave fewer candidates below the
-    threshold but need more bands, hence memory: r is the largest up to 8 with which a band at the threshold is equal
-    in at least 40 of 100 cases.
+    A band of r values is equal with probability s^r at similarity s. More values leave fewer
+    candidates below the threshold but need more bands, hence memory: r is the largest up to 8 with
+    which a band at the threshold is equal in at least 40 of 100 cases.
     """
     rows = next((rows for rows in range(8, 2, -1) if threshold**rows >= 0.4), 2)
     missed = 1 - threshold**rows
@@ -160,7 +182,9 @@ def _bands(threshold: float) -> tuple[int, int]:
 
 
 class Overlap:
-    """Search for texts that repeat one of their split or of the training set; near duplicates among the first."""
+    """Search for texts that repeat one of their split or of the training set; near duplicates among
+    the first.
+    """
 
     def __init__(self, near_limit: int) -> None:
         self._limit = near_limit
@@ -172,7 +196,9 @@ class Overlap:
 
     def add(self, split: str, text: str) -> str | None:
         """Return the code of what was found."""
-        digest = hashlib.blake2b(normalise(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        digest = hashlib.blake2b(
+            normalise(text).encode("utf-8", "surrogatepass"), digest_size=16
+        ).digest()
         if (other := self._exact.get(digest)) is not None:
             return "repeats" if other == split else "in-train" if other == "train" else None
         self._exact[digest] = split
@@ -181,4 +207,8 @@ class Overlap:
             return None
         alike = self._near.add(text)
         self._near_splits.append(split)
-        return "near-train" if split != "train" and any(self._near_splits[one] == "train" for _, one in alike) else None
+        return (
+            "near-train"
+            if split != "train" and any(self._near_splits[one] == "train" for _, one in alike)
+            else None
+        )

@@ -17,12 +17,14 @@ from allhands.errors import AllhandsError, DataError, ModelError
 
 Span = tuple[int, int]
 
-# Letters, digits, blanks, line ends, characters of several bytes; it begins with a letter and is in NFC.
+# Letters, digits, blanks, line ends, characters of several bytes; it begins with a letter and is in
+# NFC.
 _PROBE = "Ahoy, 12 matie's.\n\n  \tcafé;\n漢字 🏴\u200d☠️ \n "
 
 
 class Tokenizer(Protocol):
-    """Interface of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer, as far as it is used here.
+    """Interface of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer, as far as it is
+    used here.
 
     ``backend_tokenizer`` (offsets, batches), ``added_tokens_decoder``, ``has_chat_template`` or
     ``chat_template`` are looked for as well.
@@ -46,8 +48,8 @@ class Draft:
 
     Attributes:
         text: what is encoded.
-        framed: the tokenizer adds its special tokens, and an end-of-text token closes it. False for the
-            output of a chat template, which has written all of them.
+        framed: the tokenizer adds its special tokens, and an end-of-text token closes it. False for
+            the output of a chat template, which has written all of them.
         spans: the character ranges that are targets, in order; None if all of it is.
         dates: the current date, in each spelling in which the chat template has written it.
         unheard: what the record holds and the text does not.
@@ -66,7 +68,8 @@ class Encoded:
 
     Attributes:
         tokens: (L,) int32.
-        offsets: (L', 2) character range of each token with L' == L, or L - 1 if ``closed``; None if not asked for.
+        offsets: (L', 2) character range of each token with L' == L, or L - 1 if ``closed``; None if
+            not asked for.
         closed: whether an end-of-text token was put after what the tokenizer made of the text.
     """
 
@@ -76,7 +79,9 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes drafts with one tokenizer, one at a time or many at once on all cores; the result is the same."""
+    """Encodes drafts with one tokenizer, one at a time or many at once on all cores; the result is
+    the same.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -93,19 +98,25 @@ class Encoder:
             encoder = self._with_offsets() if offsets else self._tokenizer
             return self._framed(draft, encoder.encode(draft.text, add_special_tokens=draft.framed))
         except (TypeError, UnicodeError) as error:
-            bad = next((f" (\\u{ord(c):04x})" for c in draft.text if 0xD800 <= ord(c) <= 0xDFFF), "")
+            bad = next(
+                (f" (\\u{ord(c):04x})" for c in draft.text if 0xD800 <= ord(c) <= 0xDFFF), ""
+            )
             why = f"the example cannot be encoded, it has half a surrogate pair{bad}"
             message = why if bad else f"it cannot be encoded: {error}"
             raise DataError(message, hint="write the whole character, or remove it") from error
 
-    def encode_many(self, drafts: Sequence[Draft], *, offsets: bool) -> list[Encoded | AllhandsError]:
+    def encode_many(
+        self, drafts: Sequence[Draft], *, offsets: bool
+    ) -> list[Encoded | AllhandsError]:
         """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
         results: dict[int, Encoded | AllhandsError] = {}
         if drafts and self._backend is not None and (offsets or self._backend_is_all):
             for framed in (False, True):
                 # If one of them is no text, which one shows when they come one by one.
                 with suppress(TypeError, UnicodeError):
-                    results |= self._batch({i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets)
+                    results |= self._batch(
+                        {i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets
+                    )
         for i in {*range(len(drafts))} - results.keys():
             try:
                 results[i] = self.encode(drafts[i], offsets=offsets)
@@ -116,7 +127,11 @@ class Encoder:
     def _batch(self, drafts: dict[int, Draft], framed: bool, offsets: bool) -> dict[int, Encoded]:
         backend = self._with_offsets()
         run = backend.encode_batch if offsets else backend.encode_batch_fast
-        encodings = run([draft.text for draft in drafts.values()], add_special_tokens=framed) if drafts else []
+        encodings = (
+            run([draft.text for draft in drafts.values()], add_special_tokens=framed)
+            if drafts
+            else []
+        )
         return {
             i: self._framed(draft, found if offsets else found.ids)
             for (i, draft), found in zip(drafts.items(), encodings, strict=True)
@@ -137,7 +152,9 @@ class Encoder:
 
     @cached_property
     def _backend_is_all(self) -> bool:
-        """True if the Rust tokenizer alone gives the tokens of the tokenizer's own ``encode`` (a probe)."""
+        """True if the Rust tokenizer alone gives the tokens of the tokenizer's own ``encode`` (a
+        probe).
+        """
         text = _PROBE + "cafe\u0301" + (self._tokenizer.eos_token or "")
         backend = self._with_offsets()
         return all(
@@ -147,7 +164,9 @@ class Encoder:
         )
 
     def _framed(self, draft: Draft, found: Any) -> Encoded:
-        """Tokens with one begin-of-text token at most, and an end-of-text token where the draft wants them."""
+        """Tokens with one begin-of-text token at most, and an end-of-text token where the draft
+        wants them.
+        """
         ids: list[int] = found if isinstance(found, list) else found.ids
         offsets = None
         if not isinstance(found, list):
@@ -180,8 +199,8 @@ def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> Bools:
 def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
     """(L,) bool: the tokens that lie inside a span.
 
-    A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy" carries the
-    first word of an answer, but a "\\n\\n" half of which is the header's carries none.
+    A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy"
+    carries the first word of an answer, but a "\\n\\n" half of which is the header's carries none.
 
     Args:
         offsets: (L, 2) character range of each token.
@@ -202,8 +221,9 @@ def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
 def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
     """Return the beginning and the end of each token, both in ascending order.
 
-    Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A token that
-    the tokenizer added at the end has no place of its own: it lies where the text has ended.
+    Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A
+    token that the tokenizer added at the end has no place of its own: it lies where the text has
+    ended.
     """
     ends = np.maximum.accumulate(offsets[:, 1])
     before = np.zeros_like(ends)

@@ -24,9 +24,9 @@ class Explained:
         tokens: (L,) int32, as rendered.
         mask: (L,) bool, the targets of the loss.
         truncated: tokens cut off the end.
-        pieces: (L) pairs: the text that the token stands for, and whether it is a target. The first token of
-            a character that takes several has the character, the others have "". A token that the tokenizer
-            added (begin or end of text) shows its own name.
+        pieces: (L) pairs: the text that the token stands for, and whether it is a target. The first
+            token of a character that takes several has the character, the others have "". A token
+            that the tokenizer added (begin or end of text) shows its own name.
         cut: the text of the tokens that were cut off.
     """
 
@@ -53,14 +53,22 @@ def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
     """(L) the text of each token; of one that the tokenizer added, its name."""
     assert encoded.offsets is not None
     pieces = pieces_of_text(text, encoded.offsets) + [""] * encoded.closed
-    names = {getattr(tokenizer, f"{end}_token_id"): getattr(tokenizer, f"{end}_token") or "" for end in ("bos", "eos")}
-    return [piece or names.get(token, "") for token, piece in zip(encoded.tokens.tolist(), pieces, strict=True)]
+    names = {
+        getattr(tokenizer, f"{end}_token_id"): getattr(tokenizer, f"{end}_token") or ""
+        for end in ("bos", "eos")
+    }
+    return [
+        piece or names.get(token, "")
+        for token, piece in zip(encoded.tokens.tolist(), pieces, strict=True)
+    ]
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the text of each special token, by its id."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: str(token) for number, token in added.items() if getattr(token, "special", True)}
+    return {
+        number: str(token) for number, token in added.items() if getattr(token, "special", True)
+    }
 
 
 def pattern_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
@@ -75,7 +83,9 @@ PROBE = Record("chat", messages=(*_QUESTION, _ANSWER, *_QUESTION, {**_ANSWER, "c
 
 
 def openings(template: Any) -> tuple[str, str]:
-    """Return two texts: one that a chat template omits before a generated answer, one that it writes only there."""
+    """Return two texts: one that a chat template omits before a generated answer, one that it
+    writes only there.
+    """
     try:
         plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)
         trained = template.text([*_QUESTION, {**_ANSWER, "content": _WORDS}], None)
@@ -86,5 +96,7 @@ def openings(template: Any) -> tuple[str, str]:
         return opening.removeprefix(plain).strip(), ""
     if opening.startswith(prompt.rstrip()):
         return "", ""
-    same = next((i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening)
+    )
     return "", prompt[same:].strip()

@@ -1,4 +1,6 @@
-"""The forms in which a chat template may want a conversation: what one template takes, another drops or rejects."""
+"""The forms in which a chat template may want a conversation: what one template takes, another
+drops or rejects.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ class Form:
     """Form in which a conversation is written for a template.
 
     Attributes:
-        strings: arguments of calls as JSON strings, as OpenAI has them; else as objects, as most templates and
-            mlx_lm's server do.
+        strings: arguments of calls as JSON strings, as OpenAI has them; else as objects, as most
+            templates and mlx_lm's server do.
         no_words: the content of an answer that only calls is null, not empty.
         ids: calls and the answers of tools have ids of nine digits, where the data have none.
-        wrapped: a tool is ``{"type": "function", "function": ...}``, where the data have the inner part alone.
+        wrapped: a tool is ``{"type": "function", "function": ...}``, where the data have the inner
+            part alone.
         reasoning: the key under which thinking stands; None leaves it where it is.
     """
 
@@ -56,7 +59,11 @@ class Form:
         function = called_function(call)
         arguments = function.get("arguments")
         if self.strings:
-            value = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+            value = (
+                json.dumps(arguments, ensure_ascii=False)
+                if isinstance(arguments, dict)
+                else arguments
+            )
         else:
             value = parsed_arguments(arguments)
         if value is arguments:
@@ -66,7 +73,9 @@ class Form:
 
 
 def other_forms(form: Form) -> Iterator[Form]:
-    """Forms in which a template may write more of a conversation than in ``form``, the likeliest first."""
+    """Forms in which a template may write more of a conversation than in ``form``, the likeliest
+    first.
+    """
     yield replace(form, strings=True)
     yield replace(form, no_words=True)
     yield replace(form, no_words=True, strings=True)

@@ -1,11 +1,11 @@
 """Search for the parts of a conversation that a chat template leaves out.
 
-Templates leave things out without a word: the thinking of answers, tool calls, words beside calls, a system message.
-A conversation is therefore rendered once more with a marker in the place of everything that was said
-(:func:`mark`); a marker that is not in the text stands for something that the model never sees. Conversations of the
-same form share that rendering, so that it costs little. Reformatted calls, escapes and trimmed blanks leave markers
-alone. Words that a template drops for what they say, not for where they stand, are found in the real text
-(:func:`is_missing`).
+Templates leave things out without a word: the thinking of answers, tool calls, words beside calls,
+a system message. A conversation is therefore rendered once more with a marker in the place of
+everything that was said (:func:`mark`); a marker that is not in the text stands for something that
+the model never sees. Conversations of the same form share that rendering, so that it costs little.
+Reformatted calls, escapes and trimmed blanks leave markers alone. Words that a template drops for
+what they say, not for where they stand, are found in the real text (:func:`is_missing`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,39 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from allhands.data.calls import called_function, parsed_arguments
-from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
+from allhands.data.messages import (
+    INSTRUCTION_ROLES,
+    MEDIA_KEYS,
+    REASONING_KEYS,
+    TOOL_ROLES,
+    Message,
+)
 from allhands.data.values import quoted
 
-Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "field"]
+Kind = Literal[
+    "system",
+    "question",
+    "answer",
+    "reasoning",
+    "call",
+    "argument",
+    "result",
+    "name",
+    "tool",
+    "field",
+]
 
 _WORD = re.compile(r"Zq(\d{1,9})qZ|(?<!\d)731(\d{4})(?!\d)")
 _NUMBER = 7_310_000
 _MANY = 9_999
 # Only so much of a call's arguments: a template treats all alike.
 _FIELDS, _ITEMS, _DEPTH = 32, 2, 6
-# How models and data sets write thinking into the words of an answer; groups: opening, its name, thinking, closing.
+# How models and data sets write thinking into the words of an answer; groups: opening, its name,
+# thinking, closing.
 _NAMES = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning|reflection|analysis)"
 _THINKING = re.compile(
-    rf"(<({_NAMES})>|\[THINK\]|<\|begin_of_thought\|>)(.*?)(</\2>|\[/THINK\]|<\|end_of_thought\|>)", re.DOTALL
+    rf"(<({_NAMES})>|\[THINK\]|<\|begin_of_thought\|>)(.*?)(</\2>|\[/THINK\]|<\|end_of_thought\|>)",
+    re.DOTALL,
 )
 _UNOPENED = re.compile(rf"\A()()(.*?)(</{_NAMES}>|\[/THINK\])", re.DOTALL)
 # What a template may recognise a message by.
@@ -40,9 +59,20 @@ _OPENING = re.compile(r"\A<[\w|/:.-]{1,40}>")
 _CLOSING = re.compile(r"<[\w|/:.-]{1,40}>\Z")
 # Shorter lines are no sign of anything.
 _SURE = 12
-# What is longer than this is no name or date; and keys of messages that are about them, not said in them.
+# What is longer than this is no name or date; and keys of messages that are about them, not said in
+# them.
 _FEW_WORDS = 3
-_BESIDE_WORDS = {"source", "model", "url", "timestamp", "date", "author", "comment", "tool_call_id", "from"}
+_BESIDE_WORDS = {
+    "source",
+    "model",
+    "url",
+    "timestamp",
+    "date",
+    "author",
+    "comment",
+    "tool_call_id",
+    "from",
+}
 _SHOWN = 40
 
 
@@ -74,9 +104,11 @@ class Unheard(NamedTuple):
 
 @dataclass(frozen=True)
 class Marked:
-    """A conversation with markers in the place of what was said; ``parts[n]`` is what marker n stands for.
+    """A conversation with markers in the place of what was said; ``parts[n]`` is what marker n
+    stands for.
 
-    Conversations of equal ``key`` are treated alike by every template, as far as that does not depend on words.
+    Conversations of equal ``key`` are treated alike by every template, as far as that does not
+    depend on words.
     """
 
     messages: list[Message]
@@ -91,7 +123,9 @@ def mark(messages: Sequence[Message], tools: Sequence[Any] | None) -> Marked:
     marked = [marker.message(index, message) for index, message in enumerate(messages)]
     marked_tools = [marker.tool(tool) for tool in tools] if tools else None
     text = json.dumps([marked, marked_tools], default=str)
-    return Marked(marked, marked_tools, marker.parts, hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return Marked(
+        marked, marked_tools, marker.parts, hashlib.blake2b(text.encode(), digest_size=16).digest()
+    )
 
 
 class _Marker:
@@ -122,7 +156,9 @@ class _Marker:
 
     def message(self, index: int, message: Message) -> Message:
         """Return a message with markers; what a template cannot mean is made equal."""
-        return {key: self._value(index, message["role"], key, value) for key, value in message.items()}
+        return {
+            key: self._value(index, message["role"], key, value) for key, value in message.items()
+        }
 
     def _value(self, index: int, role: str, key: str, value: Any) -> Any:
         if key == "content":
@@ -150,7 +186,13 @@ class _Marker:
 
     def _content(self, index: int, role: str, text: str) -> str:
         if role != "assistant":
-            kind: Kind = "result" if role in TOOL_ROLES else "system" if role in INSTRUCTION_ROLES else "question"
+            kind: Kind = (
+                "result"
+                if role in TOOL_ROLES
+                else "system"
+                if role in INSTRUCTION_ROLES
+                else "question"
+            )
             return self._spaced(kind, index, text)
         pieces: list[str] = []
         done = 0
@@ -186,7 +228,10 @@ class _Marker:
             return value
         if isinstance(value, dict) and depth:
             fields = list(value.items())[:_FIELDS]
-            return {self._word("argument", index, key): self._argument(index, item, depth - 1) for key, item in fields}
+            return {
+                self._word("argument", index, key): self._argument(index, item, depth - 1)
+                for key, item in fields
+            }
         if isinstance(value, list) and depth:
             return [self._argument(index, item, depth - 1) for item in value[:_ITEMS]]
         if isinstance(value, str):
@@ -198,7 +243,9 @@ class _Marker:
         return []
 
     def tool(self, tool: Any) -> Any:
-        """Return a tool with a marker for its name; what its parameters are does not matter to a template."""
+        """Return a tool with a marker for its name; what its parameters are does not matter to a
+        template.
+        """
         function = called_function(tool)
         bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
         marked = {key: bare.get(key, value) for key, value in function.items()}
@@ -212,11 +259,13 @@ def lost_markers(text: str, marked: Marked) -> frozenset[int]:
     return frozenset(range(len(marked.parts))) - found
 
 
-# --- the real text -----------------------------------------------------------------------------------
+# --- the real text --------------------------------------------------------------------------------
 
 
 def lost_parts(text: str, parts: Sequence[AnswerPart], lost: Collection[int]) -> list[AnswerPart]:
-    """Parts that the rendered conversation lacks, given the numbers of those that a rendering of its form lacks."""
+    """Parts that the rendered conversation lacks, given the numbers of those that a rendering of
+    its form lacks.
+    """
     return [
         part
         for number, part in enumerate(parts)
@@ -233,18 +282,28 @@ def _is_there(text: str, part: AnswerPart, parts: Sequence[AnswerPart]) -> bool:
 
 
 def is_missing(text: str, part: AnswerPart) -> bool:
-    """Return True if some of a part's words are not in the text, though the template writes words of its place."""
+    """Return True if some of a part's words are not in the text, though the template writes words
+    of its place.
+    """
     words = part.text.strip()
-    if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(words, text):
+    if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(
+        words, text
+    ):
         return False
     text = html.unescape(text) if "&" in text else text
     if _written(words, text):
         return False
-    lines = [line for line in map(str.strip, words.splitlines()) if len(line) >= _SURE and not _written(line, text)]
+    lines = [
+        line
+        for line in map(str.strip, words.splitlines())
+        if len(line) >= _SURE and not _written(line, text)
+    ]
     if not lines:
         return False
     letters = _letters(text)
-    return not all(any(_letters(form) in letters for form in (line, *_escaped(line))) for line in lines)
+    return not all(
+        any(_letters(form) in letters for form in (line, *_escaped(line))) for line in lines
+    )
 
 
 def _written(words: str, text: str) -> bool:
@@ -261,7 +320,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-# --- what to say of it -------------------------------------------------------------------------------
+# --- what to say of it ----------------------------------------------------------------------------
 
 # `data prepare` and `data check` tell of columns by themselves.
 COLUMN_UNREAD = "column-unread"
@@ -335,7 +394,9 @@ WORDS: dict[str, tuple[str, str]] = {
 def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
     """Message about content that is left out, with the sample if that is given, and its remedy."""
     message, remedy = WORDS[code]
-    return (message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)), remedy
+    return (
+        message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)
+    ), remedy
 
 
 def unheard(
@@ -397,15 +458,22 @@ def _code(
     if part.kind == "argument":
         gone = any(other.kind == "call" and other.index == part.index for other in lost)
         return None if gone else "arguments-dropped"
-    return {"system": "system-dropped", "tool": "tools-dropped"}.get(part.kind, f"{part.kind}s-dropped")
+    return {"system": "system-dropped", "tool": "tools-dropped"}.get(
+        part.kind, f"{part.kind}s-dropped"
+    )
 
 
 def _code_of_reasoning(
-    lost: Sequence[AnswerPart], parts: Sequence[AnswerPart], messages: Sequence[Message], trained: Collection[int]
+    lost: Sequence[AnswerPart],
+    parts: Sequence[AnswerPart],
+    messages: Sequence[Message],
+    trained: Collection[int],
 ) -> str:
     """Tell the loss of earlier answers' thinking, which is usual in generation, from a larger one."""
     wanted = {part.index for part in parts if part.kind == "reasoning" and part.index in trained}
     gone = {part.index for part in lost if part.kind == "reasoning" and part.index in trained}
-    asked = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    asked = max(
+        (index for index, message in enumerate(messages) if message["role"] == "user"), default=-1
+    )
     is_more = bool(gone) and (gone == wanted or max(gone) > asked)
     return "reasoning-dropped" if is_more else "earlier-reasoning-dropped"

@@ -1,4 +1,6 @@
-"""Datasets of the Hugging Face Hub, by the ``datasets`` library: without its noise, and soon told of no network."""
+"""Datasets of the Hugging Face Hub, by the ``datasets`` library: without its noise, and soon told
+of no network.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def load_hub(path: str, **options: Any) -> Any:
     """``datasets.load_dataset(path, **options)``.
 
     Raises:
-        DataError: the library is not installed, the Hub cannot be reached, or the dataset cannot be loaded.
+        DataError: the library is not installed, the Hub cannot be reached, or the dataset cannot be
+            loaded.
     """
     with _library(path) as datasets:
         return datasets.load_dataset(path, **options)
@@ -41,31 +44,44 @@ def split_names(path: str) -> list[str]:
 
 @contextmanager
 def _library(path: str) -> Generator[Any]:
-    """The ``datasets`` library, without its client's lines about each attempt; its errors in words of ours."""
+    """The ``datasets`` library, without its client's lines about each attempt; its errors in words
+    of ours.
+    """
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
         hint = "pip install datasets"
         raise DataError("the datasets library is not installed", where=path, hint=hint) from error
-    if HUB_NAME.fullmatch(path) and not Path(path).exists() and not _is_cached(path) and not _reachable():
+    if (
+        HUB_NAME.fullmatch(path)
+        and not Path(path).exists()
+        and not _is_cached(path)
+        and not _reachable()
+    ):
         raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield datasets
-    except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
+    except (
+        Exception
+    ) as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
         raise hub_error(path, error) from error
     finally:
         logger.setLevel(before)
 
 
 def _is_cached(name: str) -> bool:
-    """Return True if the cache holds something of the dataset, so that the library may do without the network."""
+    """Return True if the cache holds something of the dataset, so that the library may do without
+    the network.
+    """
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
-    return (hub / f"datasets--{name.replace('/', '--')}").exists() or (made / name.replace("/", "___").lower()).exists()
+    return (hub / f"datasets--{name.replace('/', '--')}").exists() or (
+        made / name.replace("/", "___").lower()
+    ).exists()
 
 
 def _reachable() -> bool:
@@ -74,7 +90,9 @@ def _reachable() -> bool:
     Behind a proxy, or where downloads are switched off, the library knows better.
     """
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
-    if offline or any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+    if offline or any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
         return True
     address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     port = address.port or (80 if address.scheme == "http" else 443)
@@ -90,13 +108,20 @@ def hub_error(name: str, error: Exception) -> DataError:
     text, kind = str(error), type(error).__name__
     choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
     page = f"https://huggingface.co/datasets/{name}"
-    one_of, page_hint = f"is one of: {choice or 'see ' + page}", f"ask for it at {page}, then: hf auth login"
+    one_of, page_hint = (
+        f"is one of: {choice or 'see ' + page}",
+        f"ask for it at {page}, then: hf auth login",
+    )
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)
     for pattern, message, hint in (
         ("(?i)gated dataset|GatedRepo", "access to the dataset must be asked for", page_hint),
-        ("OfflineMode|(?i:offline mode)", "the dataset is not here, and downloads are switched off", offline),
+        (
+            "OfflineMode|(?i:offline mode)",
+            "the dataset is not here, and downloads are switched off",
+            offline,
+        ),
         ("^[^:]*(Connect|Timeout|Proxy)", "the Hugging Face Hub cannot be reached", _NO_NETWORK),
         ("(Unknown|Bad) split", "the dataset has no such split", f"--hub-split {one_of}"),
         (
@@ -104,9 +129,15 @@ def hub_error(name: str, error: Exception) -> DataError:
             "it has several configurations",
             f"--hub-config {one_of}",
         ),
-        ("^[^:]*(FileNotFound|RepositoryNotFound)", "there is no such dataset on the Hub, or it is private", private),
+        (
+            "^[^:]*(FileNotFound|RepositoryNotFound)",
+            "there is no such dataset on the Hub, or it is private",
+            private,
+        ),
     ):
         if re.search(pattern, f"{kinds}: {text}"):
             return DataError(message, where=name, hint=hint)
     message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
-    return DataError(message, where=name, hint=f"see {page}; you can fetch its files and name them here")
+    return DataError(
+        message, where=name, hint=f"see {page}; you can fetch its files and name them here"
+    )

@@ -1,4 +1,6 @@
-"""The first pass of ``data prepare``: sources to checked rows in a spool, and what cannot be used beside it."""
+"""The first pass of ``data prepare``: sources to checked rows in a spool, and what cannot be used
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,12 @@ class PrepareOptions:
 
     Attributes:
         columns: the column mapping as it was given: {"prompt_feature": "question"}.
-        column_flags: how a person typed them, where not as --prompt-feature: {"prompt_feature": "--column prompt=q"}.
+        column_flags: how a person typed them, where not as --prompt-feature: {"prompt_feature":
+            "--column prompt=q"}.
         valid, test: sizes of the held-out splits; None leaves it to what the sources say.
         split_by: rows with the same value of this column stay together; "source": rows of one file.
-        merge_system: put system messages into the questions that follow them, for chat templates without a place for
-            one.
+        merge_system: put system messages into the questions that follow them, for chat templates
+            without a place for one.
         near_threshold: similarity from which rows are near duplicates; 1 searches exact ones only.
 
     Raises:
@@ -69,22 +72,35 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         if not 0.5 <= self.near_threshold <= 1:
             hint = "0.8 finds texts with a few words changed; 1 looks for exact duplicates only"
-            raise ConfigError(f"{self.near_threshold:g} is not between 0.5 and 1", where="--near-threshold", hint=hint)
+            raise ConfigError(
+                f"{self.near_threshold:g} is not between 0.5 and 1",
+                where="--near-threshold",
+                hint=hint,
+            )
         if self.dedupe == "near" and self.near_threshold == 1:
             raise ConfigError(
-                "there are no near duplicates with --near-threshold 1", where="--dedupe near", hint="--dedupe exact"
+                "there are no near duplicates with --near-threshold 1",
+                where="--dedupe near",
+                hint="--dedupe exact",
             )
 
     def to_json(self) -> dict[str, Any]:
         """Return the options in the form of report.json."""
         given = asdict(self) | {"columns": dict(self.columns)}
         del given["column_flags"]
-        return given | {name: share and str(share) for name, share in (("valid", self.valid), ("test", self.test))}
+        return given | {
+            name: share and str(share)
+            for name, share in (("valid", self.valid), ("test", self.test))
+        }
 
 
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
     """Return the held-out splits that the sources bring along."""
-    return set() if options.resplit else {source.split for source in sources if source.split} - {"train"}
+    return (
+        set()
+        if options.resplit
+        else {source.split for source in sources if source.split} - {"train"}
+    )
 
 
 class Intake:
@@ -106,7 +122,10 @@ class Intake:
         self._columns = ColumnNames.from_options(options.columns)
         self._measure, self._progress = measure, progress
         self._key_column = options.split_by if options.split_by != BY_SOURCE else None
-        self._wanted = [*options.columns.values(), *([self._key_column] if self._key_column else [])]
+        self._wanted = [
+            *options.columns.values(),
+            *([self._key_column] if self._key_column else []),
+        ]
         self._found: set[str] = set()
         # Hashes: about 60 bytes a row that has an id.
         self._ids: set[int] = set()
@@ -158,11 +177,16 @@ class Intake:
         self.left_out.add(error, value)
 
     def _accept(self, number: int, row: Row) -> None:
-        example = parse_example(row.value, self._columns_of(row.value), source=row.source, line=row.line)
+        example = parse_example(
+            row.value, self._columns_of(row.value), source=row.source, line=row.line
+        )
         if self.options.merge_system:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
-        line, text = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n", example.texts()
+        line, text = (
+            json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n",
+            example.texts(),
+        )
         content, length, unheard = hash64(line), len(text), ()
         if self._measure is not None:
             rendered = self._measure(_measured(example, row))
@@ -176,25 +200,28 @@ class Intake:
         is_preference = example.preference is not None
         words, key = hash64(str(is_preference), normalise(text)), self._key(row, content, where)
         given = NONE if split is None else SPLITS.index(split)
-        self.spool.add(line, text, row.source, row.line, content, words, key, length, given, is_preference)
+        self.spool.add(
+            line, text, row.source, row.line, content, words, key, length, given, is_preference
+        )
         self.tallies[number].accepted += 1
         shapes = self.tallies[number].shapes
         shapes[example.shape] = shapes.get(example.shape, 0) + 1
         for warning in example.warnings:
             self.warnings.add(warning, remedy_of_warning(warning), where)
-        # Ids that repeat are no reason to leave a row out, but a sign that something was put together twice.
+        # Ids that repeat are no reason to leave a row out, but a sign that something was put
+        # together twice.
         own = row.value.get("id")
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
             if key in self._ids:
-                hint = (
-                    "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together"
-                )
+                hint = "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together"
                 self.warnings.add("the id of an earlier row", hint, where)
             self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:
-        """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""
+        """The mapping, for a row that has one of its columns; in a mixture, other rows have their
+        usual names.
+        """
         mapped = any(reach(value, name) is not MISSING for name in self.options.columns.values())
         return self._columns if mapped else ColumnNames()
 
@@ -207,12 +234,18 @@ class Intake:
         value = reach(row.value, by)
         if value is not None and value is not MISSING:
             return hash64("key", json.dumps(value, sort_keys=True, default=str))
-        self.warnings.add(f'no "{by}" to split by: such a row is split by its content', "fill the column in", where)
+        self.warnings.add(
+            f'no "{by}" to split by: such a row is split by its content',
+            "fill the column in",
+            where,
+        )
         return content
 
     def _look_at_columns(self, value: Any) -> None:
         self._found.update(
-            name for name in self._wanted if name not in self._found and reach(value, name) is not MISSING
+            name
+            for name in self._wanted
+            if name not in self._found and reach(value, name) is not MISSING
         )
         if isinstance(value, dict) and len(self.columns) < _MANY_COLUMNS:
             for name, inner in value.items():
@@ -222,7 +255,10 @@ class Intake:
 
     def _check_columns(self) -> None:
         typed = self.options.column_flags
-        named = {typed.get(key, f"--{key.replace('_', '-')}"): name for key, name in self.options.columns.items()}
+        named = {
+            typed.get(key, f"--{key.replace('_', '-')}"): name
+            for key, name in self.options.columns.items()
+        }
         if self._key_column:
             named["--split-by"] = self._key_column
         for flag, column in named.items():
@@ -235,10 +271,14 @@ class Intake:
 
 
 def _measured(example: Example, row: Row) -> Record:
-    """The record whose tokens count; of a preference, the conversation with the answer that is preferred or rated."""
+    """The record whose tokens count; of a preference, the conversation with the answer that is
+    preferred or rated.
+    """
     if example.record is not None:
         return example.record
     fields = example.preference or {}
     answer = fields["chosen"] if "chosen" in fields else fields["completion"]
     messages = (*fields["prompt"], *answer)
-    return Record("chat", messages=messages, tools=fields.get("tools"), source=row.source, line=row.line)
+    return Record(
+        "chat", messages=messages, tools=fields.get("tools"), source=row.source, line=row.line
+    )

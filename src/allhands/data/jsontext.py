@@ -1,4 +1,6 @@
-"""JSON Lines and JSON, streamed: one value at a time, going on after a broken one where that is safe."""
+"""JSON Lines and JSON, streamed: one value at a time, going on after a broken one where that is
+safe.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,33 @@ _LONGEST_WORD = len("-Infinity")
 _INDENT = 1 << 10
 # Keys of an object that holds the rows of a whole file, as exports and APIs write it.
 ROW_KEYS = frozenset(
-    ("data", "rows", "examples", "records", "items", "instances", "samples", "entries", "dataset", *NAMES_OF_SPLITS)
+    (
+        "data",
+        "rows",
+        "examples",
+        "records",
+        "items",
+        "instances",
+        "samples",
+        "entries",
+        "dataset",
+        *NAMES_OF_SPLITS,
+    )
 )
 # Keys that only a record has; by one of the others, too, a table of training data is known.
-_OF_RECORDS = frozenset({"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"})
-_COLUMNS = _OF_RECORDS | {"instruction", "input", "output", "question", "answer", "query", "response", "rejected"}
+_OF_RECORDS = frozenset(
+    {"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"}
+)
+_COLUMNS = _OF_RECORDS | {
+    "instruction",
+    "input",
+    "output",
+    "question",
+    "answer",
+    "query",
+    "response",
+    "rejected",
+}
 _BY_ROWS = (
     'write it by rows, for example: python -c "import pandas; '
     "pandas.read_json('FILE').to_json('NEW.jsonl', orient='records', lines=True)\""
@@ -50,7 +74,9 @@ def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[
         try:
             if oversize:
                 hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
-                yield RowProblem(name, number, f"the line is too long to be read: {oversize:,} bytes", hint)
+                yield RowProblem(
+                    name, number, f"the line is too long to be read: {oversize:,} bytes", hint
+                )
             elif line := raw.decode().strip():
                 yield checked_value(json.loads(line), line, name, number)
         except UnicodeDecodeError:
@@ -68,7 +94,9 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
         message = f"the file ends in the middle of a record, after {_around(line, len(line))}"
         hint = "the file was cut off while it was written or copied: fetch it again, or delete its last line"
     elif cut_off:
-        message = f"the record does not end on its line: {error.msg}, after {_around(line, len(line))}"
+        message = (
+            f"the record does not end on its line: {error.msg}, after {_around(line, len(line))}"
+        )
         hint = "write each record on one line; JSON over several lines belongs in a .json file"
     else:
         message = f"not JSON: {error.msg} at column {error.colno}, near {_around(line, error.pos)}"
@@ -86,9 +114,11 @@ def _around(text: str, position: int) -> str:
 
 
 def rows_key(head: bytes) -> str | None:
-    """Return the first key under which the rows of a JSON document stand; None if it is no object that holds rows.
+    """Return the first key under which the rows of a JSON document stand; None if it is no object
+    that holds rows.
 
-    ``{"version": 1, "data": [{...}, ...]}`` is one; an object that is a record itself, with messages, say, is not.
+    ``{"version": 1, "data": [{...}, ...]}`` is one; an object that is a record itself, with
+    messages, say, is not.
 
     Args:
         head: the first bytes of the document.
@@ -117,8 +147,12 @@ def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False) -> Iterator[Item]:
-    """Yield the values of a JSON document; ``nested``: it is an object that holds its rows, see :func:`rows_key`."""
+def rows_of_json(
+    file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False
+) -> Iterator[Item]:
+    """Yield the values of a JSON document; ``nested``: it is an object that holds its rows, see
+    :func:`rows_key`.
+    """
     text = _Text(file, name, options)
     first = text.skip_blank()
     if nested and first == "{":
@@ -143,7 +177,9 @@ def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bo
 
 
 def _is_by_columns(value: Any) -> bool:
-    """Return True for a table by columns, as pandas or ``to_dict`` write it: a value for each row, by column."""
+    """Return True for a table by columns, as pandas or ``to_dict`` write it: a value for each row,
+    by column.
+    """
     if not isinstance(value, dict):
         return False
     table = cast(dict[str, Any], value)
@@ -162,8 +198,8 @@ def _is_by_columns(value: Any) -> bool:
 
 
 def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
-    """Yield each key of an object, and whether it holds rows; the text is at its value, and the caller moves it behind
-    it.
+    """Yield each key of an object, and whether it holds rows; the text is at its value, and the
+    caller moves it behind it.
 
     Raises:
         _BrokenError: where a key should be is none.
@@ -177,7 +213,8 @@ def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
 
 
 def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterator[Item]:
-    """The rows of an object that holds them under one of its keys; what stands under others is passed over.
+    """The rows of an object that holds them under one of its keys; what stands under others is
+    passed over.
 
     Args:
         only: the one key to read.
@@ -242,11 +279,14 @@ class _Text:
         self.is_over = False
         self._file, self._limit = file, options.max_row_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        # The line up to which lines are counted; characters of the first line that lie before the text.
+        # The line up to which lines are counted; characters of the first line that lie before the
+        # text.
         self._line, self._counted, self._before = 1, 0, 0
 
     def _more(self) -> bool:
-        """Read on, at least as much again as there is, and forget what lies before the position; at the end, False."""
+        """Read on, at least as much again as there is, and forget what lies before the position; at
+        the end, False.
+        """
         data = self._file.read(max(PIECE, len(self.text) - self.position))
         text = self._decode(data, not data)
         if not data and not text:
@@ -273,7 +313,9 @@ class _Text:
         column = position - newline + (self._before if newline < 0 else 0)
         message = f"not JSON: {message} at column {column}, near {_around(self.text, position)}"
         hint = "repair the JSON at that place, or write one object a line (JSONL)"
-        return RowProblem(self.name, self.line() + self.text.count("\n", self.position, position), message, hint)
+        return RowProblem(
+            self.name, self.line() + self.text.count("\n", self.position, position), message, hint
+        )
 
     def skip_blank(self) -> str:
         """Move to the next character that is not blank, and return it; "" at the end."""
@@ -311,7 +353,12 @@ class _Text:
                 raise _BrokenError(problem) from None
             else:
                 # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.
-                if not isinstance(value, int | float) or end < len(self.text) - 2 or is_long or not self._more():
+                if (
+                    not isinstance(value, int | float)
+                    or end < len(self.text) - 2
+                    or is_long
+                    or not self._more()
+                ):
                     return self._taken(value, end)
 
     def _taken(self, value: Any, end: int) -> Item:
@@ -334,13 +381,18 @@ class _Text:
         return str(key.value) if isinstance(key, Row) else ""
 
     def resume(self) -> bool:
-        """Move from a broken value to the next line that begins like its own, or to the line that closes the list.
+        """Move from a broken value to the next line that begins like its own, or to the line that
+        closes the list.
 
-        A string has no line ends in it, so where values begin lines with the same indent and bracket, the next such
-        line is the next value. If it is not, brackets are left over, and the rest of the file is a problem.
+        A string has no line ends in it, so where values begin lines with the same indent and
+        bracket, the next such line is the next value. If it is not, brackets are left over, and the
+        rest of the file is a problem.
         """
         start = self.text.rfind("\n", 0, self.position) + 1
-        lead, opener = self.text[start : self.position], self.text[self.position : self.position + 1]
+        lead, opener = (
+            self.text[start : self.position],
+            self.text[self.position : self.position + 1],
+        )
         if lead.strip() or opener not in ("{", "[") or (not start and self._before):
             return False
         closing = rf"|[ \t]{{0,{len(lead)}}}\]" if opener == "{" else ""

@@ -25,7 +25,8 @@ class LengthSummary:
     Attributes:
         count: number of examples.
         min, mean, median, max: of the lengths; 0 without examples, as all figures.
-        p90, p99: the smallest length that at least 90 (99) of 100 examples do not exceed: always one that occurs.
+        p90, p99: the smallest length that at least 90 (99) of 100 examples do not exceed: always
+            one that occurs.
         total: sum of the lengths.
         limit: the greatest length that is used whole, or None.
         over_limit: number of examples that are longer than the limit.
@@ -47,7 +48,9 @@ class LengthSummary:
     unit: Unit
 
     @classmethod
-    def of(cls, lengths: Array | Sequence[int], limit: int | None = None, unit: Unit = "tokens") -> LengthSummary:
+    def of(
+        cls, lengths: Array | Sequence[int], limit: int | None = None, unit: Unit = "tokens"
+    ) -> LengthSummary:
         """Return the figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
         values = np.asarray(lengths, dtype=np.int64).reshape(-1)
         if not values.size:
@@ -90,15 +93,20 @@ class LengthSummary:
 
 
 def percent(part: int, whole: int) -> str:
-    """``4.2%``; ``<0.1%`` and ``>99.9%`` where rounding would deny that there is something, or something else."""
+    """``4.2%``; ``<0.1%`` and ``>99.9%`` where rounding would deny that there is something, or
+    something else.
+    """
     share = 100 * part / whole if whole else 0.0
     if share in (0, 100):
         return f"{share:.0f}%"
     return "<0.1%" if share < 0.1 else ">99.9%" if share > 99.9 else f"{share:.1f}%"
 
 
-def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False) -> list[str]:
-    """Return a histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
+def bars(
+    lengths: Array | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False
+) -> list[str]:
+    """Return a histogram for the terminal: a line for each range of lengths, and a rule where the
+    limit is.
 
     A range ends at the limit, so that what stands below the rule is exactly what is too long.
 
@@ -116,7 +124,9 @@ def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 
         return []
     edges = _edges(int(values.min()), int(values.max()), limit)
     counts: list[int] = np.histogram(values, edges)[0].tolist()
-    names = [f"{low:,}-{high - 1:,}" if high > low + 1 else f"{low:,}" for low, high in pairwise(edges)]
+    names = [
+        f"{low:,}-{high - 1:,}" if high > low + 1 else f"{low:,}" for low, high in pairwise(edges)
+    ]
     left, right, width = max(map(len, names)), len(f"{max(counts):,}"), max(width, 40)
     room = width - left - right - 12
     lines = [
@@ -125,14 +135,19 @@ def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 
         for name, count in zip(names, counts, strict=True)
     ]
     if limit is not None:
-        lines.insert(sum(low <= limit for low in edges[:-1]), f" limit {limit:,} ".center(width, "-" if ascii else "─"))
+        lines.insert(
+            sum(low <= limit for low in edges[:-1]),
+            f" limit {limit:,} ".center(width, "-" if ascii else "─"),
+        )
     return lines
 
 
 def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
-    """The first length of each range, and the one after the last range: about ten that end at round numbers.
+    """The first length of each range, and the one after the last range: about ten that end at round
+    numbers.
 
-    They are of equal width, or double where the longest is 20 times the shortest. One of them ends at the limit.
+    They are of equal width, or double where the longest is 20 times the shortest. One of them ends
+    at the limit.
     """
     if longest >= _WIDE * max(1, shortest):
         octaves = math.log2(longest / max(1, shortest))

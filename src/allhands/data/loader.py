@@ -1,7 +1,7 @@
 """Loader: from a set of windows to the padded arrays that a rank computes in one step.
 
-The loader has no state except the batch number. Everything follows from (seed, epoch, batch), so it can start at any
-batch at once, and a run on another number of ranks sees the same global batches.
+The loader has no state except the batch number. Everything follows from (seed, epoch, batch), so it
+can start at any batch at once, and a run on another number of ranks sees the same global batches.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class MicroBatch:
     """Arrays of one forward and backward pass.
 
     Attributes:
-        inputs: (B, T) int32 token ids, padded on the right with 0. Causal attention never looks right,
-            so padding changes no trained position.
+        inputs: (B, T) int32 token ids, padded on the right with 0. Causal attention never looks
+            right, so padding changes no trained position.
         positions: (N,) int32 places in the flattened (B * T) inputs whose next token is trained.
         targets: (N,) int32 the token that should follow each of them; -1 where N was padded.
         num_tokens: tokens of the examples (without padding): the work done.
         examples: (B,) int32 number of the window in each row.
-        documents: (B, T) int32 number of the document of each place; a place looks only at those of its own.
-            ``None`` where each row is one document or documents may see each other.
+        documents: (B, T) int32 number of the document of each place; a place looks only at those of
+            its own. ``None`` where each row is one document or documents may see each other.
         iteration: number of its global batch.
         sole: True if every rank has exactly one micro-batch of that batch.
         most: if so, the largest number of places of ``inputs`` on any rank.
@@ -62,7 +62,9 @@ class MicroBatch:
         return rows, width, len(self.targets)
 
     def alone(self, row: int) -> MicroBatch:
-        """Return one row as an example of its own, with its width here; padding of its length counts as its tokens."""
+        """Return one row as an example of its own, with its width here; padding of its length
+        counts as its tokens.
+        """
         width = self.inputs.shape[1]
         its = (self.positions // width == row) & (self.targets >= 0)
         return MicroBatch(
@@ -107,8 +109,9 @@ class Loader:
     ) -> None:
         """``weights`` holds the relative speed of every rank, this one's at ``rank``.
 
-        ``alike``: all ranks cut their shares by the same ``sizing``, so that this one knows how others do.
-        ``cut_of`` gives the weights for each batch, where they change in the course of the run.
+        ``alike``: all ranks cut their shares by the same ``sizing``, so that this one knows how
+        others do. ``cut_of`` gives the weights for each batch, where they change in the course of
+        the run.
         """
         self._alike = alike
         self._cut_of = cut_of
@@ -120,26 +123,41 @@ class Loader:
         self._weights = tuple(weights)
 
     def load(self, iteration: int) -> list[MicroBatch]:
-        """Load this rank's part of batch ``iteration`` (from 0); empty if the batch has too few examples."""
+        """Load this rank's part of batch ``iteration`` (from 0); empty if the batch has too few
+        examples.
+        """
         shares = self.shares(iteration)
         most = self._most_of_one(shares) if self._alike else 0
-        parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
+        parts = collate_share(
+            self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration)
+        )
         return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
     def shares(self, iteration: int) -> list[Ints]:
         """Return the examples of each rank in batch ``iteration``.
 
-        Batches of one update follow each other without an exchange, so a rank with less of one gets more of the next.
+        Batches of one update follow each other without an exchange, so a rank with less of one gets
+        more of the next.
         """
         cut = self._cut(iteration)
         before = self._tokens_before(iteration, cut.begin)
-        return divide(self._order.batch(iteration), self._windows.work, cut.weights, before=before, some=cut.some)
+        return divide(
+            self._order.batch(iteration),
+            self._windows.work,
+            cut.weights,
+            before=before,
+            some=cut.some,
+        )
 
     def _cut(self, iteration: int) -> Cut:
-        return Cut(self._weights, begin=iteration) if self._cut_of is None else self._cut_of(iteration)
+        return (
+            Cut(self._weights, begin=iteration) if self._cut_of is None else self._cut_of(iteration)
+        )
 
     def _tokens_before(self, iteration: int, begin: int) -> tuple[float, ...]:
-        """Tokens of each rank in the batches from ``begin`` up to ``iteration``, which are of the same update."""
+        """Tokens of each rank in the batches from ``begin`` up to ``iteration``, which are of the
+        same update.
+        """
         if iteration <= begin:
             return ()
         at, tokens = self._so_far
@@ -168,10 +186,16 @@ class Loader:
     def _most_of_one(self, shares: Sequence[Ints]) -> int:
         """The most places of a share's micro-batch if each share is one; else 0."""
         cuts = [list(cut_share(self._windows, share, self._sizing)) for share in shares]
-        return max(len(part) * length for [(part, length)] in cuts) if all(len(cut) == 1 for cut in cuts) else 0
+        return (
+            max(len(part) * length for [(part, length)] in cuts)
+            if all(len(cut) == 1 for cut in cuts)
+            else 0
+        )
 
 
-def collate_share(windows: Windows, share: Ints, sizing: Sizing, epoch: int = 0) -> Iterator[MicroBatch]:
+def collate_share(
+    windows: Windows, share: Ints, sizing: Sizing, epoch: int = 0
+) -> Iterator[MicroBatch]:
     """Cut a rank's ``share`` of an epoch's windows into micro-batches as ``sizing`` says."""
     for part, length in cut_share(windows, share, sizing):
         batch = collate(windows, part, length, epoch)
@@ -179,9 +203,13 @@ def collate_share(windows: Windows, share: Ints, sizing: Sizing, epoch: int = 0)
 
 
 def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
-    """Cut a ``share`` into micro-batches: the windows of each, and the length to which they are padded."""
+    """Cut a ``share`` into micro-batches: the windows of each, and the length to which they are
+    padded.
+    """
     work = windows.work
-    for part in micro_batches(share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens):
+    for part in micro_batches(
+        share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens
+    ):
         yield part, int(sizing.padded(work[part]).max())
 
 
@@ -198,7 +226,9 @@ def collate(windows: Windows, chosen: Ints, length: int, epoch: int = 0) -> Micr
             documents[row, : len(part.inputs)] = 0 if part.documents is None else part.documents
     return MicroBatch(
         inputs,
-        np.concatenate([row * length + part.positions for row, part in enumerate(parts)]).astype(np.int32),
+        np.concatenate([row * length + part.positions for row, part in enumerate(parts)]).astype(
+            np.int32
+        ),
         np.concatenate([part.targets for part in parts]).astype(np.int32),
         sum(len(part.inputs) for part in parts),
         chosen.astype(np.int32),
@@ -207,7 +237,9 @@ def collate(windows: Windows, chosen: Ints, length: int, epoch: int = 0) -> Micr
 
 
 def pad_targets(batch: MicroBatch) -> MicroBatch:
-    """Round the number of trained places up, by at most a quarter above 128, to meet fewer distinct shapes."""
+    """Round the number of trained places up, by at most a quarter above 128, to meet fewer distinct
+    shapes.
+    """
     count = len(batch.targets)
     grain = max(32, 1 << max(0, count.bit_length() - 3))
     missing = -count % grain

@@ -1,8 +1,9 @@
-"""Messages of one record, checked, with other spellings of roles, calls and reasoning translated to the usual ones.
+"""Messages of one record, checked, with other spellings of roles, calls and reasoning translated to
+the usual ones.
 
-What is certainly broken is a :class:`DataError`: no role, no content, an empty answer, a tool call without a
-name, the answer of a tool that nobody can have called. What is only suspicious is no matter of this module
-(see :mod:`allhands.data.shapes`).
+What is certainly broken is a :class:`DataError`: no role, no content, an empty answer, a tool call
+without a name, the answer of a tool that nobody can have called. What is only suspicious is no
+matter of this module (see :mod:`allhands.data.shapes`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
 REASONING_KEYS = (
-    *("reasoning_content", "reasoning", "thinking", "reasoning_text", "thinking_content", "thought", "thoughts"),
+    *(
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+        "reasoning_text",
+        "thinking_content",
+        "thought",
+        "thoughts",
+    ),
     *("chain_of_thought", "analysis"),
 )
 # Words that a question may need beside it, which no shape takes.
@@ -56,11 +65,15 @@ def asks_only(value: Any) -> bool:
     """Return True for a list of messages whose last one is not an assistant's."""
     last = value[-1] if isinstance(value, list) and value else None
     role = last.get("role", last.get("from")) if isinstance(last, dict) else None
-    return isinstance(role, str) and _OTHER_ROLES.get(role.strip().lower(), "assistant") != "assistant"
+    return (
+        isinstance(role, str) and _OTHER_ROLES.get(role.strip().lower(), "assistant") != "assistant"
+    )
 
 
 def messages_of_text(value: Any) -> list[Any] | None:
-    """Return the messages in a string of JSON or Python; None if it holds no list of objects with a role."""
+    """Return the messages in a string of JSON or Python; None if it holds no list of objects with a
+    role.
+    """
     try:
         items = list_if_text(value, "", ValuePlace("", 0)) if isinstance(value, str) else None
     except DataError:
@@ -72,7 +85,9 @@ def messages_of_text(value: Any) -> list[Any] | None:
 
 def is_sharegpt(value: Any) -> bool:
     """Return True for a list of messages one of which is written with ``from`` and ``value``."""
-    return isinstance(value, list) and any(isinstance(item, dict) and _is_foreign(item) for item in value)
+    return isinstance(value, list) and any(
+        isinstance(item, dict) and _is_foreign(item) for item in value
+    )
 
 
 def _is_foreign(message: Message) -> bool:
@@ -80,12 +95,16 @@ def _is_foreign(message: Message) -> bool:
     return not written and (message.get("from") is not None or message.get("value") is not None)
 
 
-def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool = False) -> list[Message]:
-    """Return the messages of a list, or of a string that holds one: each with a known role and a string as content.
+def check_messages(
+    value: Any, name: str, place: ValuePlace, *, sharegpt: bool = False
+) -> list[Message]:
+    """Return the messages of a list, or of a string that holds one: each with a known role and a
+    string as content.
 
-    A message that is written with ``from`` and ``value`` is translated wherever it stands, and with ``sharegpt``
-    in every message of the list. Other names of roles (human, gpt, model, observation, function) become the usual
-    ones, older forms of tool calls ``tool_calls``. Keys that are null are dropped, other keys are kept.
+    A message that is written with ``from`` and ``value`` is translated wherever it stands, and with
+    ``sharegpt`` in every message of the list. Other names of roles (human, gpt, model, observation,
+    function) become the usual ones, older forms of tool calls ``tool_calls``. Keys that are null
+    are dropped, other keys are kept.
 
     Raises:
         DataError: with ``name[index]`` in the message.
@@ -97,7 +116,11 @@ def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool =
     if not items:
         place.fail(f"{quoted(name)} has no message", DELETE)
     # A table (Arrow, Parquet) gives each message the fields of all others, as nulls.
-    padded = len(items) > 1 and is_list_of_objects(items) and all(item.keys() == items[0].keys() for item in items)
+    padded = (
+        len(items) > 1
+        and is_list_of_objects(items)
+        and all(item.keys() == items[0].keys() for item in items)
+    )
     padded = padded and any(value is None for item in items for value in item.values())
     return [
         check_message(item, f"{name}[{index}]", place, sharegpt=sharegpt, padded=padded)
@@ -105,7 +128,9 @@ def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool =
     ]
 
 
-def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = False, padded: bool = False) -> Message:
+def check_message(
+    value: Any, what: str, place: ValuePlace, *, sharegpt: bool = False, padded: bool = False
+) -> Message:
     """One message as :func:`check_messages` gives it; ``what`` names it in errors.
 
     Raises:
@@ -114,7 +139,9 @@ def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = 
     if isinstance(value, str) and value.lstrip()[:1] == "{":
         value = parse_json(value, what, place)
     if not isinstance(value, dict):
-        place.fail(f"{what} is {type_name(value)}, it must be an object", "give it a role and a content")
+        place.fail(
+            f"{what} is {type_name(value)}, it must be an object", "give it a role and a content"
+        )
     message = _translated(without_nulls(value), what, place, sharegpt=sharegpt)
     role, reasoning = _role(message, what, place), None
     message["role"] = role
@@ -125,7 +152,9 @@ def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = 
         message, reasoning = _with_one_reasoning(message, what, place)
     # An answer that only calls tools or thinks has no words.
     wordless = bool(message.get("tool_calls") or reasoning)
-    message["content"] = _content(message.get("content"), f"the content of {what}", place, wordless=wordless)
+    message["content"] = _content(
+        message.get("content"), f"the content of {what}", place, wordless=wordless
+    )
     if role == "assistant" and not (wordless or message["content"].strip()):
         place.fail(f"{what} is an empty answer: there is nothing to learn", DELETE)
     return message if len(message) == 2 else as_json(message, what, place)
@@ -135,10 +164,16 @@ def _role(message: Message, what: str, place: ValuePlace) -> str:
     """The usual name of a message's role."""
     role = message.get("role")
     if role is None:
-        place.fail(f"{what} has no role; its keys are {key_list(message)}", 'name the keys "role" and "content"')
+        place.fail(
+            f"{what} has no role; its keys are {key_list(message)}",
+            'name the keys "role" and "content"',
+        )
     known = _OTHER_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
     if known is None:
-        place.fail(f"{what} has the unknown role {reprlib.repr(role)}", f"a role is one of {', '.join(ROLES)}")
+        place.fail(
+            f"{what} has the unknown role {reprlib.repr(role)}",
+            f"a role is one of {', '.join(ROLES)}",
+        )
     return known
 
 
@@ -159,12 +194,18 @@ def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str
             hint = 'only text can be trained on; write a tool\'s answer as a message of role "tool" of its own'
             place.fail(f"{what} has a part of type {quoted(kind)}", hint)
         words = fields.get("text")
-        texts.append(check_string(fields.get("value") if words is None else words, f"a part of {what}", place))
+        texts.append(
+            check_string(
+                fields.get("value") if words is None else words, f"a part of {what}", place
+            )
+        )
     return "".join(texts)
 
 
 def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message:
-    """An answer whose parts that are calls or thinking stand where other people's answers have them."""
+    """An answer whose parts that are calls or thinking stand where other people's answers have
+    them.
+    """
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
@@ -173,7 +214,9 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
         apart[_key_of_part(part)].append(part)
     found: Message = {}
     if called := apart["tool_calls"]:
-        found["tool_calls"] = [{"id": p.get("id"), "name": p.get("name"), "arguments": p.get("input")} for p in called]
+        found["tool_calls"] = [
+            {"id": p.get("id"), "name": p.get("name"), "arguments": p.get("input")} for p in called
+        ]
     if thought := apart["reasoning_content"]:
         found["reasoning_content"] = _reasoning_text(thought, f"the content of {what}", place)
     for key, value in found.items():
@@ -198,27 +241,42 @@ def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
     texts: list[str] = []
     for part in value:
         fields = part if isinstance(part, dict) else {"text": part}
-        words = next((fields[key] for key in (*_REASONING_PARTS, "text") if fields.get(key) is not None), None)
+        words = next(
+            (fields[key] for key in (*_REASONING_PARTS, "text") if fields.get(key) is not None),
+            None,
+        )
         texts.append(check_string(_reasoning_text(words, what, place), f"a part of {what}", place))
     return "".join(texts)
 
 
-def _with_one_reasoning(message: Message, what: str, place: ValuePlace) -> tuple[Message, str | None]:
+def _with_one_reasoning(
+    message: Message, what: str, place: ValuePlace
+) -> tuple[Message, str | None]:
     """An answer whose thinking stands under one key, and that thinking."""
-    texts = {key: _reasoning_text(message[key], f"{key} of {what}", place) for key in REASONING_KEYS if key in message}
+    texts = {
+        key: _reasoning_text(message[key], f"{key} of {what}", place)
+        for key in REASONING_KEYS
+        if key in message
+    }
     texts = {key: text for key, text in texts.items() if isinstance(text, str)}
     first = next((key for key, text in texts.items() if text.strip()), None)
     if len({text.strip() for text in texts.values()} - {""}) > 1:
         named = " and ".join(f'"{key}"' for key in texts)
         place.fail(f"{what} has {named}, and they say different things", "keep one of them")
-    kept = {key: texts.get(key, value) for key, value in message.items() if key == first or key not in texts}
+    kept = {
+        key: texts.get(key, value)
+        for key, value in message.items()
+        if key == first or key not in texts
+    }
     return kept, None if first is None else texts[first]
 
 
 def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: bool) -> Message:
-    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``, a function call as an assistant's tool call.
+    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``, a function call as an
+    assistant's tool call.
 
-    Where a message has role and content as well, those count and the others are kept like any other key.
+    Where a message has role and content as well, those count and the others are kept like any other
+    key.
     """
     rest = {key: item for key, item in message.items() if key not in ("role", "content")}
     speaker, words = message.get("role"), message.get("content")
@@ -226,7 +284,12 @@ def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: boo
         speaker = speaker if "role" in message else rest.pop("from", None)
         words = words if "content" in message else rest.pop("value", None)
     if isinstance(speaker, str) and speaker.strip().lower() in CALL_ROLES:
-        return {"role": "assistant", "content": "", **rest, "tool_calls": calls_of_words(words, what, place)}
+        return {
+            "role": "assistant",
+            "content": "",
+            **rest,
+            "tool_calls": calls_of_words(words, what, place),
+        }
     return without_nulls({"role": speaker, "content": words}) | rest
 
 
@@ -249,17 +312,20 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace
     called, before = False, ""
     for message in messages:
         role = message["role"]
-        # A call may be written in the words of the answer, so an answer right before it is enough here.
+        # A call may be written in the words of the answer, so an answer right before it is enough
+        # here.
         if role in TOOL_ROLES and not called and before not in ("assistant", *TOOL_ROLES):
             hint = "put the assistant message with its tool_calls before it, or delete the record"
-            place.fail(f"{quoted(name)} has a tool's answer that no assistant message asked for", hint)
+            place.fail(
+                f"{quoted(name)} has a tool's answer that no assistant message asked for", hint
+            )
         called = bool(message.get("tool_calls")) if role == "assistant" else called
         before = role
 
 
 def merged_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message before the question that follows it, as ``--system merge`` renders
-    them.
+    """Return the messages with each system message before the question that follows it, as
+    ``--system merge`` renders them.
     """
     system, turns = "", list[Message]()
     for message in messages:

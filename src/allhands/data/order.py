@@ -1,11 +1,13 @@
-"""The global order of samples: a pure function of (seed, epoch, batch), whatever the number of ranks.
+"""The global order of samples: a pure function of (seed, epoch, batch), whatever the number of
+ranks.
 
 Examples of similar length are put into the same batch, because padding is wasted work: the epoch is
-shuffled, sorted by length within pools of ``POOL_BATCHES`` batches, cut into batches, and the batches are
-shuffled again. Every example is used exactly once an epoch; the last batch may be smaller.
+shuffled, sorted by length within pools of ``POOL_BATCHES`` batches, cut into batches, and the
+batches are shuffled again. Every example is used exactly once an epoch; the last batch may be
+smaller.
 
-Both shuffles are computed place by place (:class:`Shuffle`), so nothing is kept of an epoch: any batch of
-any epoch costs the same, and memory does not grow with the data.
+Both shuffles are computed place by place (:class:`Shuffle`), so nothing is kept of an epoch: any
+batch of any epoch costs the same, and memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ import numpy as np
 from allhands.data.arrays import Array, Hashes, Ints
 
 POOL_BATCHES = 64
-# Six rounds: the least that is indistinguishable from random by simple tests at every size (four are in theory).
+# Six rounds: the least that is indistinguishable from random by simple tests at every size (four
+# are in theory).
 _ROUNDS = 6
 
 
 class Shuffle:
-    """A pseudo-random permutation of ``range(size)`` that is computed where it is asked, in O(1) memory.
+    """A pseudo-random permutation of ``range(size)`` that is computed where it is asked, in O(1)
+    memory.
 
-    A Feistel network over the smallest even number of bits that holds ``size``, followed until it falls below
-    ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the
-    finaliser of SplitMix64 (Steele et al., 2014). Integers only: the same on every machine.
+    A Feistel network over the smallest even number of bits that holds ``size``, followed until it
+    falls below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
+    round function is the finaliser of SplitMix64 (Steele et al., 2014). Integers only: the same on
+    every machine.
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -41,7 +46,8 @@ class Shuffle:
     def at(self, places: Array) -> Ints:
         """(n,) the members of ``range(size)`` at ``places``, (n,) each below ``size``."""
         values = self._permute(places.astype(np.uint64))
-        # Outside: walk on along the cycle. A quarter of the domain at worst is inside, so few steps are needed.
+        # Outside: walk on along the cycle. A quarter of the domain at worst is inside, so few steps
+        # are needed.
         while len(outside := np.flatnonzero(values >= self._size)):
             values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
@@ -54,7 +60,9 @@ class Shuffle:
 
 
 def mix(values: Hashes) -> Hashes:
-    """Another number for each of ``values``, one to one: the finaliser of SplitMix64 (Steele et al., 2014)."""
+    """Another number for each of ``values``, one to one: the finaliser of SplitMix64 (Steele et
+    al., 2014).
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -92,7 +100,9 @@ class GlobalOrder:
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
     def longest(self, most_pools: int = 16) -> list[Ints]:
-        """Batches of the longest examples of each of the first pools of an epoch, whole ones and those left over."""
+        """Batches of the longest examples of each of the first pools of an epoch, whole ones and
+        those left over.
+        """
         found: list[Ints] = []
         for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):
             members = self._pool(0, pool)
@@ -107,7 +117,8 @@ class GlobalOrder:
         size = POOL_BATCHES * self.batch_size
         places = np.arange(pool * size, min((pool + 1) * size, len(self.lengths)))
         members = Shuffle(len(self.lengths), self.seed, epoch, 0).at(places)
-        # A stable sort keeps the shuffled order among equals, so the result is one function of the seed.
+        # A stable sort keeps the shuffled order among equals, so the result is one function of the
+        # seed.
         return members[np.argsort(self.lengths[members], kind="stable")]
 
 
@@ -121,15 +132,18 @@ def divide(
 ) -> list[Ints]:
     """Cut a global batch into one share a rank, by tokens, in proportion to the ranks' speeds.
 
-    The longest example goes first, each to the rank that would be finished with it earliest (Graham's
-    LPT rule). A rank may get nothing. The union of the shares is the batch, whatever the weights.
+    The longest example goes first, each to the rank that would be finished with it earliest
+    (Graham's LPT rule). A rank may get nothing. The union of the shares is the batch, whatever the
+    weights.
 
     Args:
         examples: example numbers of the batch.
         lengths: (num_examples,) tokens of every example of the data set.
         weights: relative speed of each rank, all positive.
-        before: tokens that each rank has already in the same update, of earlier batches; default: none.
-        some: ranks that get the shortest example if they would get none, where another rank has several.
+        before: tokens that each rank has already in the same update, of earlier batches; default:
+            none.
+        some: ranks that get the shortest example if they would get none, where another rank has
+            several.
     """
     longest_first = examples[np.lexsort((examples, -lengths[examples]))]
     load = np.asarray(before, dtype=np.float64) if len(before) else np.zeros(len(weights))
@@ -152,9 +166,9 @@ def divide(
 def micro_batches(examples: Ints, sizes: Ints, max_tokens: int, overhead_tokens: int) -> list[Ints]:
     """Split a rank's share into micro-batches of similar lengths at the least cost.
 
-    Cost of a split = padded tokens + ``overhead_tokens`` for each micro-batch; found exactly by dynamic
-    programming over the examples in order of length. No micro-batch exceeds ``max_tokens`` padded
-    tokens unless a single example does.
+    Cost of a split = padded tokens + ``overhead_tokens`` for each micro-batch; found exactly by
+    dynamic programming over the examples in order of length. No micro-batch exceeds ``max_tokens``
+    padded tokens unless a single example does.
 
     Args:
         examples: example numbers of the share.

@@ -1,4 +1,6 @@
-"""The fate of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
+"""The fate of every row: counted, grouped by reason, each with its place. Read by people and by
+programs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _PART = re.compile(r"\b([a-z]+)_feature\b")
 
 
 def as_flags(hint: str) -> str:
-    """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into a shell."""
+    """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into
+    a shell.
+    """
     if _NAMED.search(hint):
         return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
     return _PART.sub(r"--column \1=NAME", hint)
@@ -41,7 +45,9 @@ def column_flag(part: str, name: str) -> str:
 
 @dataclass
 class Reason:
-    """One kind of problem: the message and remedy of its first row, how many rows, and the first places."""
+    """One kind of problem: the message and remedy of its first row, how many rows, and the first
+    places.
+    """
 
     message: str
     hint: str | None
@@ -50,7 +56,9 @@ class Reason:
 
 
 class Reasons:
-    """Problems grouped: messages that differ in numbers and excerpts only are one reason, told without them."""
+    """Problems grouped: messages that differ in numbers and excerpts only are one reason, told
+    without them.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, Reason] = {}
@@ -85,7 +93,9 @@ class LeftOut:
         self.write({"where": where, "reason": error.message, "hint": error.hint}, value)
 
     def write(self, entry: dict[str, Any], value: Any) -> None:
-        """Append one line. Only ASCII, because a row may be here for characters that UTF-8 cannot hold."""
+        """Append one line. Only ASCII, because a row may be here for characters that UTF-8 cannot
+        hold.
+        """
         if value is not None:
             entry["row"] = value
         self._file.write(json.dumps(entry, default=str).encode("ascii") + b"\n")
@@ -93,7 +103,9 @@ class LeftOut:
 
 @dataclass
 class SourceTally:
-    """Rows of one source. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
+    """Rows of one source. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files
+    without rows.
+    """
 
     name: str
     split: str | None
@@ -118,9 +130,11 @@ class Duplicates:
     """Repeated rows.
 
     Attributes:
-        exact: rows that repeat another, apart from what normalising ignores; ``near`` rows that nearly do.
+        exact: rows that repeat another, apart from what normalising ignores; ``near`` rows that
+            nearly do.
         removed: rows dropped because of it.
-        across: for ``"train, test"`` and so on: kept rows of the first split with a twin in the second.
+        across: for ``"train, test"`` and so on: kept rows of the first split with a twin in the
+            second.
         examples: a few of them.
     """
 
@@ -176,7 +190,16 @@ class PrepareOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """For report.json."""
-        totals = {"rows_read": self.rows_read, "rows_kept": self.num_kept, "rows_left_out": self.left_out}
+        totals = {
+            "rows_read": self.rows_read,
+            "rows_kept": self.num_kept,
+            "rows_left_out": self.left_out,
+        }
         details = asdict(self)
         del details["row_lengths"]
-        return {**totals, "duplicates_removed": self.duplicates.removed, "shapes": dict(self.shapes), **details}
+        return {
+            **totals,
+            "duplicates_removed": self.duplicates.removed,
+            "shapes": dict(self.shapes),
+            **details,
+        }

@@ -19,9 +19,12 @@ class Padding:
     """Cost of an epoch on one process.
 
     Attributes:
-        batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last one included.
-        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred batches.
-        random_share: the same if examples were put into batches at random, each padded to its longest.
+        batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last
+            one included.
+        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred
+            batches.
+        random_share: the same if examples were put into batches at random, each padded to its
+            longest.
         rows: rows of an epoch with packing; None without.
     """
 
@@ -48,7 +51,11 @@ def estimate_padding(work: Ints, tokens: int, options: Any) -> Padding:
     sizing = options.sizing.fitted(work)
     padded = sizing.padded(work)
     batches = [order.batch(i) for i in range(min(total, _SAMPLED_BATCHES))]
-    parts = [p for b in batches for p in micro_batches(b, padded[b], sizing.max_tokens, sizing.overhead_tokens)]
+    parts = [
+        p
+        for b in batches
+        for p in micro_batches(b, padded[b], sizing.max_tokens, sizing.overhead_tokens)
+    ]
     shuffled = np.random.default_rng(options.seed).permutation(len(work))
     random = [shuffled[i * size : (i + 1) * size] for i in range(len(batches))]
     return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)

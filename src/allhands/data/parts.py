@@ -24,10 +24,11 @@ _TEXTS_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected")
 class ColumnNames:
     """The keys that hold each part of a record; the first four are named after mlx_lm's options.
 
-    A name with dots reaches into nested objects: ``meta.body`` is ``{"meta": {"body": ...}}``, unless the
-    record has the key ``"meta.body"`` itself. A column with another name than the default is *mapped*; see
-    :func:`allhands.data.records.recognise` for what that means. Without a mapping, ``conversations`` and
-    ``conversation`` hold a ShareGPT conversation, and ``kto_tag`` is another name for ``label``.
+    A name with dots reaches into nested objects: ``meta.body`` is ``{"meta": {"body": ...}}``,
+    unless the record has the key ``"meta.body"`` itself. A column with another name than the
+    default is *mapped*; see :func:`allhands.data.records.recognise` for what that means. Without a
+    mapping, ``conversations`` and ``conversation`` hold a ShareGPT conversation, and ``kto_tag`` is
+    another name for ``label``.
     """
 
     prompt_feature: str = "prompt"
@@ -53,17 +54,26 @@ class ColumnNames:
     @cached_property
     def names(self) -> dict[str, str]:
         """The column of each part ("prompt")."""
-        return {field.removesuffix("_feature"): getattr(self, field) for field in self.__dataclass_fields__}
+        return {
+            field.removesuffix("_feature"): getattr(self, field)
+            for field in self.__dataclass_fields__
+        }
 
     @cached_property
     def mapped(self) -> frozenset[str]:
         """The parts whose columns have another name than the default."""
-        return frozenset(part for part, name in self.names.items() if name != getattr(ColumnNames, f"{part}_feature"))
+        return frozenset(
+            part
+            for part, name in self.names.items()
+            if name != getattr(ColumnNames, f"{part}_feature")
+        )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One JSON object, read by its parts. Every method raises a :class:`DataError` for a part that is broken."""
+    """One JSON object, read by its parts. Every method raises a :class:`DataError` for a part that
+    is broken.
+    """
 
     values: Mapping[str, Any]
     columns: ColumnNames
@@ -75,12 +85,16 @@ class Parts:
         names = dict(self.columns.names)
         for part, known in _OTHER_NAMES.items():
             if part not in self.columns.mapped:
-                names[part] = next((name for name in known if self.values.get(name) is not None), known[0])
+                names[part] = next(
+                    (name for name in known if self.values.get(name) is not None), known[0]
+                )
         return names
 
     @cached_property
     def found(self) -> dict[str, Any]:
-        """The parts that are there, be they null. Tables give every row every column, null where it has none."""
+        """The parts that are there, be they null. Tables give every row every column, null where it
+        has none.
+        """
         reached = {part: reach(self.values, name) for part, name in self.names.items()}
         return {part: value for part, value in reached.items() if value is not MISSING}
 
@@ -90,15 +104,23 @@ class Parts:
         return frozenset(part for part in self.found if self.get(part) is not None)
 
     def get(self, part: str) -> Any:
-        """Return the value of a part; None if it is null or not there. A string that holds a list is that list."""
+        """Return the value of a part; None if it is null or not there. A string that holds a list
+        is that list.
+        """
         found = self.found.get(part)
         if not isinstance(found, str):
             return found
         if part in _LISTS:
             return list_if_text(found, self.quoted(part), self.place)
         if part in _TEXTS_OR_MESSAGES and found.lstrip()[:1] == "[":
-            values = [value for other in _TEXTS_OR_MESSAGES if (value := self.found.get(other)) is not None]
-            if all(isinstance(value, list) or messages_of_text(value) is not None for value in values):
+            values = [
+                value
+                for other in _TEXTS_OR_MESSAGES
+                if (value := self.found.get(other)) is not None
+            ]
+            if all(
+                isinstance(value, list) or messages_of_text(value) is not None for value in values
+            ):
                 return messages_of_text(found)
         return found
 
@@ -126,14 +148,18 @@ class Parts:
         return text
 
     def text_or_messages(self, part: str, *, filled: bool = False) -> str | list[Message]:
-        """Return a part that is a list of messages or a string; with ``filled``, of more than blanks."""
+        """Return a part that is a list of messages or a string; with ``filled``, of more than
+        blanks.
+        """
         value = self.get(part)
         if isinstance(value, list):
             return check_messages(value, self.names[part], self.place)
         return self.string(part, filled=filled)
 
     def messages(self, part: str, *, sharegpt: bool) -> list[Message]:
-        """Return the messages of a chat column; ``sharegpt``, or a mapped column, allows ShareGPT's names of roles."""
+        """Return the messages of a chat column; ``sharegpt``, or a mapped column, allows ShareGPT's
+        names of roles.
+        """
         sharegpt = sharegpt or self.mapped(part)
         return check_messages(self.get(part), self.names[part], self.place, sharegpt=sharegpt)
 
@@ -150,16 +176,24 @@ class Parts:
     def history(self) -> list[Message]:
         """Alpaca's earlier turns, a list of [question, answer] pairs, as messages."""
         pairs, name = self.get("history") or [], self.names["history"]
-        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            self.fail(f"{quoted(name)} must be a list of pairs", 'write [["question", "answer"], ...]')
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
+            self.fail(
+                f"{quoted(name)} must be a list of pairs", 'write [["question", "answer"], ...]'
+            )
         return [
-            check_message({"role": role, "content": pair[side]}, f"{name}[{index}][{side}]", self.place)
+            check_message(
+                {"role": role, "content": pair[side]}, f"{name}[{index}][{side}]", self.place
+            )
             for index, pair in enumerate(pairs)
             for side, role in enumerate(("user", "assistant"))
         ]
 
     def system(self) -> list[Message]:
-        """Return the system column as a list of one message; empty if the column is absent, null or blank."""
+        """Return the system column as a list of one message; empty if the column is absent, null or
+        blank.
+        """
         text = self.string("system") if self.has("system") else ""
         return [{"role": "system", "content": text}] if text.strip() else []
 
@@ -170,7 +204,9 @@ class Parts:
 
 
 def reach(values: Any, name: str) -> Any:
-    """Return the value at a key, or at a dotted path through nested objects; ``MISSING`` if there is none."""
+    """Return the value at a key, or at a dotted path through nested objects; ``MISSING`` if there
+    is none.
+    """
     if not isinstance(values, dict):
         return MISSING
     if name in values or "." not in name:

@@ -1,8 +1,8 @@
 """Pieces of rows: the token positions that a rank of a context group computes.
 
-With N ranks a row is cut into 2 N pieces of one length, the last ones padded. Rank r has the pieces r and 2 N - 1 - r:
-one near the row's head and one near its tail, so that causal attention, in which a place looks at all before it, costs
-every rank the same.
+With N ranks a row is cut into 2 N pieces of one length, the last ones padded. Rank r has the pieces
+r and 2 N - 1 - r: one near the row's head and one near its tail, so that causal attention, in which
+a place looks at all before it, costs every rank the same.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ class Pieces:
         """(B, T, ...) -> (B, pieces * their length, ...), with ``fill`` in the new places."""
         width = values.shape[1]
         missing = 2 * self.size * self.length(width) - width
-        return np.pad(values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)], constant_values=fill)
+        return np.pad(
+            values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)], constant_values=fill
+        )
 
     def of(self, values: Array) -> Array:
-        """(B, T, ...) -> (2 B, P, ...): this rank's pieces of each row, the first one's of all rows before the
-        second's.
+        """(B, T, ...) -> (2 B, P, ...): this rank's pieces of each row, the first one's of all rows
+        before the second's.
         """
         length = self.length(values.shape[1])
         whole = self.filled_up(values)
-        return np.concatenate([whole[:, number * length : (number + 1) * length] for number in self.numbers])
+        return np.concatenate(
+            [whole[:, number * length : (number + 1) * length] for number in self.numbers]
+        )
 
     def of_batch(self, batch: MicroBatch) -> MicroBatch:
-        """Return this rank's pieces of ``batch`` as rows of their own; the tokens are counted once in the group.
+        """Return this rank's pieces of ``batch`` as rows of their own; the tokens are counted once
+        in the group.
 
         Document numbers are those of whole rows, filled up: a place looks at others' places, too.
         """
@@ -67,7 +72,9 @@ class Pieces:
             documents=None if batch.documents is None else self.filled_up(batch.documents, -1),
         )
         if not len(found.targets):  # a loss has at least one place, which may count nothing
-            found = replace(found, positions=np.zeros(1, np.int32), targets=np.full(1, -1, np.int32))
+            found = replace(
+                found, positions=np.zeros(1, np.int32), targets=np.full(1, -1, np.int32)
+            )
         return pad_targets(found) if (batch.targets < 0).any() else found
 
     def _share(self, count: int) -> int:

@@ -12,18 +12,25 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """``load(i)`` for one ``i`` after the other, ``ahead`` of them at work before they are asked for.
+    """``load(i)`` for one ``i`` after the other, ``ahead`` of them at work before they are asked
+    for.
 
-    Any ``i`` may be asked at any time; only the ones that follow it come sooner. Used as a context, at the end of
-    which the thread is gone. What ``load`` raises is raised by :meth:`get` for that ``i``.
+    Any ``i`` may be asked at any time; only the ones that follow it come sooner. Used as a context,
+    at the end of which the thread is gone. What ``load`` raises is raised by :meth:`get` for that
+    ``i``.
     """
 
     def __init__(
-        self, load: Callable[[int], T], end: int, ahead: int = 2, waits: Callable[[float], None] = lambda seconds: None
+        self,
+        load: Callable[[int], T],
+        end: int,
+        ahead: int = 2,
+        waits: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """``load`` is called in one other thread, for numbers below ``end``.
 
-        ``waits`` is told, before :meth:`get` waits, for how many seconds ``load`` has been at what is wanted.
+        ``waits`` is told, before :meth:`get` waits, for how many seconds ``load`` has been at what
+        is wanted.
         """
         self._load = load
         self._waits = waits
@@ -58,6 +65,9 @@ class Prefetcher(Generic[T]):
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,10 @@
-"""From whatever files people have to a training folder: checked, deduplicated, split, and nothing lost unsaid.
+"""From whatever files people have to a training folder: checked, deduplicated, split, and nothing
+lost unsaid.
 
-One pass reads every source and writes the rows that can be used to a spool file; of each row only some 70
-bytes of numbers stay in memory. Then duplicates are searched, splits decided, and the rows copied from the
-spool into their files. All of it happens in a hidden directory that takes its name at the very end.
+One pass reads every source and writes the rows that can be used to a spool file; of each row only
+some 70 bytes of numbers stay in memory. Then duplicates are searched, splits decided, and the rows
+copied from the spool into their files. All of it happens in a hidden directory that takes its name
+at the very end.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from allhands.data.arrays import Int8s
-from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
+from allhands.data.intake import (
+    BY_SOURCE,
+    Intake,
+    Measure,
+    PrepareOptions,
+    Progress,
+    carried_splits,
+)
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
 from allhands.data.sources import LEFT_OUT, REPORT, Source
@@ -52,10 +61,18 @@ class NothingLeft(DataError):
     def __init__(self, outcome: PrepareOutcome) -> None:
         first = outcome.reasons[0] if outcome.reasons else None
         count = outcome.rows_read
-        message = f"none of the {count} rows can be used" if count > 1 else "there is no row that can be used"
+        message = (
+            f"none of the {count} rows can be used"
+            if count > 1
+            else "there is no row that can be used"
+        )
         because = f"; most often: {first.message}" if first else ""
         where = first.places[0] if first and first.places else None
-        super().__init__(message + because, where=where, hint=first.hint if first else "name files that hold rows")
+        super().__init__(
+            message + because,
+            where=where,
+            hint=first.hint if first else "name files that hold rows",
+        )
         self.outcome = outcome
 
 
@@ -71,26 +88,34 @@ def prepare(
     measure: Measure | None = None,
     progress: Progress = no_progress,
 ) -> PrepareOutcome:
-    """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
+    """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is
+    untouched.
 
     Args:
-        measure: renders a record, or raises DataError for one that cannot be rendered; without it, lengths are in
-            characters.
+        measure: renders a record, or raises DataError for one that cannot be rendered; without it,
+            lengths are in characters.
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.
-        DataError: a file of which the rest could not be read; with ``strict``, the first bad row; :class:`NothingLeft`.
+        DataError: a file of which the rest could not be read; with ``strict``, the first bad row;
+            :class:`NothingLeft`.
         StorageError: it cannot be written.
     """
     check_output(out, [source.name for source in sources], options.force)
     sources, notes = _checked_splits(sources, options)
-    with staging(out) as staged, TemporaryFile(dir=staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
+    with (
+        staging(out) as staged,
+        TemporaryFile(dir=staged) as file,
+        (staged / LEFT_OUT).open("wb") as left_out_file,
+    ):
         left_out = LeftOut(left_out_file)
         intake = Intake(sources, options, Spool(cast(BinaryIO, file)), left_out, measure, progress)
         intake.read()
         if intake.torn:  # how much is missing, nobody knows
             raise intake.torn[0].error()
-        outcome = PrepareOutcome(intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed())
+        outcome = PrepareOutcome(
+            intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed()
+        )
         outcome.options = options.to_json()
         if not len(intake.spool):
             raise NothingLeft(outcome)
@@ -100,7 +125,11 @@ def prepare(
         limit, unit = (options.max_seq_length, "tokens") if measure else (None, "characters")
         outcome.lengths = LengthSummary.of(outcome.row_lengths, limit, unit)
         left_out_file.close()
-        if not outcome.left_out + outcome.duplicates.removed + sum(source.unread for source in outcome.sources):
+        if (
+            not outcome.left_out
+            + outcome.duplicates.removed
+            + sum(source.unread for source in outcome.sources)
+        ):
             (staged / LEFT_OUT).unlink()
         text = json.dumps(outcome.to_json(), indent=1, default=str)
         (staged / REPORT).write_text(text + "\n", encoding="utf-8")
@@ -111,19 +140,29 @@ def prepare(
     return outcome
 
 
-def _checked_splits(sources: Sequence[Source], options: PrepareOptions) -> tuple[Sequence[Source], list[str]]:
-    """The sources, without their splits if those would leave nothing to train on; and what to say about it."""
+def _checked_splits(
+    sources: Sequence[Source], options: PrepareOptions
+) -> tuple[Sequence[Source], list[str]]:
+    """The sources, without their splits if those would leave nothing to train on; and what to say
+    about it.
+    """
     named, notes = {source.split for source in sources}, list[str]()
     if not options.resplit and named and not named & {None, "train"}:
         # Somebody who names nothing but a test.jsonl wants to train on it.
         words = " and ".join(sorted(map(str, named)))
-        notes = [f"the sources bring no train split, only {words}: all of their rows are split anew"]
+        notes = [
+            f"the sources bring no train split, only {words}: all of their rows are split anew"
+        ]
         sources = [replace(source, split=None) for source in sources]
     for split, share in (("valid", options.valid), ("test", options.test)):
         if share is not None and split in carried_splits(sources, options):
             name = next(source.name for source in sources if source.split == split)
             hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
-            raise ConfigError(f"the sources have a {split} split of their own: {name}", where=f"--{split}", hint=hint)
+            raise ConfigError(
+                f"the sources have a {split} split of their own: {name}",
+                where=f"--{split}",
+                hint=hint,
+            )
     check_fractions(options.valid, options.test)
     return sources, notes
 
@@ -135,7 +174,8 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
         names: what is read, as it was named: it must not lie in ``out``.
 
     Raises:
-        ConfigError: it is not an empty directory; or, with ``force``, not one that was prepared before.
+        ConfigError: it is not an empty directory; or, with ``force``, not one that was prepared
+            before.
     """
     where, whole = f"--out {out}", out.resolve()
     for name in names:
@@ -144,25 +184,40 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
             hint = "choose another directory: what is read is never replaced"
             raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
     if whole == Path.cwd():
-        raise ConfigError("this is the directory that you are in", where=where, hint="name a new one in it: --out data")
+        raise ConfigError(
+            "this is the directory that you are in",
+            where=where,
+            hint="name a new one in it: --out data",
+        )
     require_place(out, "prepared data", OUTPUT, force=force)
 
 
-# --- duplicates and splits --------------------------------------------------------------------------
+# --- duplicates and splits ------------------------------------------------------------------------
 
 
-def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, progress: Progress) -> None:
+def _split_and_write(
+    staged: Path, intake: Intake, outcome: PrepareOutcome, progress: Progress
+) -> None:
     spool, options = intake.spool, intake.options
     keys, contents, splits_given = (spool.column(name) for name in ("key", "content", "given"))
     twins = find_twins(
-        spool, options.near_threshold, lambda done, total: progress("looking for duplicates", done, total)
+        spool,
+        options.near_threshold,
+        lambda done, total: progress("looking for duplicates", done, total),
     )
     keep = np.ones(len(spool), dtype=np.bool_)
     if options.dedupe != "off":
-        keeper = keepers((twins.near if options.dedupe == "near" else twins.exact).labels(), splits_given, contents)
+        keeper = keepers(
+            (twins.near if options.dedupe == "near" else twins.exact).labels(),
+            splits_given,
+            contents,
+        )
         keep = keeper == np.arange(len(spool))
         for row in np.flatnonzero(~keep).tolist():
-            entry = {"where": spool.where(row), "reason": f"duplicate of {spool.where(int(keeper[row]))}"}
+            entry = {
+                "where": spool.where(row),
+                "reason": f"duplicate of {spool.where(int(keeper[row]))}",
+            }
             entry["hint"] = "--dedupe off keeps duplicates"
             intake.left_out.write(entry, json.loads(spool.row(row)))
     groups = twins.families
@@ -178,27 +233,42 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
     split[rows] = assign(labels, keys[rows], given, wanted, options.seed)
     outcome.duplicates = report_duplicates(spool, twins, split)
     _write_splits(staged, spool, split, options, outcome)
-    outcome.notes.extend(_notes(intake, split, carried, default, alone=np.unique(labels).size == len(rows)))
+    outcome.notes.extend(
+        _notes(intake, split, carried, default, alone=np.unique(labels).size == len(rows))
+    )
     assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
     outcome.row_lengths = spool.column("length")[split != NONE]
 
 
-def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome) -> None:
+def _write_splits(
+    staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome
+) -> None:
     """One file a split that has rows."""
     # The order depends on the contents and the seed, or is that of the sources.
-    place = shuffled(spool.column("content"), options.seed) if options.shuffle else np.arange(len(spool))
+    place = (
+        shuffled(spool.column("content"), options.seed)
+        if options.shuffle
+        else np.arange(len(spool))
+    )
     for number, name in enumerate(SPLITS):
         for is_preference, counts in ((False, outcome.kept), (True, outcome.preference)):
-            chosen = np.flatnonzero((split == number) & (spool.column("preference") == is_preference))
+            chosen = np.flatnonzero(
+                (split == number) & (spool.column("preference") == is_preference)
+            )
             counts[name] = len(chosen)
             if len(chosen):
                 folder = staged / PREFERENCE if is_preference else staged
                 folder.mkdir(exist_ok=True)
                 with (folder / f"{name}.jsonl").open("wb") as file:
-                    file.writelines(spool.row(row) for row in chosen[np.argsort(place[chosen], kind="stable")].tolist())
+                    file.writelines(
+                        spool.row(row)
+                        for row in chosen[np.argsort(place[chosen], kind="stable")].tolist()
+                    )
 
 
-def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool) -> Iterator[str]:
+def _notes(
+    intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool
+) -> Iterator[str]:
     """Notes on decisions that a person may not expect. ``alone``: no row belongs to another."""
     options = intake.options
     if carried:
@@ -212,14 +282,22 @@ def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare,
         yield "there is no train.jsonl: all rows that are left are held out"
 
 
-def _sizes(options: PrepareOptions, split: Int8s, carried: set[str], default: SplitShare, alone: bool) -> Iterator[str]:
-    """The sizes that were asked for or taken, where they are others, and if little is left to train on."""
+def _sizes(
+    options: PrepareOptions, split: Int8s, carried: set[str], default: SplitShare, alone: bool
+) -> Iterator[str]:
+    """The sizes that were asked for or taken, where they are others, and if little is left to train
+    on.
+    """
     total, held = int(np.count_nonzero(split != NONE)), 0
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got, target = int(np.count_nonzero(split == number)), (share or default).rows(total)
         by_default = share is None and not carried
         if share is not None or (by_default and got):
-            what = f"{share}" if share is not None else f"{default.value:.0%} of the rows, at least one,"
+            what = (
+                f"{share}"
+                if share is not None
+                else f"{default.value:.0%} of the rows, at least one,"
+            )
             yield f"{what} are kept for {name} (--{name}; seed {options.seed})"
         if name not in carried and got != target:
             why = "there are too few rows" if alone else "rows that belong together stay so"

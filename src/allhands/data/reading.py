@@ -1,7 +1,9 @@
-"""Files of training data as rows: whatever is broken becomes a :class:`RowProblem` with its line, the rest is read.
+"""Files of training data as rows: whatever is broken becomes a :class:`RowProblem` with its line,
+the rest is read.
 
-JSON Lines, JSON, CSV, TSV, Parquet, Arrow and plain text, each also with ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. Every
-file is streamed: memory holds some megabytes and one row, and a row has at most ``ReadOptions.max_row_bytes``.
+JSON Lines, JSON, CSV, TSV, Parquet, Arrow and plain text, each also with ``.gz``, ``.bz2``, ``.xz``
+or ``.zst``. Every file is streamed: memory holds some megabytes and one row, and a row has at most
+``ReadOptions.max_row_bytes``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import IO, Any, Literal, cast
 from allhands.data.jsontext import keys_with_rows, rows_key, rows_of_json, rows_of_lines
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.rows import BOM, NAMES_OF_SPLITS, PIECE, Item, ReadOptions, RowProblem
-from allhands.data.tables import Separator, rows_of_columns, rows_of_table, rows_of_text, separator_of
+from allhands.data.tables import (
+    Separator,
+    rows_of_columns,
+    rows_of_table,
+    rows_of_text,
+    separator_of,
+)
 from allhands.data.values import SHAPES
 
 FileType = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
@@ -36,21 +44,54 @@ TYPE_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md, or one o
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 # What to do about files that are not read, by the ends of their names.
 _WAYS = {
-    (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods"): "save the sheet as CSV, in the program that opens it",
-    (".docx", ".odt", ".epub", ".html", ".htm", ".rtf", ".tex"): "write its text out: pandoc -t plain FILE -o NEW.txt",
+    (
+        ".xlsx",
+        ".xlsm",
+        ".xlsb",
+        ".xls",
+        ".ods",
+    ): "save the sheet as CSV, in the program that opens it",
+    (
+        ".docx",
+        ".odt",
+        ".epub",
+        ".html",
+        ".htm",
+        ".rtf",
+        ".tex",
+    ): "write its text out: pandoc -t plain FILE -o NEW.txt",
     (".doc",): "write its text out: soffice --headless --convert-to txt:Text FILE",
     (".pdf",): "write its text out: pdftotext FILE NEW.txt",
     (".yaml", ".yml"): "write it as JSON",
-    (".pkl", ".pickle"): "a pickle may run code when it is read: where you trust it, write it out as Parquet",
+    (
+        ".pkl",
+        ".pickle",
+    ): "a pickle may run code when it is read: where you trust it, write it out as Parquet",
     (".zip", ".tar", ".tgz", ".7z", ".rar"): "unpack it, and name the files that were in it",
-    (".db", ".sqlite", ".sqlite3"): "write the table as CSV: sqlite3 -header -csv FILE 'SELECT * FROM TABLE' > NEW.csv",
-    (".orc", ".avro", ".h5", ".hdf5", ".tfrecord"): "write it as Parquet with the library that it is from",
+    (
+        ".db",
+        ".sqlite",
+        ".sqlite3",
+    ): "write the table as CSV: sqlite3 -header -csv FILE 'SELECT * FROM TABLE' > NEW.csv",
+    (
+        ".orc",
+        ".avro",
+        ".h5",
+        ".hdf5",
+        ".tfrecord",
+    ): "write it as Parquet with the library that it is from",
 }
 _UTF16 = ("encoded as UTF-16", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
 _MAGIC = {
     b"\x1f\x8b": ("compressed with gzip", "let its name end in .gz"),
-    b"PK\x03\x04": ("a zip archive, as spreadsheets and documents of office programs are", "unpack it, or export it"),
-    b"PAR1": ("a Parquet file", "let its name end in .parquet, or read it with hf_dataset: {path: parquet, ...}"),
+    b"PK\x03\x04": (
+        "a zip archive, as spreadsheets and documents of office programs are",
+        "unpack it, or export it",
+    ),
+    b"PAR1": (
+        "a Parquet file",
+        "let its name end in .parquet, or read it with hf_dataset: {path: parquet, ...}",
+    ),
     b"\xff\xfe": _UTF16,
     b"\xfe\xff": _UTF16,
     b"ARROW1": ("an Arrow file", "let its name end in .arrow"),
@@ -76,43 +117,55 @@ def unpacked_name(path: Path) -> str:
 def unread_hint(path: Path) -> str:
     """Advise on a file whose type is not read."""
     name = path.name.lower()
-    return next((way for ends, way in _WAYS.items() if name.endswith(ends)), f"let the name end in {TYPE_NAMES}")
+    return next(
+        (way for ends, way in _WAYS.items() if name.endswith(ends)),
+        f"let the name end in {TYPE_NAMES}",
+    )
 
 
-def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | None = None) -> Iterator[Item]:
-    """Yield all rows of a file of any supported type, in order. Nothing in a file raises; it becomes a problem.
+def read_rows(
+    path: Path, options: ReadOptions | None = None, *, name: str | None = None
+) -> Iterator[Item]:
+    """Yield all rows of a file of any supported type, in order. Nothing in a file raises; it
+    becomes a problem.
 
-    - JSON Lines: one value a line; blank lines, CRLF and byte-order marks are tolerated. A file whose first
-      character is ``[`` is read as one JSON array.
-    - JSON: an array, one value, or values one after the other. After a broken element reading goes on at the next
-      one if the layout of the lines shows where it begins; otherwise the problem says that the rest was not read.
-      NaN and Infinity are read as Python's ``json`` reads them; more than 200 levels of nesting are a problem.
-      The rows of an object may stand under a key of it, see :func:`rows_key`.
-    - CSV, TSV: the first row names the columns; all values are strings. Another separator than the comma or the tab is
-      used where it is certain, see :func:`separator_of`.
-    - Parquet, Arrow: pyarrow's Python values. With ``.gz`` it is unpacked into a temporary file first.
-    - Text: ``{"text": ...}`` a document, see :class:`ReadOptions`. Line ends become ``\\n``, those around a document
-      are dropped. A bad byte makes the whole document, or the part of one that was cut, a problem.
+    - JSON Lines: one value a line; blank lines, CRLF and byte-order marks are tolerated. A file
+      whose first character is ``[`` is read as one JSON array.
+    - JSON: an array, one value, or values one after the other. After a broken element reading goes
+      on at the next one if the layout of the lines shows where it begins; otherwise the problem
+      says that the rest was not read. NaN and Infinity are read as Python's ``json`` reads them;
+      more than 200 levels of nesting are a problem. The rows of an object may stand under a key of
+      it, see :func:`rows_key`.
+    - CSV, TSV: the first row names the columns; all values are strings. Another separator than the
+      comma or the tab is used where it is certain, see :func:`separator_of`.
+    - Parquet, Arrow: pyarrow's Python values. With ``.gz`` it is unpacked into a temporary file
+      first.
+    - Text: ``{"text": ...}`` a document, see :class:`ReadOptions`. Line ends become ``\\n``, those
+      around a document are dropped. A bad byte makes the whole document, or the part of one that
+      was cut, a problem.
 
     Args:
         name: the file's name in rows and problems; its own without the folder if None.
     """
     kind = file_type(path)
     if kind is None:
-        yield RowProblem(name or path.name, 0, "files of this type cannot be read", unread_hint(path))
+        yield RowProblem(
+            name or path.name, 0, "files of this type cannot be read", unread_hint(path)
+        )
     else:
         yield from _read(path, kind, options or ReadOptions(), name or path.name)
 
 
 def read_records(path: Path, columns: ColumnNames, *, name: str | None = None) -> Iterator[Record]:
-    """Yield the records of one file of any supported type, in order, streamed; JSON Lines if its name says nothing.
+    """Yield the records of one file of any supported type, in order, streamed; JSON Lines if its
+    name says nothing.
 
     Args:
         name: the file's name in records and errors; its own without the folder if None.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8 or not JSON, holds no record, or a record is
-            malformed.
+        DataError: the file cannot be read, is not UTF-8 or not JSON, holds no record, or a record
+            is malformed.
     """
     for item in _read(path, file_type(path) or "jsonl", ReadOptions(), name or path.name):
         if isinstance(item, RowProblem):
@@ -132,10 +185,14 @@ def _read(path: Path, kind: FileType, options: ReadOptions, name: str) -> Iterat
                 yield _cut_short(stream.failure, path, name)
             elif empty:
                 fill = "write text into it, or remove it if there are other files"
-                hint = f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
+                hint = (
+                    f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
+                )
                 yield RowProblem(name, 0, "the file is empty", hint)
     except OSError as error:
-        yield RowProblem(str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error))
+        yield RowProblem(
+            str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error)
+        )
 
 
 def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
@@ -148,7 +205,9 @@ def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
     return file if opened is None else cast(IO[bytes], opened(file))
 
 
-def _items(file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOptions, name: str) -> Iterator[Item]:
+def _items(
+    file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOptions, name: str
+) -> Iterator[Item]:
     buffered = io.BufferedReader(stream, PIECE)
     if kind in ("parquet", "arrow"):
         head = b"PAR1" if kind == "parquet" else buffered.peek(PIECE)[:6]
@@ -175,7 +234,9 @@ def _separator(head: bytes, kind: FileType) -> Separator:
 
 
 def notes_of(path: Path) -> tuple[str, ...]:
-    """Notes on the way in which a file is read, where its name does not say it; none for one that cannot be read."""
+    """Notes on the way in which a file is read, where its name does not say it; none for one that
+    cannot be read.
+    """
     kind = file_type(path)
     if kind == "json" and (key := rows_key(_head(path))) is not None:
         return (f'its rows are those under the key "{key}"',)
@@ -189,8 +250,8 @@ def notes_of(path: Path) -> tuple[str, ...]:
 
 
 def splits_in(path: Path) -> tuple[str, ...]:
-    """Return the keys of a JSON object that holds splits of a data set, ``{"train": [...], "test": [...]}``; () for
-    others.
+    """Return the keys of a JSON object that holds splits of a data set, ``{"train": [...], "test":
+    [...]}``; () for others.
     """
     key = rows_key(_head(path)) if file_type(path) == "json" else None
     if key is None or key.lower() not in NAMES_OF_SPLITS:
@@ -223,7 +284,8 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         done = 0
         try:
-            # Not read(): where that fails, it forgets what it had read before. (Typed files lack read1, real ones not.)
+            # Not read(): where that fails, it forgets what it had read before. (Typed files lack
+            # read1, real ones not.)
             while not self.failure and (data := cast(Any, self.inner).read1(len(buffer) - done)):
                 buffer[done : done + len(data)] = data
                 done += len(data)
@@ -237,11 +299,18 @@ def _cut_short(error: Exception, path: Path, name: str) -> RowProblem:
     kind = _PACKED.get(suffix, "")
     others = ("Not a gzipped", "Invalid data stream", "format not supported", "Unknown frame")
     if any(words in str(error) for words in others):
-        return RowProblem(name, 0, f"the name ends in {suffix}, but the content is not {kind}", f"take {suffix} away")
+        return RowProblem(
+            name,
+            0,
+            f"the name ends in {suffix}, but the content is not {kind}",
+            f"take {suffix} away",
+        )
     hint = f"the file is cut off or damaged: fetch it again; to see how much is whole: {kind} -t {path.name}"
     if isinstance(error, OSError) and error.errno is not None:
         hint = read_hint(error)
-    return RowProblem(name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint)
+    return RowProblem(
+        name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint
+    )
 
 
 def read_hint(error: OSError) -> str:

@@ -1,8 +1,9 @@
-"""One training example: its shape recognised and everything about it checked. Nothing here knows files or tokens.
+"""One training example: its shape recognised and everything about it checked. Nothing here knows
+files or tokens.
 
-The shapes are those of mlx_lm: ``messages`` (with optional ``tools``), ``prompt`` + ``completion``, and
-``text``; and Alpaca and ShareGPT, which become one of them. Everything wrong is a :class:`DataError` that
-names file and line.
+The shapes are those of mlx_lm: ``messages`` (with optional ``tools``), ``prompt`` + ``completion``,
+and ``text``; and Alpaca and ShareGPT, which become one of them. Everything wrong is a
+:class:`DataError` that names file and line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from allhands.data.values import SHAPES, ValuePlace, key_list, type_name
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
 
-# The parts that make a shape, in order of precedence; and those that may hold the question of a preference.
+# The parts that make a shape, in order of precedence; and those that may hold the question of a
+# preference.
 NEEDS: dict[Shape, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "chat": ("chat",),
@@ -49,11 +51,12 @@ _BESIDE = (*REASONING_KEYS, *CONTEXT_KEYS, "system")
 class Record:
     """One checked training example.
 
-    ``messages`` (content always a string) and ``tools`` are set for a chat; ``prompt`` and ``completion``
-    for a completion, each a string or a list of messages; ``text`` for plain text. ``source`` is the file
-    name and ``line`` the line (1-based) where the record begins; for a Hub dataset, its name and row. ``unread``
-    has the keys that stood beside the record and are not trained on: pictures, sound, a system message or thinking
-    in a column that its shape does not have.
+    ``messages`` (content always a string) and ``tools`` are set for a chat; ``prompt`` and
+    ``completion`` for a completion, each a string or a list of messages; ``text`` for plain text.
+    ``source`` is the file name and ``line`` the line (1-based) where the record begins; for a Hub
+    dataset, its name and row. ``unread`` has the keys that stood beside the record and are not
+    trained on: pictures, sound, a system message or thinking in a column that its shape does not
+    have.
     """
 
     kind: RecordKind
@@ -92,8 +95,9 @@ def as_turns(words: str | list[Message], role: str) -> list[Message]:
 def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) -> Record:
     """Check one decoded JSON value and recognise its shape; Alpaca and ShareGPT are converted.
 
-    A text may be empty, as some in every large corpus are: training leaves it out, and counts it. Preferences and rated
-    answers are refused: to train on them as they stand would teach what was rejected.
+    A text may be empty, as some in every large corpus are: training leaves it out, and counts it.
+    Preferences and rated answers are refused: to train on them as they stand would teach what was
+    rejected.
 
     Raises:
         DataError: with ``where="source:line"``.
@@ -111,10 +115,11 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 
 
 def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
-    """Return the parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner
-    one.
+    """Return the parts of a decoded JSON value; where it is no record but holds one under a key,
+    those of the inner one.
 
-    ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one, as APIs and annotation programs write it.
+    ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one, as APIs and annotation programs write
+    it.
 
     Raises:
         DataError: it is not an object, or holds a record that was cut off.
@@ -124,12 +129,22 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
     parts = Parts(value, columns, place)
     if _has_shape(parts):
         return parts
-    inner = [key for key, one in value.items() if isinstance(one, dict) and _has_shape(Parts(one, columns, place))]
+    inner = [
+        key
+        for key, one in value.items()
+        if isinstance(one, dict) and _has_shape(Parts(one, columns, place))
+    ]
     if len(inner) == 1:
         if cut := value.get("truncated_cells"):
             hint = "fetch the data set itself: name it as OWNER/NAME, or its Parquet files"
-            place.fail(f"the record was cut off where it was fetched from (truncated_cells: {cut})", hint)
-        return Parts({key: one for key, one in value.items() if key != inner[0]} | value[inner[0]], columns, place)
+            place.fail(
+                f"the record was cut off where it was fetched from (truncated_cells: {cut})", hint
+            )
+        return Parts(
+            {key: one for key, one in value.items() if key != inner[0]} | value[inner[0]],
+            columns,
+            place,
+        )
     # Who makes a table names its columns for people; who writes JSON has a format in mind.
     is_table = _TABLE.search(place.source.lower()) is not None
     if not is_table or columns.mapped or (pair := pair_of(value)) is None:
@@ -138,23 +153,28 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
 
 
 def _has_shape(parts: Parts) -> bool:
-    """Return True if the columns make a shape, be they null. An object in a chat column is no conversation."""
+    """Return True if the columns make a shape, be they null. An object in a chat column is no
+    conversation.
+    """
     there = _SHAPING & parts.found.keys()
     there -= {part for part in ("chat", "conversation") if isinstance(parts.get(part), dict)}
-    return bool(there & parts.columns.mapped) or any(there.issuperset(needs) for needs in NEEDS.values())
+    return bool(there & parts.columns.mapped) or any(
+        there.issuperset(needs) for needs in NEEDS.values()
+    )
 
 
 def recognise(parts: Parts) -> Shape:
     """Return the shape of a record, by the columns that it has.
 
-    mlx_lm's own come first, in its order: prompt and completion, messages, text. Then a preference (chosen and
-    rejected), Alpaca (instruction and output), ShareGPT (conversations). Messages that do not end with an
-    answer, beside chosen and rejected ones, are the question of a preference; those with from and value are
-    ShareGPT. A column that is null counts only if no other shape is there.
+    mlx_lm's own come first, in its order: prompt and completion, messages, text. Then a preference
+    (chosen and rejected), Alpaca (instruction and output), ShareGPT (conversations). Messages that
+    do not end with an answer, beside chosen and rejected ones, are the question of a preference;
+    those with from and value are ShareGPT. A column that is null counts only if no other shape is
+    there.
 
-    If the user has mapped a column that makes a shape, a mapped one must be part of the shape that is chosen:
-    mapped columns win over everything that the default names would give, and a record that has none of them
-    is an error, not something else.
+    If the user has mapped a column that makes a shape, a mapped one must be part of the shape that
+    is chosen: mapped columns win over everything that the default names would give, and a record
+    that has none of them is an error, not something else.
 
     Raises:
         DataError: no shape, or none with a mapped column.
@@ -194,11 +214,13 @@ def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
 def rating(parts: Parts, shape: Shape) -> bool | None:
     """Return the rating of an answer, good or bad; None if it was not rated.
 
-    A rating is a boolean, or as tables write it "true" or "false". Anything else under ``label`` is no
-    rating (a class, say), unless the user has mapped the column, which then may be 0 or 1 but not missing.
+    A rating is a boolean, or as tables write it "true" or "false". Anything else under ``label`` is
+    no rating (a class, say), unless the user has mapped the column, which then may be 0 or 1 but
+    not missing.
 
     Raises:
-        DataError: a mapped label is no rating; a text is labelled false, which cannot be kept as a rated answer.
+        DataError: a mapped label is no rating; a text is labelled false, which cannot be kept as a
+            rated answer.
     """
     value, mapped = parts.get("label"), parts.mapped("label")
     if shape == "preference" or (value is None and not mapped):
@@ -213,12 +235,15 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
         return label
     if label is False:
         hint = f"delete the record; or, if {name} does not rate the text, remove {name}"
-        parts.fail(f"{name} is false for a text: a text that is rated bad cannot be trained on", hint)
+        parts.fail(
+            f"{name} is false for a text: a text that is rated bad cannot be trained on", hint
+        )
     return None
 
 
 def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Record:
-    """Return the record of a recognised shape, checked. A mapped system column is put before any shape's messages.
+    """Return the record of a recognised shape, checked. A mapped system column is put before any
+    shape's messages.
 
     Args:
         empty_texts: whether a text may have no words.
@@ -231,11 +256,15 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
     if shape == "text":
         return Record("text", text=parts.string("text", filled=not empty_texts), **about)
     tools = parts.tools()
-    prompt, answers = {"completion": _completion, "alpaca": _alpaca}.get(shape, _conversation)(parts, shape)
+    prompt, answers = {"completion": _completion, "alpaca": _alpaca}.get(shape, _conversation)(
+        parts, shape
+    )
     if tools and isinstance(answers, list):
         answers = without_foreign_nulls(answers, tools)
     if prompt is None:
-        record = Record("chat", messages=tuple(as_turns(answers, "assistant")), tools=tools, **about)
+        record = Record(
+            "chat", messages=tuple(as_turns(answers, "assistant")), tools=tools, **about
+        )
     else:
         record = Record("completion", prompt=prompt, completion=answers, tools=tools, **about)
     check_tool_answers(record.turns, parts.names[NEEDS[shape][-1]], parts.place)
@@ -248,7 +277,9 @@ def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
     if shape != "text":
         taken = shape in ("alpaca", "sharegpt") or parts.mapped("system")
         there = [key for key in _BESIDE if key in parts.values and not (taken and key == "system")]
-        keys += [key for key in there if isinstance(value := parts.values[key], str) and value.strip()]
+        keys += [
+            key for key in there if isinstance(value := parts.values[key], str) and value.strip()
+        ]
     return tuple(key for key in keys if key not in [parts.names[part] for part in _SHAPING])
 
 
@@ -271,7 +302,9 @@ def _conversation(parts: Parts, shape: Shape) -> _Said:
     part = "chat" if shape == "chat" or is_sharegpt(parts.get("chat")) else "conversation"
     messages = parts.messages(part, sharegpt=shape == "sharegpt")
     require_answer(messages, parts.names[part], parts.place)
-    return None, messages if shape == "chat" and not parts.mapped("system") else parts.with_system(messages)
+    return None, messages if shape == "chat" and not parts.mapped("system") else parts.with_system(
+        messages
+    )
 
 
 def _alpaca(parts: Parts, _shape: Shape) -> _Said:

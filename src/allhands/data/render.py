@@ -1,15 +1,17 @@
 """From a record to tokens and a loss mask: the one owner of chat templates.
 
-The record becomes one text (through the model's chat template, if it has one), the character ranges of its
-answers are found in it (:mod:`allhands.data.answers`), and the text is encoded once.
+The record becomes one text (through the model's chat template, if it has one), the character ranges
+of its answers are found in it (:mod:`allhands.data.answers`), and the text is encoded once.
 
-Special tokens that a message spells out ("<|im_end|>" in an answer) are encoded as what they are. mlx_lm and
-Hugging Face do so by default when the model is used, so training sees what inference sees. They cannot move the
-mask, which follows the turns and not the text: a question that spells out a fake answer is not trained, and an
-answer is trained up to its true end. `allhands data check` names them.
+Special tokens that a message spells out ("<|im_end|>" in an answer) are encoded as what they are.
+mlx_lm and Hugging Face do so by default when the model is used, so training sees what inference
+sees. They cannot move the mask, which follows the turns and not the text: a question that spells
+out a fake answer is not trained, and an answer is trained up to its true end. `allhands data check`
+names them.
 
 A message may say whether it is trained: ``"weight": 0`` (OpenAI's field), ``"loss_weight": 0`` or
-``"train": false``. That is honoured where answers are told from the rest, which is with ``mask_prompt``.
+``"train": false``. That is honoured where answers are told from the rest, which is with
+``mask_prompt``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import Explained, token_texts
 from allhands.data.forms import Form, other_forms
-from allhands.data.heard import AnswerPart, Marked, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
+from allhands.data.heard import (
+    AnswerPart,
+    Marked,
+    Unheard,
+    lost_markers,
+    lost_parts,
+    mark,
+    unheard,
+    unread,
+    words_of,
+)
 from allhands.data.messages import INSTRUCTION_ROLES, merged_system
 from allhands.data.records import Message, Record, as_turns
 from allhands.data.templates import MERGE, NAMED, OPTION
@@ -52,11 +64,12 @@ class Rendered:
 
     Attributes:
         tokens: (L,) int32.
-        mask: (L,) bool; True where the token is a target of the loss. ``mask[0]`` is never True, since
-            nothing predicts the first token.
+        mask: (L,) bool; True where the token is a target of the loss. ``mask[0]`` is never True,
+            since nothing predicts the first token.
         truncated: tokens cut off the end to keep ``max_seq_length``.
         dates: the current date, in each spelling in which the chat template has written it.
-        unheard: what the record holds and the tokens do not, because the chat template leaves it out.
+        unheard: what the record holds and the tokens do not, because the chat template leaves it
+            out.
     """
 
     tokens: Int32s
@@ -69,14 +82,14 @@ class Rendered:
 class Renderer:
     """Turns records into tokens and masks for one tokenizer.
 
-    Without ``mask_prompt`` (or with ``train_on="all"``) every token but the first is a target. With it,
-    targets are the answers and the end-of-turn token after each: the completion of a completion record,
-    every assistant turn of a chat (``train_on="assistant"``) or the last one only (``"last"``), less those of
-    weight 0. Tool calls and thinking belong to the answer; the header that opens a turn does not. A text has
-    no prompt, so that all of it is a target in any case.
+    Without ``mask_prompt`` (or with ``train_on="all"``) every token but the first is a target. With
+    it, targets are the answers and the end-of-turn token after each: the completion of a completion
+    record, every assistant turn of a chat (``train_on="assistant"``) or the last one only
+    (``"last"``), less those of weight 0. Tool calls and thinking belong to the answer; the header
+    that opens a turn does not. A text has no prompt, so that all of it is a target in any case.
 
-    A chat template that writes the current date writes that of ``moment``, by default of when this was made.
-    Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
+    A chat template that writes the current date writes that of ``moment``, by default of when this
+    was made. Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
     """
 
     def __init__(
@@ -89,11 +102,15 @@ class Renderer:
         moment: datetime | None = None,
     ) -> None:
         if max_seq_length is not None and max_seq_length < 2:
-            raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
+            raise ConfigError(
+                f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048"
+            )
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._moment = moment or datetime.now()
-        self._template = ChatTemplate(tokenizer, self._moment) if has_chat_template(tokenizer) else None
+        self._template = (
+            ChatTemplate(tokenizer, self._moment) if has_chat_template(tokenizer) else None
+        )
         self._max_seq_length = max_seq_length
         self._masked = mask_prompt and train_on != "all"
         self._last_only = train_on == "last"
@@ -102,8 +119,8 @@ class Renderer:
         """Tokens and mask of a record, cut to ``max_seq_length``; the mask may be all False then.
 
         Raises:
-            DataError: the template rejects the conversation, its answers cannot be located, or a message's
-                weight is neither 0 nor 1.
+            DataError: the template rejects the conversation, its answers cannot be located, or a
+                message's weight is neither 0 nor 1.
             ModelError: the tokenizer lacks the chat template or the offsets that the record needs.
         """
         (result,) = self.render_many([record])
@@ -121,17 +138,24 @@ class Renderer:
     def _render_batch(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
         results: list[Any] = [self._draft_or_error(record) for record in records]
         for masked in (False, True):
-            places = [i for i, d in enumerate(results) if isinstance(d, Draft) and (d.spans is not None) == masked]
+            places = [
+                i
+                for i, d in enumerate(results)
+                if isinstance(d, Draft) and (d.spans is not None) == masked
+            ]
             encoded = self._encoder.encode_many([results[i] for i in places], offsets=masked)
             for i, found in zip(places, encoded, strict=True):
-                results[i] = found if isinstance(found, AllhandsError) else self._finish(results[i], found)
+                results[i] = (
+                    found if isinstance(found, AllhandsError) else self._finish(results[i], found)
+                )
         for record, result in zip(records, results, strict=True):
             if isinstance(result, AllhandsError):
                 result.where = result.where or record.where
         return results
 
     def explain(self, record: Record) -> Explained:
-        """Return a rendered record with the text that each of its tokens stands for, for people to read.
+        """Return a rendered record with the text that each of its tokens stands for, for people to
+        read.
 
         Raises:
             AllhandsError: as :meth:`render`; a ModelError also if the tokenizer tells no offsets.
@@ -168,10 +192,16 @@ class Renderer:
             draft = self._draft_plain(record)
         else:
             draft = self._draft_chat(self._template, record)
-        return replace(draft, unheard=(*draft.unheard, *unread(record.unread))) if record.unread else draft
+        return (
+            replace(draft, unheard=(*draft.unheard, *unread(record.unread)))
+            if record.unread
+            else draft
+        )
 
     def _draft_plain(self, record: Record) -> Draft:
-        """A completion for a tokenizer without chat template: prompt, completion, end-of-text token."""
+        """A completion for a tokenizer without chat template: prompt, completion, end-of-text
+        token.
+        """
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
                 "this tokenizer has no chat template, and the record is a chat",
@@ -180,7 +210,12 @@ class Renderer:
             )
         text = record.prompt + record.completion
         spans = ((len(record.prompt), len(text)),) if self._masked else None
-        return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
+        return Draft(
+            text,
+            framed=True,
+            spans=spans,
+            unheard=(Unheard("tools-dropped", ""),) if record.tools else (),
+        )
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
         written = template.written(record.turns, record.tools)
@@ -192,14 +227,23 @@ class Renderer:
             wanted = [i for i in wanted if i >= asked]
             weights = [_weight(message, i) for i, message in enumerate(messages)]
             wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        missing = unheard(written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words)
+        missing = unheard(
+            written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words
+        )
         spans = None
         try:
             if self._masked:
                 spans = template.answers.spans(written.text, messages, written.tools, wanted)
         except DataError as error:
             # An answer that the template leaves out has a better remedy than one that is not found.
-            gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
+            gone = next(
+                (
+                    found.code
+                    for found in missing
+                    if found.code in ("calls-dropped", "answers-dropped")
+                ),
+                None,
+            )
             if gone:
                 words, error.hint = words_of(gone)
                 error.message = f"{error.message}: {words}"
@@ -240,7 +284,9 @@ def _weight(message: Message, index: int) -> int | None:
                 hint="0 leaves the answer out of the loss, 1 trains it; parts of a weight are not supported",
             )
     if len(set(given.values())) > 1:
-        raise DataError(f"messages[{index}]: {given} contradict each other", hint="keep one of these keys")
+        raise DataError(
+            f"messages[{index}]: {given} contradict each other", hint="keep one of these keys"
+        )
     weight = int(next(iter(given.values())))
     if weight and message["role"] != "assistant":
         raise DataError(
@@ -278,21 +324,28 @@ def rendering_options() -> frozenset[str]:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of the clock."""
+    """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of
+    the clock.
+    """
 
     def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
         self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
-        # By the form of a conversation: how it is written best, and the markers that are lost all the same.
+        # By the form of a conversation: how it is written best, and the markers that are lost all
+        # the same.
         self._known: dict[bytes, tuple[Form, frozenset[int]]] = {}
 
     @cached_property
     def answers(self) -> AnswerFinder:
         """Search for answers in the template's output."""
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
-        return AnswerFinder(self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added))
+        return AnswerFinder(
+            self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added)
+        )
 
-    def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False
+    ) -> str:
         """Return the rendered conversation; with ``prompt``, and the header of the answer to come.
 
         Raises:
@@ -301,8 +354,14 @@ class ChatTemplate:
         try:
             options: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
             render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
-            return render() if self._clock is None else self._clock.rendered(self._source(tools), render)
-        except Exception as error:  # a template is somebody else's program: anything can come out of it
+            return (
+                render()
+                if self._clock is None
+                else self._clock.rendered(self._source(tools), render)
+            )
+        except (
+            Exception
+        ) as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
                 hint=self._way_out(messages, tools),
@@ -313,10 +372,10 @@ class ChatTemplate:
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
             # Else it is something else, or more than that.
             with suppress(Exception):
-                self._tokenizer.apply_chat_template(merged_system(messages), tools=tools, tokenize=False)
-                takes = (
-                    f"{MERGE} puts the system message before the question that follows it, which this template takes"
+                self._tokenizer.apply_chat_template(
+                    merged_system(messages), tools=tools, tokenize=False
                 )
+                takes = f"{MERGE} puts the system message before the question that follows it, which this template takes"
                 return f"{takes}; or give another template: {OPTION}"
         want = "many templates want user and assistant in turn, some no system message or tools: change the record, or"
         return f"{want} give another template ({OPTION}) or model"
@@ -340,7 +399,9 @@ class ChatTemplate:
         return tokenizer.get_chat_template(None, tools)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
-        """Return the current date in a rendered conversation, in each spelling; only known of a ``moment``."""
+        """Return the current date in a rendered conversation, in each spelling; only known of a
+        ``moment``.
+        """
         return self._clock.dates_in(text) if self._clock else ()
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
@@ -349,13 +410,15 @@ class ChatTemplate:
         Raises:
             DataError: the template rejects the conversation.
         """
-        return self._tokenizer.encode(self.text(messages, None, prompt=True), add_special_tokens=False)
+        return self._tokenizer.encode(
+            self.text(messages, None, prompt=True), add_special_tokens=False
+        )
 
     def written(self, messages: list[Message], tools: list[Any] | None) -> Written:
         """Return the conversation, rendered in the form in which the template leaves out least.
 
-        That is the usual one, with arguments of calls as objects, unless the template drops or rejects something in
-        it that it takes in another.
+        That is the usual one, with arguments of calls as objects, unless the template drops or
+        rejects something in it that it takes in another.
 
         Raises:
             DataError: the template rejects the conversation.
@@ -377,7 +440,9 @@ class ChatTemplate:
                 continue
             gone = lost_parts(text, marked.parts, lost)
             thought = any(part.kind == "reasoning" for part in gone)
-            return Written(shaped, shaped_tools, text, marked.parts, gone, thought and self._keeps_thinking)
+            return Written(
+                shaped, shaped_tools, text, marked.parts, gone, thought and self._keeps_thinking
+            )
         assert rejected is not None
         raise rejected
 
@@ -409,6 +474,8 @@ class ChatTemplate:
     def _lost(self, form: Form, marked: Marked) -> frozenset[int] | None:
         """The markers that are not in what the template makes of a form; None if it rejects that."""
         try:
-            return lost_markers(self.text(form.messages(marked.messages), form.tools(marked.tools)), marked)
+            return lost_markers(
+                self.text(form.messages(marked.messages), form.tools(marked.tools)), marked
+            )
         except DataError:
             return None

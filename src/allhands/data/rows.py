@@ -27,13 +27,14 @@ class ReadOptions:
     """Options of reading files.
 
     Attributes:
-        documents: what one document of a plain text file is: "file", "line", "blank-line" (paragraphs), any other
-            string that separates documents (``\\n`` and ``\\t`` stand for line end and tab), or "auto": separated
-            by ``<|endoftext|>`` where that occurs, else the file.
+        documents: what one document of a plain text file is: "file", "line", "blank-line"
+            (paragraphs), any other string that separates documents (``\\n`` and ``\\t`` stand for
+            line end and tab), or "auto": separated by ``<|endoftext|>`` where that occurs, else the
+            file.
         only: of a JSON object that holds several splits, the key of the one to read.
         max_row_bytes: a longer line, JSON value or CSV row is a problem.
-        max_document_chars: a longer document is cut, at the end of a paragraph if there is one, into rows of about
-            this many characters.
+        max_document_chars: a longer document is cut, at the end of a paragraph if there is one,
+            into rows of about this many characters.
 
     Raises:
         ConfigError: the separator is empty.
@@ -61,7 +62,9 @@ class Row:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A row that could not be read, or with ``is_rest`` all of the file from there; line 0 is the file itself."""
+    """A row that could not be read, or with ``is_rest`` all of the file from there; line 0 is the
+    file itself.
+    """
 
     source: str
     line: int
@@ -83,7 +86,9 @@ Item = Row | RowProblem
 
 
 def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
-    """(line with its end, 0), or, of a line over ``limit`` bytes, (all its double quotes, number of bytes)."""
+    """(line with its end, 0), or, of a line over ``limit`` bytes, (all its double quotes, number of
+    bytes).
+    """
     while raw := file.readline(limit + 1):
         if len(raw) <= limit or raw.endswith(b"\n"):
             yield raw, 0
@@ -95,12 +100,16 @@ def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
 
 
 def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | None:
-    """Return a problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
+    """Return a problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it
+    begins in ``line``.
+    """
     found = None if text.isascii() else _BAD_BYTE.search(text, start)
     if found is None:
         return None
     place = found.start()
-    column = len(text[text.rfind("\n", 0, place) + 1 : place].encode("utf-8", "surrogateescape")) + 1
+    column = (
+        len(text[text.rfind("\n", 0, place) + 1 : place].encode("utf-8", "surrogateescape")) + 1
+    )
     message = f"not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x} at byte {column} of the line"
     # CP1252 has the curly quotes that Windows writes where Latin-1 has control characters.
     hint = "convert the file; from Windows, for example: iconv -f CP1252 -t UTF-8 OLD > NEW"
@@ -110,14 +119,23 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | No
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
-    """Return the row of a JSON value read from ``text``, unless it is nested too deeply for recursion."""
+    """Return the row of a JSON value read from ``text``, unless it is nested too deeply for
+    recursion.
+    """
     if text.count("[") + text.count("{") > _MAX_DEPTH:
         level: list[Any] = [value]
         for _ in range(_MAX_DEPTH + 1):
             parts = [each.values() if isinstance(each, dict) else each for each in level]  # pyright: ignore[reportUnknownVariableType]
-            level = [inner for part in parts if not isinstance(part, str | int | float | None) for inner in part]
+            level = [
+                inner
+                for part in parts
+                if not isinstance(part, str | int | float | None)
+                for inner in part
+            ]
         if level:
-            return RowProblem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
+            return RowProblem(
+                name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN
+            )
     return Row(value, name, line)
 
 

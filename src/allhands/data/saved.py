@@ -1,4 +1,6 @@
-"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache; and how it calls splits."""
+"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache; and how it
+calls splits.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +28,33 @@ def why_no_data(name: str) -> str | None:
 
 
 def split_called(name: str) -> str | None:
-    """Return the split that a file (without its ending) is called after, as ``train-00000-of-00003``."""
+    """Return the split that a file (without its ending) is called after, as
+    ``train-00000-of-00003``.
+    """
     return NAMES_OF_SPLITS.get(_SHARD.sub("", name.lower()))
 
 
 def split_of_directory(name: str) -> str | None:
-    """Return the split that a folder is called after: one of the usual names, as it is or as ``train_sft``."""
+    """Return the split that a folder is called after: one of the usual names, as it is or as
+    ``train_sft``.
+    """
     return NAMES_OF_SPLITS.get(re.sub(r"_(sft|gen|prefs)$", "", name.lower()))
 
 
 def split_of_part(part: str) -> str | None:
-    """Return the split of the library's name for a part: train of ``train_sft`` and ``train[:10%]``."""
+    """Return the split of the library's name for a part: train of ``train_sft`` and
+    ``train[:10%]``.
+    """
     return NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if it wrote none
-    there.
+    """Return the files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if
+    it wrote none there.
 
     Raises:
-        DataError: the folder lacks a file, or its rows are a selection that only the library can make.
+        DataError: the folder lacks a file, or its rows are a selection that only the library can
+            make.
     """
     if not (state := _state(folder)):
         return None
@@ -55,15 +64,19 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataError(message, where=str(folder), hint=f'write it out: python -c "{way}"')
     files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
-        message = (
-            f"{', '.join(missing[:3])} of {counted(len(files), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
+        message = f"{', '.join(missing[:3])} of {counted(len(files), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
+        raise DataError(
+            message,
+            where=str(folder),
+            hint=f"copy the whole folder; {STATE} names all of its files",
         )
-        raise DataError(message, where=str(folder), hint=f"copy the whole folder; {STATE} names all of its files")
     return files
 
 
 def saved_split(folder: Path) -> str | None:
-    """Return the split that such a folder is of: as it is called, or else as it was called when it was saved."""
+    """Return the split that such a folder is of: as it is called, or else as it was called when it
+    was saved.
+    """
     return split_of_directory(folder.name) or split_of_part(str(_state(folder).get("_split") or ""))
 
 

@@ -1,8 +1,8 @@
 """Other people's shapes of training data as ours: what ``data prepare`` reads and writes.
 
-Records go through the same code as in training (:mod:`allhands.data.records`). Here come the shapes that
-are not trained on as they stand, preferences and rated answers, and the warnings: what looks wrong in a
-record but may be meant, and which columns were not used.
+Records go through the same code as in training (:mod:`allhands.data.records`). Here come the shapes
+that are not trained on as they stand, preferences and rated answers, and the warnings: what looks
+wrong in a record but may be meant, and which columns were not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from allhands.data.messages import (
     require_answer,
 )
 from allhands.data.parts import ColumnNames, Parts
-from allhands.data.records import NEEDS, Record, Shape, as_turns, parts_of, rating, recognise, to_record, unread_keys
+from allhands.data.records import (
+    NEEDS,
+    Record,
+    Shape,
+    as_turns,
+    parts_of,
+    rating,
+    recognise,
+    to_record,
+    unread_keys,
+)
 from allhands.data.values import ValuePlace, quoted
 
 
@@ -35,13 +45,14 @@ class Example:
     """One row of somebody's data, checked.
 
     Attributes:
-        shape: what was recognised: "chat", "chat with tools", "completion", "text", "alpaca", "sharegpt",
-            "preference" or "rated".
+        shape: what was recognised: "chat", "chat with tools", "completion", "text", "alpaca",
+            "sharegpt", "preference" or "rated".
         record: what can be trained on; None for a preference or a rated answer.
-        preference: {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or for a rated answer
-            {"prompt": [messages], "completion": [messages], "label": bool}; with "tools" if it has some.
-        warnings: fixed phrases for what looks wrong and was kept, and for columns that were not used. They
-            say how the row was read, so they do not count when examples are compared.
+        preference: {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or for a
+            rated answer {"prompt": [messages], "completion": [messages], "label": bool}; with
+            "tools" if it has some.
+        warnings: fixed phrases for what looks wrong and was kept, and for columns that were not
+            used. They say how the row was read, so they do not count when examples are compared.
     """
 
     shape: str
@@ -50,7 +61,9 @@ class Example:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON object; :func:`parse_example` makes the same record or preference of it."""
+        """Return the canonical JSON object; :func:`parse_example` makes the same record or
+        preference of it.
+        """
         if self.preference is not None:
             return dict(self.preference)
         record = self.record
@@ -65,10 +78,14 @@ class Example:
     def texts(self) -> str:
         """Return all its words in order, tool calls among them, joined by line breaks.
 
-        The descriptions of the tools that could be called are left out: data sets repeat them in every row.
+        The descriptions of the tools that could be called are left out: data sets repeat them in
+        every row.
         """
         if self.preference is not None:
-            lists = [self.preference.get(key, []) for key in ("prompt", "chosen", "rejected", "completion")]
+            lists = [
+                self.preference.get(key, [])
+                for key in ("prompt", "chosen", "rejected", "completion")
+            ]
             return "\n".join(spoken_words(message for messages in lists for message in messages))
         record = self.record
         assert record is not None
@@ -77,7 +94,9 @@ class Example:
 
 def with_merged_system(example: Example) -> Example:
     """Return the example with its system messages before the questions that follow them."""
-    warnings = tuple(warning for warning in example.warnings if warning not in (TWO_SYSTEM, LATE_SYSTEM))
+    warnings = tuple(
+        warning for warning in example.warnings if warning not in (TWO_SYSTEM, LATE_SYSTEM)
+    )
     if example.preference is not None:
         prompt = {"prompt": merged_system(example.preference["prompt"])}
         return replace(example, preference={**example.preference, **prompt}, warnings=warnings)
@@ -94,25 +113,34 @@ def with_merged_system(example: Example) -> Example:
 def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
     """Words of messages, in order: thinking, words, tool calls."""
     for message in messages:
-        yield from (thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str))
+        yield from (
+            thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str)
+        )
         if message["content"]:
             yield message["content"]
         for call in message.get("tool_calls") or ():
             function = called_function(call)
             arguments = function.get("arguments", "")
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            written = (
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False)
+            )
             yield f"{function['name']} {written}"
 
 
-def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False) -> Example:
-    """One decoded JSON value as an example; see :func:`allhands.data.records.recognise` for what is what.
+def parse_example(
+    value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False
+) -> Example:
+    """One decoded JSON value as an example; see :func:`allhands.data.records.recognise` for what is
+    what.
 
     A row with a true or false ``label`` is a rated answer, whatever its shape, and never a record.
 
-    Errors are what cannot be meant: parts that are missing or of a wrong type, empty answers, a tool call
-    without a name, a tool's answer that nobody can have asked for, a preference between equal answers.
-    Warnings are what may be meant: see the phrases in this module. A last question without an answer is
-    kept, since the answers before it train.
+    Errors are what cannot be meant: parts that are missing or of a wrong type, empty answers, a
+    tool call without a name, a tool's answer that nobody can have asked for, a preference between
+    equal answers. Warnings are what may be meant: see the phrases in this module. A last question
+    without an answer is kept, since the answers before it train.
 
     Args:
         empty_texts: whether a text may be empty, which is then a warning.
@@ -128,9 +156,13 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
     label = rating(parts, shape)
     if label is not None:
         return _rated(parts, record, label, shape)
-    with_tools = shape == "chat" and (record.tools or any(message.get("tool_calls") for message in record.turns))
+    with_tools = shape == "chat" and (
+        record.tools or any(message.get("tool_calls") for message in record.turns)
+    )
     name = "chat with tools" if with_tools else shape
-    return Example(name, record, None, (*suspicions_of(record), *_unused(parts, shape, record.unread)))
+    return Example(
+        name, record, None, (*suspicions_of(record), *_unused(parts, shape, record.unread))
+    )
 
 
 def _preference(parts: Parts) -> Example:
@@ -149,7 +181,9 @@ def _preference(parts: Parts) -> Example:
     for part, answer in (("chosen", chosen), ("rejected", rejected)):
         check_tool_answers([*prompt, *answer], parts.names[part], parts.place)
         seen += suspicions([*prompt, *answer])
-    found = {"prompt": prompt, "chosen": chosen, "rejected": rejected} | ({"tools": tools} if tools else {})
+    found = {"prompt": prompt, "chosen": chosen, "rejected": rejected} | (
+        {"tools": tools} if tools else {}
+    )
     warnings = (
         *dict.fromkeys(seen),
         *(PROMPT_DIFFERS,) * differs,
@@ -158,15 +192,23 @@ def _preference(parts: Parts) -> Example:
     return Example("preference", None, found, warnings)
 
 
-def _shared(parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None) -> int:
-    """Count the messages of the question of two whole conversations, both of which go on with an answer."""
-    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+def _shared(
+    parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None
+) -> int:
+    """Count the messages of the question of two whole conversations, both of which go on with an
+    answer.
+    """
+    same = next(
+        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen)
+    )
     for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
         if chosen[end]["role"] == rejected[end]["role"] == "assistant":
             return end
     lonely = prompt is None and len(chosen) == len(rejected) == 1
     what = "have no question before them" if lonely else "do not answer the same question"
-    hint = "give the question as prompt (or prompt_feature), or let both begin with the same messages"
+    hint = (
+        "give the question as prompt (or prompt_feature), or let both begin with the same messages"
+    )
     parts.fail(f"{parts.quoted('chosen', 'rejected')} {what}", hint)
 
 
@@ -176,7 +218,10 @@ def _answers(parts: Parts, part: str) -> list[Message]:
     if isinstance(value, str):
         value = as_turns(value, "assistant")
     messages = check_messages(
-        [value] if isinstance(value, dict) else value, parts.names[part], parts.place, sharegpt=parts.mapped(part)
+        [value] if isinstance(value, dict) else value,
+        parts.names[part],
+        parts.place,
+        sharegpt=parts.mapped(part),
     )
     require_answer(messages, parts.names[part], parts.place)
     return messages
@@ -189,7 +234,11 @@ def _question(parts: Parts) -> list[Message] | None:
     for part in ("chat", "conversation"):
         if parts.has(part):
             return parts.messages(part, sharegpt=True)
-    return [*parts.history(), *as_turns(parts.question(), "user")] if parts.has("instruction") else None
+    return (
+        [*parts.history(), *as_turns(parts.question(), "user")]
+        if parts.has("instruction")
+        else None
+    )
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
@@ -198,12 +247,16 @@ def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
     count = 1 if record.completion is None else len(as_turns(record.completion, "assistant"))
     prompt, completion = turns[:-count], turns[-count:]
     if completion[-1]["role"] != "assistant":
-        parts.fail("a rated conversation must end with the answer that was rated", "delete what follows it")
+        parts.fail(
+            "a rated conversation must end with the answer that was rated", "delete what follows it"
+        )
     if not prompt:
         parts.fail("a rated answer has no question before it", "put the question before it")
     found = {"prompt": prompt, "completion": completion, "label": label}
     found |= {"tools": record.tools} if record.tools else {}
-    return Example("rated", None, found, (*suspicions(turns), *_unused(parts, shape, record.unread)))
+    return Example(
+        "rated", None, found, (*suspicions(turns), *_unused(parts, shape, record.unread))
+    )
 
 
 # Warnings
@@ -256,7 +309,8 @@ def suspicions_of(record: Record) -> tuple[str, ...]:
 
 
 def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Warnings about checked messages that may be meant; fixed phrases, each once, so they can be counted.
+    """Warnings about checked messages that may be meant; fixed phrases, each once, so they can be
+    counted.
 
     A conversation that ends with a tool call is how calling is taught, and is not among them.
     """
@@ -273,7 +327,9 @@ def _about_order(messages: Sequence[Message]) -> Iterator[str]:
         STARTS_WITH_ANSWER: spoken[:1] == ["assistant"],
         NO_LAST_ANSWER: spoken[-1:] not in ([], ["assistant"]),
         SAME_ROLE: any(one == after and one not in TOOL_ROLES for one, after in pairwise(spoken)),
-        EMPTY_QUESTION: any(message["role"] == "user" and not message["content"].strip() for message in messages),
+        EMPTY_QUESTION: any(
+            message["role"] == "user" and not message["content"].strip() for message in messages
+        ),
     }
     yield from (warning for warning, is_there in signs.items() if is_there)
 
@@ -295,26 +351,40 @@ def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
 
 def _has_object(arguments: Any) -> bool:
     """Return True for arguments that are an object, the JSON of one, or none at all."""
-    return not isinstance(arguments, str) or not arguments.strip() or parsed_arguments(arguments) is not arguments
+    return (
+        not isinstance(arguments, str)
+        or not arguments.strip()
+        or parsed_arguments(arguments) is not arguments
+    )
 
 
 # What becomes of the words under keys that no shape reads.
 _UNREAD = dict.fromkeys(REASONING_KEYS, _NOT_TRAINED) | dict.fromkeys(CONTEXT_KEYS, _LEFT_OUT)
 # The parts that each shape takes besides those that make it.
-_TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "sharegpt": ("tools", "system")}
+_TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {
+    "text": (),
+    "sharegpt": ("tools", "system"),
+}
 
 
 def _unused(parts: Parts, shape: Shape, unread: Sequence[str]) -> Iterator[str]:
-    """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
+    """Columns with a meaning that this record is made without: mapped ones, and those of other
+    shapes.
+    """
     yield from _unused_parts(parts, shape)
     yield from (f"{quoted(key)} {_UNREAD[key]}" for key in unread if key in _UNREAD)
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{parts.quoted('label')} is not used in the shape {shape}"
     used = {parts.names[part] for part in NEEDS[shape]}
     for other, needs in NEEDS.items():
-        # The column of a conversation may be the question of a preference; ShareGPT may stand under messages.
+        # The column of a conversation may be the question of a preference; ShareGPT may stand under
+        # messages.
         question = shape in ("preference", "sharegpt") and other in ("chat", "sharegpt")
-        if not question and parts.filled >= set(needs) and not used.issuperset(parts.names[part] for part in needs):
+        if (
+            not question
+            and parts.filled >= set(needs)
+            and not used.issuperset(parts.names[part] for part in needs)
+        ):
             yield f"read as {shape}, so its columns of the shape {other} are not used"
 
 
@@ -323,9 +393,12 @@ def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
     # "input" is a common name, and means something beside an instruction only.
     instructed = parts.names["prompt"] == "instruction"
     for part in beside:
-        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
+        # A mapped system column goes before mlx_lm's own shapes, where the default name is only
+        # some column.
         is_mapped = parts.mapped(part)
-        taken = part in _TAKES.get(shape, beside) or (part == "system" and is_mapped and shape != "text")
+        taken = part in _TAKES.get(shape, beside) or (
+            part == "system" and is_mapped and shape != "text"
+        )
         if is_mapped and part not in parts.found:
             yield f"the mapped column {parts.quoted(part)} is not there"
         elif not taken and parts.get(part) and (part != "input" or is_mapped or instructed):

@@ -1,4 +1,6 @@
-"""Sources of rows that people name on the command line: files, directories, datasets of the Hugging Face Hub."""
+"""Sources of rows that people name on the command line: files, directories, datasets of the Hugging
+Face Hub.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from allhands.data.reading import (
     unread_hint,
 )
 from allhands.data.rows import Item, ReadOptions, Row, RowProblem, with_rest
-from allhands.data.saved import saved_files, saved_split, split_called, split_of_directory, split_of_part, why_no_data
+from allhands.data.saved import (
+    saved_files,
+    saved_split,
+    split_called,
+    split_of_directory,
+    split_of_part,
+    why_no_data,
+)
 from allhands.errors import ConfigError, DataError
 from allhands.io.paths import meant
 
@@ -54,7 +63,9 @@ class SourceOptions:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"{self.limit} rows are none", where="--limit", hint="give a number of at least 1")
+            raise ConfigError(
+                f"{self.limit} rows are none", where="--limit", hint="give a number of at least 1"
+            )
         ReadOptions(documents=self.documents)  # checks it
 
 
@@ -68,8 +79,8 @@ class Source:
         read: starts to read it.
         limit: rows and problems after this many are not read.
         kind: the type of the file; None for a Hub dataset.
-        skipped: files that were passed over on the way to it, each a Problem, and what is to be known of how it is
-            read. Of a directory, its first source has them all.
+        skipped: files that were passed over on the way to it, each a Problem, and what is to be
+            known of how it is read. Of a directory, its first source has them all.
     """
 
     name: str
@@ -87,26 +98,32 @@ class Source:
 def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> list[Source]:
     """Return the sources that are named, in order.
 
-    A name is a file; a directory, which is searched with its sub-directories in sorted order; or a Hub dataset,
-    ``OWNER/NAME`` or ``hf://OWNER/NAME``. What exists on disk is taken before the Hub.
+    A name is a file; a directory, which is searched with its sub-directories in sorted order; or a
+    Hub dataset, ``OWNER/NAME`` or ``hf://OWNER/NAME``. What exists on disk is taken before the Hub.
 
-    A source has a split if the file is called train, valid, validation, val, dev or test, also with a number as in
-    ``train-00000-of-00003.parquet``; or else if the directory nearest to it, up to the one that was named (of a file
-    that was named: only its own), is called so; or if the Hub calls it so.
+    A source has a split if the file is called train, valid, validation, val, dev or test, also with
+    a number as in ``train-00000-of-00003.parquet``; or else if the directory nearest to it, up to
+    the one that was named (of a file that was named: only its own), is called so; or if the Hub
+    calls it so.
 
     Raises:
-        ConfigError: nothing or something twice is named, or an option has nothing that it could concern.
-        DataError: a name is neither a file, a directory nor a Hub dataset; a directory holds nothing to read; or
-            the Hub dataset cannot be had.
+        ConfigError: nothing or something twice is named, or an option has nothing that it could
+            concern.
+        DataError: a name is neither a file, a directory nor a Hub dataset; a directory holds
+            nothing to read; or the Hub dataset cannot be had.
     """
     options = options or SourceOptions()
     if not names:
-        raise ConfigError("no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)")
+        raise ConfigError(
+            "no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)"
+        )
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
     # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
     _check_hub_options(options, bool(hub))
     local = {name: _local(name, options) for name in names if name not in hub}
-    found = [source for name in names for source in local.get(name) or _hub_sources(hub[name], options)]
+    found = [
+        source for name in names for source in local.get(name) or _hub_sources(hub[name], options)
+    ]
     _check_found(found, options)
     return found
 
@@ -115,7 +132,9 @@ def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
     for flag in ("hub_split", "hub_config", "streaming"):
         if getattr(options, flag) and not any_hub:
             hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
-            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
+            raise ConfigError(
+                "no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint
+            )
 
 
 def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
@@ -126,7 +145,11 @@ def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     for source in found:
         place = source.name if source.kind is None else os.path.realpath(source.name)
         if place in seen:
-            raise ConfigError("it is named twice", where=source.name, hint="name each file once, directories included")
+            raise ConfigError(
+                "it is named twice",
+                where=source.name,
+                hint="name each file once, directories included",
+            )
         seen.add(place)
 
 
@@ -135,9 +158,7 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
     if name and os.path.isdir(path):
         return _directory(path, options)
     if not name or not os.path.exists(path):
-        hint = (
-            f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
-        )
+        hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
         raise DataError("no such file or directory", where=name, hint=meant(path, hint))
     if file_type(path) is None:
         raise DataError("files of this type cannot be read", where=name, hint=unread_hint(path))
@@ -149,17 +170,24 @@ def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[So
     kind, notes = file_type(path), tuple(RowProblem(str(path), 0, note) for note in notes_of(path))
 
     def source(name: str, split: str | None, only: str | None = None) -> Source:
-        read = partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
+        read = partial(
+            read_rows, path, ReadOptions(documents=options.documents, only=only), name=name
+        )
         return Source(name, split, read, options.limit, kind, notes)
 
     if keys := splits_in(path):
         return [source(f"{path}[{key}]", split_called(key), key) for key in keys]
     stem = unpacked_name(path).rpartition(".")[0]
-    # The cache of the datasets library calls a file after what it was made from, too: json-train.arrow.
+    # The cache of the datasets library calls a file after what it was made from, too:
+    # json-train.arrow.
     stems = [stem, re.sub(r"^.*?-(?=[a-z])", "", stem)] if kind == "arrow" else [stem]
     return [
         source(
-            str(path), next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
+            str(path),
+            next(
+                filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]),
+                None,
+            ),
         )
     ]
 
@@ -167,7 +195,9 @@ def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[So
 def _directory(root: Path, options: SourceOptions) -> list[Source]:
     files, skipped = _walk(root)
     if any(file_type(path) != "text" for path in files):
-        about = {path: "it describes the data" for path in files if path.stem.lower() in _ABOUT_DATA}
+        about = {
+            path: "it describes the data" for path in files if path.stem.lower() in _ABOUT_DATA
+        }
         files, skipped = [path for path in files if path not in about], skipped | about
     if not files:
         raise _nothing_to_read(root, skipped)
@@ -195,7 +225,9 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
 
     def stop(error: OSError) -> None:
         hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
-        raise DataError(f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint)
+        raise DataError(
+            f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint
+        )
 
     for folder, folders, names in os.walk(root, onerror=stop):
         for path in [Path(folder, name) for name in sorted(folders)]:
@@ -222,7 +254,11 @@ def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
         return "files of this type cannot be read"
     if why := why_no_data(path.name):
         return why
-    return "state.json does not name it" if saved is not None and kind == "arrow" and path not in saved else None
+    return (
+        "state.json does not name it"
+        if saved is not None and kind == "arrow" and path not in saved
+        else None
+    )
 
 
 # The Hub
@@ -233,15 +269,23 @@ def _hub_name(name: str) -> str | None:
     if scheme := _HUB.match(name):
         rest = name[scheme.end() :].strip("/")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", rest):
-            raise ConfigError("this is no name of a Hub dataset", where=name, hint="write hf://OWNER/NAME")
+            raise ConfigError(
+                "this is no name of a Hub dataset", where=name, hint="write hf://OWNER/NAME"
+            )
         return rest
-    is_local = os.path.exists(name) or os.path.isdir(name.partition("/")[0]) or file_type(Path(name)) is not None
+    is_local = (
+        os.path.exists(name)
+        or os.path.isdir(name.partition("/")[0])
+        or file_type(Path(name)) is not None
+    )
     return name if HUB_NAME.fullmatch(name) and not is_local else None
 
 
 def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
     try:
-        loaded = load_hub(name, name=options.hub_config, split=options.hub_split, streaming=options.streaming)
+        loaded = load_hub(
+            name, name=options.hub_config, split=options.hub_split, streaming=options.streaming
+        )
     except DataError as error:
         error.hint = meant(name, error.hint or "check the name")
         raise

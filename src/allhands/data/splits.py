@@ -20,7 +20,9 @@ from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.io.paths import meant
 
-_PART = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$")
+_PART = re.compile(
+    r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$"
+)
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,22 @@ class RecordSource:
 _CALLED = {"valid": ("valid", "validation", "val", "dev")}
 
 
-def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> RecordSource | None:
-    """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
+def split_of_folder(
+    data_dir: Path, split: str, columns: ColumnNames, *, required: bool
+) -> RecordSource | None:
+    """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not
+    required.
 
-    Where there is neither, those of the files of any type that can be read which are named ``{split}`` or
-    ``{split}-...``, or lie in a folder of that name, one after the other by their names. "valid" may also be called as
-    on the Hub: validation, val or dev.
+    Where there is neither, those of the files of any type that can be read which are named
+    ``{split}`` or ``{split}-...``, or lie in a folder of that name, one after the other by their
+    names. "valid" may also be called as on the Hub: validation, val or dev.
 
     Args:
         split: "train", "valid" or "test".
 
     Raises:
-        DataError: the folder, a required file, or a part of several (``train-00001-of-00002``) is missing or
-            unreadable. Reading raises it for a record.
+        DataError: the folder, a required file, or a part of several (``train-00001-of-00002``) is
+            missing or unreadable. Reading raises it for a record.
     """
     names = _entries(data_dir)
     if files := _found(data_dir, split, names):
@@ -70,7 +75,9 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
 
 
 def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] | None:
-    """The files of a split by the first of its names that is there, or of a saved dataset that is this split."""
+    """The files of a split by the first of its names that is there, or of a saved dataset that is
+    this split.
+    """
     for called in _CALLED.get(split, (split,)):
         for name in (f"{called}.jsonl", f"{called}.json"):
             if name in names:
@@ -83,19 +90,28 @@ def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] |
 
 def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
     """The files of a split, by their names."""
-    found = [data_dir / name for name in names if name.split(".")[0] == split or name.startswith(f"{split}-")]
+    found = [
+        data_dir / name
+        for name in names
+        if name.split(".")[0] == split or name.startswith(f"{split}-")
+    ]
     folder = data_dir / split
     if folder.is_dir():
         if (saved := saved_files(folder)) is not None:
             return saved
         found = [folder / name for name in _entries(folder)]
-    files = [path for path in found if file_type(path) is not None and path.is_file() and not why_no_data(path.name)]
+    files = [
+        path
+        for path in found
+        if file_type(path) is not None and path.is_file() and not why_no_data(path.name)
+    ]
     _check_parts(files)
     return files
 
 
 def _check_parts(files: Sequence[Path]) -> None:
-    # No part of train-00000-of-00002.parquet and its like may be missing: it would be half the data.
+    # No part of train-00000-of-00002.parquet and its like may be missing: it would be half the
+    # data.
     series: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
     for part in filter(None, (_PART.match(path.name) for path in files)):
         series[part["before"], part["count"], part["after"] or ""].add(int(part["number"]))
@@ -104,10 +120,16 @@ def _check_parts(files: Sequence[Path]) -> None:
         first = 1 if count in there and 0 not in there else 0
         missing = [str(number) for number in range(first, first + count) if number not in there]
         if missing:
-            numbers = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            numbers = ", ".join(missing[:3]) + (
+                f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            )
             message = f"of the {count} parts {before}...-of-{count}{after} these numbers are missing: {numbers}"
-            hint = "fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
-            raise DataError(message, where=str(files[0].parent), hint=f"{hint}{before or 'train-'}1{after}")
+            hint = (
+                "fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
+            )
+            raise DataError(
+                message, where=str(files[0].parent), hint=f"{hint}{before or 'train-'}1{after}"
+            )
 
 
 def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
@@ -117,16 +139,22 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
         DataError: its name does not end in a type that can be read.
     """
     if file_type(path) is None:
-        raise DataError("files of this type cannot be read", where=str(path), hint=unread_hint(path))
+        raise DataError(
+            "files of this type cannot be read", where=str(path), hint=unread_hint(path)
+        )
     return _source_of_files([path], [str(path)], columns)
 
 
-def _source_of_files(files: Sequence[Path], names: Sequence[str], columns: ColumnNames) -> RecordSource:
+def _source_of_files(
+    files: Sequence[Path], names: Sequence[str], columns: ColumnNames
+) -> RecordSource:
     """The records of files one after the other, with the names that they have in errors."""
     pairs = list(zip(files, names, strict=True))
     return RecordSource(
         lambda: {"files": [[path.name, _hash(path)] for path in files], "columns": asdict(columns)},
-        lambda: (record for path, name in pairs for record in read_records(path, columns, name=name)),
+        lambda: (
+            record for path, name in pairs for record in read_records(path, columns, name=name)
+        ),
         lambda: tuple(f"{path.name}: {note}" for path in files for note in notes_of(path)),
     )
 
@@ -134,19 +162,29 @@ def _source_of_files(files: Sequence[Path], names: Sequence[str], columns: Colum
 def _entries(data_dir: Path) -> list[str]:
     try:
         if data_dir.is_file():
-            hint = f"make a folder of it: allhands data prepare {data_dir} --out DIR, then --data DIR"
+            hint = (
+                f"make a folder of it: allhands data prepare {data_dir} --out DIR, then --data DIR"
+            )
             if file_type(data_dir) is None:
-                raise DataError("files of this type cannot be read", where=str(data_dir), hint=unread_hint(data_dir))
+                raise DataError(
+                    "files of this type cannot be read",
+                    where=str(data_dir),
+                    hint=unread_hint(data_dir),
+                )
             if data_dir.name.split(".")[0] == "train":
                 hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
             raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)
         if not data_dir.exists():
             hint = "check --data; it takes a folder with train.jsonl and perhaps valid.jsonl, test.jsonl"
-            raise DataError("the data folder does not exist", where=str(data_dir), hint=meant(data_dir, hint))
+            raise DataError(
+                "the data folder does not exist", where=str(data_dir), hint=meant(data_dir, hint)
+            )
         return sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:
         hint = "give yourself permission to read the folder: chmod u+rx FOLDER"
-        raise DataError(f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint) from error
+        raise DataError(
+            f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint
+        ) from error
 
 
 def _hash(path: Path) -> str:
@@ -173,7 +211,8 @@ def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bo
     """Return all records of :func:`split_of_folder`; [] if it is absent and not required.
 
     Raises:
-        DataError: the folder, or a required file, is missing or unreadable, or a record is malformed.
+        DataError: the folder, or a required file, is missing or unreadable, or a record is
+            malformed.
     """
     source = split_of_folder(data_dir, split, columns, required=required)
     return [] if source is None else list(source.records())
@@ -191,7 +230,8 @@ _HF_KEYS = {
 
 
 def own_splits(path: str) -> dict[str, str]:
-    """Names of the splits of a Hub dataset with a validation split of its own, as keys of :func:`split_of_hub`.
+    """Names of the splits of a Hub dataset with a validation split of its own, as keys of
+    :func:`split_of_hub`.
 
     Without one: no more than a test split, if there is one. The others are then parts of ``train``.
 
@@ -201,11 +241,18 @@ def own_splits(path: str) -> dict[str, str]:
     names = split_names(path)
     found = {"test_split": "test"} if "test" in names else {}
     valid = next((name for name in _VALIDATION if name in names), None)
-    return {"train_split": "train", "valid_split": valid, **found} if valid and "train" in names else found
+    return (
+        {"train_split": "train", "valid_split": valid, **found}
+        if valid and "train" in names
+        else found
+    )
 
 
-def split_of_hub(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> RecordSource | None:
-    """One split ("train", "valid" or "test") of the dataset or datasets that ``hf_dataset`` describes.
+def split_of_hub(
+    spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str
+) -> RecordSource | None:
+    """One split ("train", "valid" or "test") of the dataset or datasets that ``hf_dataset``
+    describes.
 
     Several datasets follow each other. None if the split is set to None in all of them.
 
@@ -229,7 +276,9 @@ def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
         raise ConfigError(f"unknown keys {', '.join(unknown)}", where="hf_dataset", hint=hint)
     path = spec.get("path")
     if not isinstance(path, str) or not path:
-        raise ConfigError("path is missing", where="hf_dataset", hint="name the dataset: path: OWNER/NAME")
+        raise ConfigError(
+            "path is missing", where="hf_dataset", hint="name the dataset: path: OWNER/NAME"
+        )
     part = spec.get(f"{split}_split", _DEFAULT_SPLITS[split])
     if part is None:
         return None
@@ -239,7 +288,10 @@ def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     known = getattr(rows, "_fingerprint", None)
     return RecordSource(
         lambda: [known if isinstance(known, str) else _hash_of_rows(rows), asdict(columns)],
-        lambda: (parse_record(dict(row), columns, source=f"{path}[{part}]", line=n) for n, row in enumerate(rows, 1)),
+        lambda: (
+            parse_record(dict(row), columns, source=f"{path}[{part}]", line=n)
+            for n, row in enumerate(rows, 1)
+        ),
     )
 
 

@@ -1,7 +1,8 @@
-"""Assignment of rows to splits: a function of the contents and the seed, never of the order of rows.
+"""Assignment of rows to splits: a function of the contents and the seed, never of the order of
+rows.
 
-Rows that must not be torn apart (one key, the same or nearly the same content) form a group, and a group is
-put into one split as a whole.
+Rows that must not be torn apart (one key, the same or nearly the same content) form a group, and a
+group is put into one split as a whole.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class SplitShare:
         if text.strip().isdigit():
             return cls(value, True)
         if value >= 1:
-            raise ConfigError(f"{text} is neither a fraction below 1 nor a whole number", where=flag, hint=hint)
+            raise ConfigError(
+                f"{text} is neither a fraction below 1 nor a whole number", where=flag, hint=hint
+            )
         return cls(value, False)
 
     def rows(self, total: int) -> int:
@@ -56,7 +59,11 @@ class SplitShare:
         return max(1, round(self.value * total))
 
     def __str__(self) -> str:
-        return f"{self.value:.0f} row{'s' * (self.value != 1)}" if self.is_count else f"{self.value:g} of the rows"
+        return (
+            f"{self.value:.0f} row{'s' * (self.value != 1)}"
+            if self.is_count
+            else f"{self.value:g} of the rows"
+        )
 
 
 def hash64(*parts: str | bytes) -> int:
@@ -83,7 +90,8 @@ class Groups:
         """Put the two rows of each pair into one set."""
         for one, other in pairs:
             a, b = self._root(one), self._root(other)
-            # The smaller row becomes the root, so that labels do not depend on the order of the pairs.
+            # The smaller row becomes the root, so that labels do not depend on the order of the
+            # pairs.
             self._parent[max(a, b)] = min(a, b)
 
     def join_equal(self, keys: Hashes) -> None:
@@ -107,11 +115,13 @@ class Groups:
         return row
 
 
-# From which part of the rows on it is said that they are held out: a person may not have meant that.
+# From which part of the rows on it is said that they are held out: a person may not have meant
+# that.
 LARGE_PART = 1 / 3
 # Below it a validation loss is about these few examples, and says little of others.
 ENOUGH_VALIDATION = 10
-# From so many times on that each example is trained on it is said that few examples are learned by heart.
+# From so many times on that each example is trained on it is said that few examples are learned by
+# heart.
 MANY_EPOCHS = 20
 
 
@@ -136,9 +146,14 @@ def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
 
 
 def wanted_rows(
-    valid: SplitShare | None, test: SplitShare | None, default: SplitShare, num_rows: int, num_free: int
+    valid: SplitShare | None,
+    test: SplitShare | None,
+    default: SplitShare,
+    num_rows: int,
+    num_free: int,
 ) -> WantedSplit:
-    """Return the sizes in rows. ``None`` is ``default``, but what was asked for comes first if both are too much.
+    """Return the sizes in rows. ``None`` is ``default``, but what was asked for comes first if both
+    are too much.
 
     Args:
         num_rows: what fractions are of.
@@ -147,7 +162,11 @@ def wanted_rows(
     Raises:
         ConfigError: what was asked for leaves nothing to train on.
     """
-    asked = {name: share.rows(num_rows) for name, share in (("valid", valid), ("test", test)) if share is not None}
+    asked = {
+        name: share.rows(num_rows)
+        for name, share in (("valid", valid), ("test", test))
+        if share is not None
+    }
     total, usual = sum(asked.values()), default.rows(num_rows)
     if total:
         if total >= num_free:
@@ -168,10 +187,10 @@ def _too_much(what: str, valid: SplitShare | None, test: SplitShare | None) -> C
 def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: int) -> Int8s:
     """Return the split of every row.
 
-    Rows that their source puts into valid or test stay there, and undecided rows of the same group follow
-    them (to test before valid). All other groups are shuffled by ``seed``; test, then valid, are filled up
-    with whole groups, and the rest is train. Of rows that a source calls train, only whole groups without a
-    given valid or test row can be held out.
+    Rows that their source puts into valid or test stay there, and undecided rows of the same group
+    follow them (to test before valid). All other groups are shuffled by ``seed``; test, then valid,
+    are filled up with whole groups, and the rest is train. Of rows that a source calls train, only
+    whole groups without a given valid or test row can be held out.
 
     Args:
         labels: (n,) group of each row.
@@ -179,8 +198,9 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
         given: (n,) split that the source gives, or ``NONE``.
 
     Returns:
-        (n,) TRAIN, VALID or TEST. A held-out split has exactly the rows wanted where groups are single rows,
-        else as many as whole groups allow; the last group goes to train, the last but one to valid.
+        (n,) TRAIN, VALID or TEST. A held-out split has exactly the rows wanted where groups are
+        single rows, else as many as whole groups allow; the last group goes to train, the last but
+        one to valid.
     """
     _, group = np.unique(labels, return_inverse=True)
     count = int(group.max()) + 1 if len(group) else 0
@@ -192,8 +212,12 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
     free = np.flatnonzero(fixed == NONE)
     free = free[np.argsort(shuffled(least[free], seed), kind="stable")]
     chosen = fixed.copy()
-    # Test first, so that another size of valid leaves it as it is; yet the last groups go to train and valid.
-    for split, target, stay in ((TEST, wanted.test, 2 if wanted.valid else 1), (VALID, wanted.valid, 1)):
+    # Test first, so that another size of valid leaves it as it is; yet the last groups go to train
+    # and valid.
+    for split, target, stay in (
+        (TEST, wanted.test, 2 if wanted.valid else 1),
+        (VALID, wanted.valid, 1),
+    ):
         taken = _fill(sizes[free], target, stay)
         chosen[free[taken]] = split
         free = np.delete(free, taken)
@@ -204,9 +228,11 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
 
 
 def _fill(sizes: Ints, target: int, stay: int) -> Ints:
-    """Positions of groups, in order, whose sizes add up to ``target`` or to as much below it as fits in turn.
+    """Positions of groups, in order, whose sizes add up to ``target`` or to as much below it as
+    fits in turn.
 
-    ``stay`` groups always stay. If every group is larger than the target, the first of the smallest is taken.
+    ``stay`` groups always stay. If every group is larger than the target, the first of the smallest
+    is taken.
     """
     taken: list[int] = []
     left = target
@@ -222,12 +248,16 @@ def _fill(sizes: Ints, target: int, stay: int) -> Ints:
 
 
 def canonical_order(given: Int8s, contents: Hashes) -> Ints:
-    """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided, each by hash."""
+    """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided,
+    each by hash.
+    """
     return np.lexsort((contents, -given.astype(np.int64)))
 
 
 def keepers(labels: Ints, given: Int8s, contents: Hashes) -> Ints:
-    """(n,) for each row the one of its group that stays when duplicates are dropped: the first in canonical order."""
+    """(n,) for each row the one of its group that stays when duplicates are dropped: the first in
+    canonical order.
+    """
     order = canonical_order(given, contents)
     _, first, group = np.unique(labels[order], return_index=True, return_inverse=True)
     result = np.empty(len(labels), dtype=np.int64)

@@ -10,13 +10,17 @@ import numpy as np
 
 from allhands.data.arrays import Array
 
-# Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the row as it is written,
-# of its words (equal for exact duplicates), of what holds rows together in one split; tokens or characters; number of
-# the split that its source gives; whether it goes to the preference files.
+# Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the
+# row as it is written, of its words (equal for exact duplicates), of what holds rows together in
+# one split; tokens or characters; number of the split that its source gives; whether it goes to the
+# preference files.
 _FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line": "q"} | {
     **{"content": "Q", "words": "Q", "key": "Q", "length": "q", "given": "b", "preference": "?"}
 }
-_ROW, _DTYPE = struct.Struct("<" + "".join(_FIELDS.values())), np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()])
+_ROW, _DTYPE = (
+    struct.Struct("<" + "".join(_FIELDS.values())),
+    np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()]),
+)
 
 
 class Spool:
@@ -34,7 +38,8 @@ class Spool:
         return len(self._rows) // _ROW.size
 
     def add(self, row: bytes, text: str, name: str, line: int, *numbers: int) -> None:
-        """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of duplicates.
+        """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of
+        duplicates.
 
         Args:
             name: the file it comes from, as in messages.
@@ -54,12 +59,16 @@ class Spool:
 
     def row(self, index: int) -> bytes:
         """Return the JSON line of a row."""
-        return os.pread(self._file.fileno(), self._table["row_bytes"][index], self._table["start"][index])
+        return os.pread(
+            self._file.fileno(), self._table["row_bytes"][index], self._table["start"][index]
+        )
 
     def text(self, index: int) -> str:
         """Return the words of a row."""
         start, row_bytes, text_bytes = self._table[["start", "row_bytes", "text_bytes"]][index]
-        return os.pread(self._file.fileno(), text_bytes, start + row_bytes).decode("utf-8", "surrogatepass")
+        return os.pread(self._file.fileno(), text_bytes, start + row_bytes).decode(
+            "utf-8", "surrogatepass"
+        )
 
     def where(self, index: int) -> str:
         """``file:line`` of a row."""

@@ -1,9 +1,10 @@
 """Tokenised sets on disk: written once by the first process, mapped by every process of the host.
 
-A store is a directory of append-only arrays and a manifest with their sizes and SHA-256 sums, which is written last. A
-complete directory is renamed into its place. One process builds it while others wait. A torn or altered file is noticed
-at the next opening, and the store is built again. Opening takes milliseconds: the sums are computed only after a file
-or the machine's boot has changed; otherwise sizes, times and inode numbers must match.
+A store is a directory of append-only arrays and a manifest with their sizes and SHA-256 sums, which
+is written last. A complete directory is renamed into its place. One process builds it while others
+wait. A torn or altered file is noticed at the next opening, and the store is built again. Opening
+takes milliseconds: the sums are computed only after a file or the machine's boot has changed;
+otherwise sizes, times and inode numbers must match.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _REMEMBERED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class LeftOutPart:
-    """Something that a chat template leaves out of records: how many, the beginning of the first, the first places."""
+    """Something that a chat template leaves out of records: how many, the beginning of the first,
+    the first places.
+    """
 
     code: str
     count: int
@@ -67,7 +70,8 @@ class TokenSetReport:
         num_tokens: tokens in the set.
         num_trained_tokens: tokens in the set that the loss is computed on.
         build_s: seconds that it took to make.
-        num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets from before this count existed.
+        num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets from before this
+            count existed.
         left_out: parts of records that the chat template leaves out.
     """
 
@@ -86,7 +90,9 @@ class TokenSetReport:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Tokens a byte of the texts; ``None`` if the set holds other records, or something was left out."""
+        """Tokens a byte of the texts; ``None`` if the set holds other records, or something was
+        left out.
+        """
         whole = self.num_texts == self.num_records and not self.num_truncated
         return self.num_tokens / self.num_text_bytes if whole and self.num_text_bytes else None
 
@@ -184,18 +190,22 @@ Build = Callable[[StoreWriter], TokenSetReport]
 
 
 def stores() -> Path:
-    """Return the directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
+    """Return the directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or
+    one in the cache.
+    """
     chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
     return Path(os.path.expanduser(chosen)) if chosen else cache_dir() / "tokens"
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
-    """Return the store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
+    """Return the store of ``key``, built if it is absent, torn or altered. Safe to call from
+    several processes at once.
 
     Args:
         key: names everything that the tokens depend on; see :func:`store_key`.
         vocabulary: one more than the largest token id.
-        build: appends all examples and returns their counts; called in one process only, while others wait.
+        build: appends all examples and returns their counts; called in one process only, while
+            others wait.
         patience_s: seconds to leave the building to another process, which can show its progress.
 
     Raises:
@@ -219,7 +229,9 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
 
 
 def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
-    """The store at ``path``, built if there is none; None if another process has removed it meanwhile."""
+    """The store at ``path``, built if there is none; None if another process has removed it
+    meanwhile.
+    """
     with locked(_lock_of(path), private=True):
         if (found := _opened(path)) is not None:
             return found
@@ -262,13 +274,24 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
     try:
         for name, facts in manifest["arrays"].items():
             known = facts["sha256"] if built else None
-            if _remembered(path / f"{name}.bin", _note(path, name), _boot(), known) != facts["sha256"]:
+            if (
+                _remembered(path / f"{name}.bin", _note(path, name), _boot(), known)
+                != facts["sha256"]
+            ):
                 return None
-        arrays = {name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()}
+        arrays = {
+            name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()
+        }
         tokens = TokenSet(**arrays, largest_token=manifest["largest_token"])
         report = _report(manifest["report"])
         sums = [manifest["arrays"][name]["sha256"] for name in ("tokens", "mask_bits", "offsets")]
-    except (OSError, ValueError, TypeError, KeyError, AssertionError):  # another process may be replacing it
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AssertionError,
+    ):  # another process may be replacing it
         return None
     # The time of the last use, for the removal of old stores.
     with suppress(OSError):
@@ -282,8 +305,14 @@ def _note(path: Path, name: str) -> Path:
 
 
 def _report(values: dict[str, Any]) -> TokenSetReport:
-    parts = [LeftOutPart(**part | {"places": tuple(part["places"])}) for part in values.get("left_out", ())]
-    fields: dict[str, Any] = values | {"dropped": tuple(values["dropped"]), "left_out": tuple(parts)}
+    parts = [
+        LeftOutPart(**part | {"places": tuple(part["places"])})
+        for part in values.get("left_out", ())
+    ]
+    fields: dict[str, Any] = values | {
+        "dropped": tuple(values["dropped"]),
+        "left_out": tuple(parts),
+    }
     return TokenSetReport(**fields)
 
 
@@ -306,7 +335,11 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         return None
     values = manifest
     whole = values.pop("sha256", None) == _sum(values)
-    return values if whole and values.get("format") == FORMAT and values.get("key") == path.name else None
+    return (
+        values
+        if whole and values.get("format") == FORMAT and values.get("key") == path.name
+        else None
+    )
 
 
 def _sum(manifest: dict[str, Any]) -> str:
@@ -339,7 +372,7 @@ def _remove_unused() -> None:
                         shutil.rmtree(path, ignore_errors=True)
 
 
-# --- inputs ------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def file_hash(path: Path) -> str:
@@ -357,11 +390,14 @@ def input_hash(path: Path) -> str:
     if path.stat().st_size < _REMEMBERED_BYTES:
         return file_hash(path)
     place = str(path.resolve())
-    return _remembered(path, stores() / "inputs" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json", place)
+    return _remembered(
+        path, stores() / "inputs" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json", place
+    )
 
 
 def _remembered(path: Path, note: Path, context: str, known: str | None = None) -> str:
-    """SHA-256 of a file, read again only after it, or the context, has changed; a note remembers it.
+    """SHA-256 of a file, read again only after it, or the context, has changed; a note remembers
+    it.
 
     Args:
         known: the sum, if it was computed as the file was written.

@@ -21,7 +21,12 @@ _BATCH_BYTES = 8 << 20
 _DELIMITERS = ",;\t|"
 _JUDGED_ROWS = 100
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n')
-_SEPARATORS = {"auto": re.escape("<|endoftext|>"), "file": None, "line": "\n", "blank-line": r"\n[^\S\n]*\n"}
+_SEPARATORS = {
+    "auto": re.escape("<|endoftext|>"),
+    "file": None,
+    "line": "\n",
+    "blank-line": r"\n[^\S\n]*\n",
+}
 
 
 class Separator(NamedTuple):
@@ -29,7 +34,8 @@ class Separator(NamedTuple):
 
     Attributes:
         delimiter: the character.
-        certain: whether it is the one that the file's name promises, or the only one that fits all that was looked at.
+        certain: whether it is the one that the file's name promises, or the only one that fits all
+            that was looked at.
         lines: lines before the header, as Excel's ``sep=;``.
     """
 
@@ -41,8 +47,8 @@ class Separator(NamedTuple):
 def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
     """Return the separator of a table, from its beginning.
 
-    A separator fits if the first row has two different names or more, and each row after it as many fields. The usual
-    one is taken where it fits; another where no third does.
+    A separator fits if the first row has two different names or more, and each row after it as many
+    fields. The usual one is taken where it fits; another where no third does.
 
     Args:
         head: the first bytes of the file.
@@ -73,15 +79,23 @@ def _fits(text: str, delimiter: str, whole: bool) -> bool:
         if whole or "unexpected end" not in str(error):
             return False
     names = {cell.strip() for cell in chain(*rows[:1])}
-    return min(len(rows), len(names)) > 1 and "" not in names and {len(row) for row in rows} == {len(names)}
+    return (
+        min(len(rows), len(names)) > 1
+        and "" not in names
+        and {len(row) for row in rows} == {len(names)}
+    )
 
 
-def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: Separator) -> Iterator[Item]:
+def rows_of_table(
+    file: IO[bytes], name: str, options: ReadOptions, separator: Separator
+) -> Iterator[Item]:
     """Yield the rows of a CSV or TSV file as objects of strings, by the names in its first row."""
     if not separator.certain:
         shown = "a tab" if separator.delimiter == "\t" else separator.delimiter
         hint = "save it with commas; or give each row as many fields, and put those with separators in quotes"
-        yield RowProblem(name, separator.lines, f"the separator seems to be {shown}, which is not certain", hint)
+        yield RowProblem(
+            name, separator.lines, f"the separator seems to be {shown}, which is not certain", hint
+        )
         return
     # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
@@ -100,7 +114,9 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: S
         empty = False
         yield cells if isinstance(cells, RowProblem) else _table_item(cells, header, name, line)
     if empty:
-        yield RowProblem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
+        yield RowProblem(
+            name, 0, "the file has a header and no rows", "add rows below it, or leave the file out"
+        )
 
 
 def _header(line: int, cells: list[str] | RowProblem, name: str) -> list[str] | RowProblem:
@@ -120,7 +136,9 @@ class _TableLines:
         self._lines, self._name = lines(file, limit), name
 
     def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | RowProblem]]:
-        """Yield the first line of each row that is not blank, and its fields, or what is wrong with it."""
+        """Yield the first line of each row that is not blank, and its fields, or what is wrong with
+        it.
+        """
         reader = csv.reader(self, delimiter=delimiter, strict=True)
         while True:
             self._quotes, self._bad, first = 0, None, self._number + 1
@@ -153,7 +171,9 @@ class _TableLines:
         text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
         self._bad = self._bad or not_utf8(text, self._name, self._number)
         if "\0" in text and self._bad is None:
-            self._bad = RowProblem(self._name, self._number, "the row has a NUL byte", "is this a text file? remove it")
+            self._bad = RowProblem(
+                self._name, self._number, "the row has a NUL byte", "is this a text file? remove it"
+            )
         return text
 
 
@@ -206,7 +226,10 @@ def _batches(file: IO[bytes], head: bytes) -> Iterator[Any]:
         import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
         with pq.ParquetFile(file, pre_buffer=False, buffer_size=_PIECE) as table:
-            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+            num_bytes = sum(
+                table.metadata.row_group(group).total_byte_size
+                for group in range(table.num_row_groups)
+            )
             size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // max(1, num_bytes)))
             yield from table.iter_batches(batch_size=size, use_threads=False)
     elif head.startswith(b"FEA1"):
@@ -232,7 +255,10 @@ def _seekable(file: IO[bytes]) -> IO[bytes]:
 
 def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
     try:
-        yield from (Row(value, name, before + place) for place, value in enumerate(batch.to_pylist(), start=1))
+        yield from (
+            Row(value, name, before + place)
+            for place, value in enumerate(batch.to_pylist(), start=1)
+        )
     except Exception as error:  # one bad value; found one row at a time
         if len(batch) > 1:
             for place in range(len(batch)):
@@ -246,21 +272,34 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
     """Yield the documents of a plain text file."""
     by = options.documents
     pattern = _SEPARATORS.get(by, re.escape(by.replace("\\n", "\n").replace("\\t", "\t")))
-    for line, text in _documents(file, re.compile(pattern) if pattern else None, options.max_document_chars):
+    for line, text in _documents(
+        file, re.compile(pattern) if pattern else None, options.max_document_chars
+    ):
         document = text.strip("\n")
         if not document.strip():
             continue
         line += len(text) - len(text.lstrip("\n"))
         if "\0" in document:
             hint = "is this a text file? remove the byte"
-            yield RowProblem(name, line + document[: document.index("\0")].count("\n"), "a NUL byte in the text", hint)
+            yield RowProblem(
+                name,
+                line + document[: document.index("\0")].count("\n"),
+                "a NUL byte in the text",
+                hint,
+            )
         else:
             yield not_utf8(document, name, line) or Row({"text": document}, name, line)
 
 
-def _documents(file: IO[bytes], separator: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, str]]:
-    """(line, text) of every document, those of over twice ``size`` characters in parts of at most ``size``."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
+def _documents(
+    file: IO[bytes], separator: re.Pattern[str] | None, size: int
+) -> Iterator[tuple[int, str]]:
+    """(line, text) of every document, those of over twice ``size`` characters in parts of at most
+    ``size``.
+    """
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True
+    )
     text, line, is_last = "", 1, False
     while not is_last:
         data = file.read(_PIECE)
@@ -279,6 +318,10 @@ def _documents(file: IO[bytes], separator: re.Pattern[str] | None, size: int) ->
 
 
 def _cut(text: str, start: int, size: int) -> int:
-    """Return the end of the part that begins at ``start``: after a paragraph, a line, a word, or anywhere."""
-    ends = ((text.rfind(mark, start + size // 2, start + size), mark) for mark in ("\n\n", "\n", " "))
+    """Return the end of the part that begins at ``start``: after a paragraph, a line, a word, or
+    anywhere.
+    """
+    ends = (
+        (text.rfind(mark, start + size // 2, start + size), mark) for mark in ("\n\n", "\n", " ")
+    )
     return next((found + len(mark) for found, mark in ends if found >= 0), start + size)

@@ -1,4 +1,6 @@
-"""Chat templates that people choose: by a name, from a file, or the model's own with system messages in questions."""
+"""Chat templates that people choose: by a name, from a file, or the model's own with system
+messages in questions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ class _Named:
 
 
 def _packaged(name: str) -> str:
-    return files("allhands.data").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
+    return (
+        files("allhands.data")
+        .joinpath("chat_templates", f"{name}.jinja")
+        .read_text(encoding="utf-8")
+        .rstrip("\n")
+    )
 
 
 NAMED: dict[str, _Named] = {
@@ -52,8 +59,9 @@ NAMED: dict[str, _Named] = {
 _BOS = "{{- bos_token -}}"
 # These write a begin-of-text token only where the tokenizer does so for any text.
 _LIKE_TEXTS = ("chatml", "zephyr")
-# How merge.jinja begins, which is put before a template that is to find system messages in the questions that follow
-# them. Each of its tags takes the blanks around it away, and the last leaves alone what the template begins with.
+# How merge.jinja begins, which is put before a template that is to find system messages in the
+# questions that follow them. Each of its tags takes the blanks around it away, and the last leaves
+# alone what the template begins with.
 _MERGED = "{#- allhands: each system message is put before the question that follows it -#}"
 
 
@@ -63,9 +71,10 @@ class ChatChoice:
 
     Attributes:
         template: a name of ``NAMED`` or a file; None: the model's own.
-        system: "merge" puts system messages before questions; "template" leaves them to the template.
-        kept: a directory that may hold the template with which something was trained; a ``template`` that is named
-            comes before it.
+        system: "merge" puts system messages before questions; "template" leaves them to the
+            template.
+        kept: a directory that may hold the template with which something was trained; a
+            ``template`` that is named comes before it.
     """
 
     template: str | None = None
@@ -85,7 +94,8 @@ class ChatChoice:
 
 
 def read_template(name: str, *, kept: bool = False) -> str:
-    """Return the text of a template file: Jinja, or the JSON of a tokenizer's configuration with a ``chat_template``.
+    """Return the text of a template file: Jinja, or the JSON of a tokenizer's configuration with a
+    ``chat_template``.
 
     Raises:
         ConfigError: it cannot be read, or holds no template.
@@ -97,14 +107,20 @@ def read_template(name: str, *, kept: bool = False) -> str:
         if path.suffix == ".json":
             text = json.loads(text)["chat_template"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"there is no chat template in this file: {error}", where=where, hint=hint) from None
+        raise ConfigError(
+            f"there is no chat template in this file: {error}", where=where, hint=hint
+        ) from None
     except OSError as error:
-        problem = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        problem = (
+            "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        )
         raise ConfigError(
             f"{problem}, and no chat template of that name", where=where, hint=meant(path, hint)
         ) from None
     if not isinstance(text, str) or "messages" not in text:
-        raise ConfigError("this is no chat template: it does not mention messages", where=where, hint=hint)
+        raise ConfigError(
+            "this is no chat template: it does not mention messages", where=where, hint=hint
+        )
     return text
 
 
@@ -113,8 +129,8 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
 
     Raises:
         ConfigError: no such template, or it is none that Jinja reads.
-        ModelError: the tokenizer lacks tokens that the template needs, has no template to change, or has a program of
-            its own in place of one.
+        ModelError: the tokenizer lacks tokens that the template needs, has no template to change,
+            or has a program of its own in place of one.
     """
     chosen = choice.chosen()
     if chosen is None and choice.system == "template":
@@ -123,12 +139,20 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     program = getattr(tokenizer, "_chat_template", None)
     if callable(program):
         hint = "leave the option out, and change the data; or use another model"
-        raise ModelError("the chat template of this model is a program, and cannot be replaced", where=flag, hint=hint)
+        raise ModelError(
+            "the chat template of this model is a program, and cannot be replaced",
+            where=flag,
+            hint=hint,
+        )
     text = _named_text(tokenizer, chosen) if chosen in NAMED else chosen
     if text is None:
         text = _own(tokenizer)
     _check_syntax(text, flag)
-    return _packaged("merge") + text if choice.system == "merge" and not text.startswith(_MERGED) else text
+    return (
+        _packaged("merge") + text
+        if choice.system == "merge" and not text.startswith(_MERGED)
+        else text
+    )
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:
@@ -136,7 +160,11 @@ def _named_text(tokenizer: Any, name: str | None) -> str:
     assert name is not None
     named, flag = NAMED[name], f"{OPTION} {name}"
     missing = [token for token in named.tokens if not is_one_token(tokenizer, token)]
-    fitting = [other for other, one in NAMED.items() if all(is_one_token(tokenizer, token) for token in one.tokens)]
+    fitting = [
+        other
+        for other, one in NAMED.items()
+        if all(is_one_token(tokenizer, token) for token in one.tokens)
+    ]
     if missing:
         raise ModelError(
             f"the tokenizer has no token {', '.join(missing)}: written as plain text, it would not mark the end of an "
@@ -145,7 +173,9 @@ def _named_text(tokenizer: Any, name: str | None) -> str:
             hint=f"these work with the tokenizer's own tokens: {', '.join(fitting)}",
         )
     if "eos_token" in named.text and not tokenizer.eos_token:
-        raise ModelError("the tokenizer has no end-of-text token, which this chat template writes", where=flag)
+        raise ModelError(
+            "the tokenizer has no end-of-text token, which this chat template writes", where=flag
+        )
     bos = tokenizer.bos_token_id
     opened = name in _LIKE_TEXTS and bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
     return _BOS + named.text if opened else named.text
@@ -156,7 +186,11 @@ def _own(tokenizer: Any) -> str:
     own: Any = getattr(tokenizer, "chat_template", None)
     if isinstance(own, dict):
         default, tools = own.get("default"), own.get("tool_use")
-        own = default if tools is None else f"{{% if tools %}}{tools}{{% else %}}{default or tools}{{% endif %}}"
+        own = (
+            default
+            if tools is None
+            else f"{{% if tools %}}{tools}{{% else %}}{default or tools}{{% endif %}}"
+        )
     if not isinstance(own, str):
         raise ModelError(
             "this tokenizer has no chat template that could be changed",

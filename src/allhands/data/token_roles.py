@@ -12,22 +12,29 @@ from allhands.errors import DataError
 
 
 def stop_tokens(tokenizer: Any) -> set[int]:
-    """Return the tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the one token."""
+    """Return the tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the
+    one token.
+    """
     stops = getattr(tokenizer, "eos_token_ids", None)
     return {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
 
 
 def own_tokens(tokenizer: Any, *, chosen: bool = False) -> dict[int, str]:
-    """Tokens that somebody may have added to the model's: no text of the model's own makers is known to hold them.
+    """Tokens that somebody may have added to the model's: no text of the model's own makers is
+    known to hold them.
 
-    Added tokens, less those that the chat template writes, those with a role (begin, end, padding and so on), and those
-    that families of models have for code, pictures and calls.
+    Added tokens, less those that the chat template writes, those with a role (begin, end, padding
+    and so on), and those that families of models have for code, pictures and calls.
 
     Args:
-        chosen: the chat template is not the model's own, so that the model may not know the tokens that it writes.
+        chosen: the chat template is not the model's own, so that the model may not know the tokens
+            that it writes.
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    roles = {getattr(tokenizer, f"{role}_token", None) for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+    roles = {
+        getattr(tokenizer, f"{role}_token", None)
+        for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+    }
     template = "" if chosen else _template_words(tokenizer)
     return {
         number: text
@@ -47,7 +54,9 @@ _OF_FAMILIES = re.compile(
 
 
 def _template_words(tokenizer: Any) -> str:
-    """Texts that the chat template may write besides a conversation's words: its source, and a conversation."""
+    """Texts that the chat template may write besides a conversation's words: its source, and a
+    conversation.
+    """
     source: Any = getattr(tokenizer, "chat_template", None)
     texts: list[Any] = list(source.values()) if isinstance(source, dict) else [source]  # pyright: ignore[reportUnknownArgumentType]
     if has_chat_template(tokenizer):
@@ -57,7 +66,9 @@ def _template_words(tokenizer: Any) -> str:
 
 
 def unstopped(tokenizer: Any) -> tuple[str, int] | None:
-    """Return the token, and its id, that ends answers in the chat template, where generation would not stop at it."""
+    """Return the token, and its id, that ends answers in the chat template, where generation would
+    not stop at it.
+    """
     if not has_chat_template(tokenizer):
         return None
     try:
@@ -65,7 +76,11 @@ def unstopped(tokenizer: Any) -> tuple[str, int] | None:
     except DataError:
         return None
     number = None if token is None else tokenizer.get_vocab().get(token)
-    return None if token is None or number is None or number in stop_tokens(tokenizer) else (token, number)
+    return (
+        None
+        if token is None or number is None or number in stop_tokens(tokenizer)
+        else (token, number)
+    )
 
 
 def stop_at_answers(tokenizer: Any) -> str | None:

@@ -1,8 +1,8 @@
 """Records to a token store, with every core of the host.
 
-Plain text is encoded by the tokenizer library's own threads. Chats go through a template first, which is
-Python: when that takes more than a few seconds, other processes help. Examples are stored in the order of the
-records, whoever has rendered them.
+Plain text is encoded by the tokenizer library's own threads. Chats go through a template first,
+which is Python: when that takes more than a few seconds, other processes help. Examples are stored
+in the order of the records, whoever has rendered them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ _SHOWN = 5
 _POLL_S = 1.0
 _COUNTS = [field.name for field in fields(TokenSetReport) if field.name.startswith("num_")]
 # Files of a model's directory that a tokenizer may be made of.
-_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.jinja", "chat_template*", "*.py")
+_TOKENIZER_FILES = (
+    "*token*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "chat_template*",
+    "*.py",
+)
 
 Progress = Callable[[int, int], None]
 
@@ -60,8 +69,8 @@ class Rendering:
         mask_prompt: train on answers only.
         train_on: which of them.
         max_seq_length: longer examples are cut; ``None`` keeps them whole, to be packed.
-        reload: makes the tokenizer anew in another process: a function of a module and its arguments. ``None`` if
-            that cannot be done, and this process renders alone.
+        reload: makes the tokenizer anew in another process: a function of a module and its
+            arguments. ``None`` if that cannot be done, and this process renders alone.
         files: :func:`tokenizer_files` of the directory that it was loaded from.
         moment: whose date a chat template writes that writes the current one.
     """
@@ -76,7 +85,11 @@ class Rendering:
 
     def renderer(self) -> Renderer:
         """Return the renderer that does it."""
-        options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
+        options: Any = {
+            "mask_prompt": self.mask_prompt,
+            "train_on": self.train_on,
+            "moment": self.moment,
+        }
         return Renderer(self.tokenizer, max_seq_length=self.max_seq_length, **options)
 
     @property
@@ -92,19 +105,29 @@ class Rendering:
 
 
 def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
-    """Facts that determine a tokenizer's output, as JSON values; ``moment``: see :class:`Rendering`."""
+    """Facts that determine a tokenizer's output, as JSON values; ``moment``: see
+    :class:`Rendering`.
+    """
     import tokenizers
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    model = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
     template = getattr(tokenizer, "chat_template", None)
     facts: dict[str, Any] = {
         "model": hashlib.sha256(model.encode()).hexdigest(),
-        "template": template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True),
+        "template": template
+        if template is None or isinstance(template, str)
+        else json.dumps(template, sort_keys=True),
         "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         # A template may write any of them.
-        "named": {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
+        "named": {
+            name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()
+        },
         "class": type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__,
         # mlx_lm has templates of its own for some models.
         "versions": [tokenizers.__version__, transformers.__version__, version_of("mlx-lm")],
@@ -112,7 +135,9 @@ def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
     # mlx_lm's wrapper may have a template of its own in place of the tokenizer's.
     own = getattr(tokenizer, "_chat_template", None)
     if callable(own):
-        facts["own_template"] = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}"
+        facts["own_template"] = (
+            f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}"
+        )
     if asks_date(tokenizer):
         facts["now"] = date_facts(tokenizer, moment)
     return facts
@@ -128,7 +153,12 @@ def tokenizer_files(directory: Path) -> str:
 
 def tokenizer_files_of(directory: Path) -> list[Path]:
     """Return the files in a model's directory that its tokenizer may be made of, by their names."""
-    found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    found = {
+        path.name: path
+        for pattern in _TOKENIZER_FILES
+        for path in directory.glob(pattern)
+        if path.is_file()
+    }
     return [path for _, path in sorted(found.items())]
 
 
@@ -181,7 +211,9 @@ def fill_store(
             progress(counts["num_records"], counts["num_tokens"])
     _require_trained(counts, dropped, masks=rendering.masks)
     build_s = time.perf_counter() - started
-    return TokenSetReport(**counts, dropped=tuple(dropped), build_s=build_s, left_out=tuple(left_out.values()))
+    return TokenSetReport(
+        **counts, dropped=tuple(dropped), build_s=build_s, left_out=tuple(left_out.values())
+    )
 
 
 def _require_trained(counts: Counter[str], dropped: Sequence[str], *, masks: bool) -> None:
@@ -223,36 +255,55 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _characters(record: Record) -> int:
-    parts = [record.text, record.prompt, record.completion, *(m.get("content") for m in record.messages or ())]
+    parts = [
+        record.text,
+        record.prompt,
+        record.completion,
+        *(m.get("content") for m in record.messages or ()),
+    ]
     return sum(len(part) if isinstance(part, str) else 1000 for part in parts if part is not None)
 
 
 Result = Rendered | AllhandsError
 
 
-def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[tuple[list[Record], Sequence[Result]]]:
+def _rendered(
+    chunks: Iterator[list[Record]], rendering: Rendering
+) -> Iterator[tuple[list[Record], Sequence[Result]]]:
     """Yield each chunk with its results, in order."""
     renderer = rendering.renderer()
     alone_until = time.perf_counter() + ALONE_S
     task, ahead = replace(rendering, tokenizer=None), 1
-    with ThreadPoolExecutor(1, thread_name_prefix="allhands-render") as thread, ExitStack() as stack:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="allhands-render") as thread,
+        ExitStack() as stack,
+    ):
         pool: Any = None
         waiting: deque[tuple[list[Record], Any]] = deque()
         for chunk in chunks:
             chats = any(record.kind != "text" for record in chunk)
             late = chats and rendering.reload and time.perf_counter() > alone_until
             if late and pool is None and (workers := num_helpers()) > 1:
-                # Not multiprocessing: it would run the main module of a person's script once more in each helper.
+                # Not multiprocessing: it would run the main module of a person's script once more
+                # in each helper.
                 from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 
-                pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
-                # Not waited for when an error ends it all: the rest of the data need not be rendered.
+                pool = ProcessPoolExecutor(
+                    workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),)
+                )
+                # Not waited for when an error ends it all: the rest of the data need not be
+                # rendered.
                 stack.callback(pool.shutdown, wait=True, kill_workers=True)
                 ahead = 2 * workers  # a chunk for each worker in the making, one ready
-            # One chunk is rendered while the next is read and the one before is stored: the encoder lets threads run.
+            # One chunk is rendered while the next is read and the one before is stored: the encoder
+            # lets threads run.
             future: Any = None
             with suppress(BrokenExecutor, OSError):
-                future = pool.submit(_render, task, chunk) if pool else thread.submit(renderer.render_many, chunk)
+                future = (
+                    pool.submit(_render, task, chunk)
+                    if pool
+                    else thread.submit(renderer.render_many, chunk)
+                )
             waiting.append((chunk, future))
             if len(waiting) > ahead:
                 first, future = waiting.popleft()
@@ -273,7 +324,9 @@ def _end_with(parent: int) -> None:
 
 
 def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Result]:
-    """Return a helper's results; made here if the system ended helpers, which happens when memory is short."""
+    """Return a helper's results; made here if the system ended helpers, which happens when memory
+    is short.
+    """
     with suppress(BrokenExecutor):
         if future is not None:
             return future.result()
@@ -293,7 +346,9 @@ def _helpers_renderer(task: Rendering) -> Renderer:
 
 
 def num_helpers() -> int:
-    """Processes to render with: a core each, as far as affinity, containers' limits and free memory go."""
+    """Processes to render with: a core each, as far as affinity, containers' limits and free memory
+    go.
+    """
     from loky import cpu_count  # pyright: ignore[reportMissingTypeStubs]
 
     return max(1, min(cpu_count(), psutil.virtual_memory().available // HELPER_BYTES))
@@ -301,7 +356,9 @@ def num_helpers() -> int:
 
 @contextmanager
 def every_core() -> Generator[None]:
-    """Lift, for the block, the limit to this rank's own cores: the host's other ranks wait for its result."""
+    """Lift, for the block, the limit to this rank's own cores: the host's other ranks wait for its
+    result.
+    """
     allowed = os.environ.get("ALLHANDS_HOST_CORES", "")
     if not (allowed and hasattr(os, "sched_setaffinity")):
         yield

@@ -1,8 +1,10 @@
-"""Tokenised examples as flat arrays, in memory or mapped from a file, and the two ways to train on them.
+"""Tokenised examples as flat arrays, in memory or mapped from a file, and the two ways to train on
+them.
 
-:class:`TokenSet` holds the arrays. A run trains on its examples one by one (:class:`TokenSet` itself) or, in
-pre-training, on the documents joined and cut into rows of equal length (:class:`PackedRows`). Both are read through
-:class:`Windows`, so other code does not depend on the difference.
+:class:`TokenSet` holds the arrays. A run trains on its examples one by one (:class:`TokenSet`
+itself) or, in pre-training, on the documents joined and cut into rows of equal length
+(:class:`PackedRows`). Both are read through :class:`Windows`, so other code does not depend on the
+difference.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Window:
         inputs: (W,) token ids.
         positions: (N,) places in ``inputs`` whose next token is trained.
         targets: (N,) the tokens that should follow.
-        documents: (W,) number of the document that each place belongs to, from 0; ``None`` where the places
-            may look at all before them.
+        documents: (W,) number of the document that each place belongs to, from 0; ``None`` where
+            the places may look at all before them.
     """
 
     inputs: Array
@@ -56,14 +58,16 @@ class Windows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Examples one after the other; the arrays may be mapped from files that several processes share.
+    """Examples one after the other; the arrays may be mapped from files that several processes
+    share.
 
     Attributes:
         tokens: (num_tokens,) uint16 or int32.
-        mask_bits: (ceil(num_tokens / 8),) uint8, a bit a token, lowest first: 1 where the token is a target of
-            the loss; never on the first token of an example.
+        mask_bits: (ceil(num_tokens / 8),) uint8, a bit a token, lowest first: 1 where the token is
+            a target of the loss; never on the first token of an example.
         offsets: (num_examples + 1,) int64; example ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
-        work: (num_examples,) int32 input tokens that must be computed: up to the one before the last target.
+        work: (num_examples,) int32 input tokens that must be computed: up to the one before the
+            last target.
         num_targets: (num_examples,) int32 tokens of each example that the loss is computed on.
         largest_token: the largest token id; -1 in an empty set.
     """
@@ -84,7 +88,9 @@ class TokenSet:
 
     @classmethod
     def of(cls, tokens: Array, mask: Bools, offsets: Ints) -> TokenSet:
-        """Return a set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
+        """Return a set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,)
+        offsets.
+        """
         assert mask.shape == tokens.shape
         until = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
         counts = until[offsets[1:]] - until[offsets[:-1]]
@@ -93,7 +99,14 @@ class TokenSet:
         last = trained[np.maximum(until[offsets[1:]] - 1, 0)] if len(trained) else offsets[:-1]
         work = np.where(counts > 0, last - offsets[:-1], 0)
         largest = int(tokens.max(initial=-1))
-        return cls(tokens, pack_mask(mask), offsets, work.astype(np.int32), counts.astype(np.int32), largest)
+        return cls(
+            tokens,
+            pack_mask(mask),
+            offsets,
+            work.astype(np.int32),
+            counts.astype(np.int32),
+            largest,
+        )
 
     @classmethod
     def of_examples(cls, examples: Sequence[tuple[Array, Bools]]) -> TokenSet:
@@ -140,8 +153,12 @@ class TokenSet:
         return Window(ids[: self.work[i]], trained - 1, ids[trained])
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal: equal if and only if the arrays are (tokens of two bytes and of four are not)."""
-        return joined_fingerprint([array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)])
+        """SHA-256 in hexadecimal: equal if and only if the arrays are (tokens of two bytes and of
+        four are not).
+        """
+        return joined_fingerprint(
+            [array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)]
+        )
 
 
 def pack_mask(mask: Bools) -> Bits:
@@ -151,7 +168,9 @@ def pack_mask(mask: Bools) -> Bits:
 
 def array_fingerprint(array: Array) -> str:
     """SHA-256 of the array's bytes, little-endian, so that it is the same on every computer."""
-    return hashlib.sha256(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data).hexdigest()
+    return hashlib.sha256(
+        np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data
+    ).hexdigest()
 
 
 def joined_fingerprint(parts: list[str]) -> str:
@@ -161,20 +180,23 @@ def joined_fingerprint(parts: list[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The documents of a set joined and cut into rows of ``block`` inputs: no padding, nothing lost.
+    """The documents of a set joined and cut into rows of ``block`` inputs: no padding, nothing
+    lost.
 
-    Row ``r`` has the inputs ``stream[r * block : (r + 1) * block]`` and as targets the same one place on, where
-    ``stream`` is the tokens of all documents, each with its end-of-text token. Every token but the first of the
-    stream is a target once. The last row is what remains and may be shorter.
+    Row ``r`` has the inputs ``stream[r * block : (r + 1) * block]`` and as targets the same one
+    place on, where ``stream`` is the tokens of all documents, each with its end-of-text token.
+    Every token but the first of the stream is a target once. The last row is what remains and may
+    be shorter.
 
-    This is so in the first epoch. In each further epoch the stream, joined to a ring, begins at another place
-    (:meth:`shift`), so that no row is repeated: a model memorises repeated rows sooner than the text.
+    This is so in the first epoch. In each further epoch the stream, joined to a ring, begins at
+    another place (:meth:`shift`), so that no row is repeated: a model memorises repeated rows
+    sooner than the text.
 
     Attributes:
         source: the documents.
         block: inputs a row.
-        isolate: True if documents are kept apart: a row's window has document numbers, and the first token of a
-            document is no target, because nothing of the document predicts it.
+        isolate: True if documents are kept apart: a row's window has document numbers, and the
+            first token of a document is no target, because nothing of the document predicts it.
     """
 
     source: TokenSet
@@ -197,7 +219,9 @@ class PackedRows:
         return work
 
     def shift(self, epoch: int) -> int:
-        """Return the beginning of an epoch's first row: a multiple of a row's golden section, which never cluster."""
+        """Return the beginning of an epoch's first row: a multiple of a row's golden section, which
+        never cluster.
+        """
         return int(epoch * _GOLDEN % 1.0 * self.block)
 
     def window(self, i: int, epoch: int = 0) -> Window:
@@ -211,10 +235,14 @@ class PackedRows:
         positions = np.flatnonzero(targets[1:])
         if not self.isolate:
             return Window(ids[:-1], positions, ids[positions + 1])
-        return Window(ids[:-1], positions, ids[positions + 1], np.cumsum(begins[:length], dtype=np.int32))
+        return Window(
+            ids[:-1], positions, ids[positions + 1], np.cumsum(begins[:length], dtype=np.int32)
+        )
 
     def _span(self, start: int, count: int) -> tuple[Array, Bools, Bools]:
-        """(count,) tokens of the ring from ``start`` on, whether each is a target, and whether it begins a document."""
+        """(count,) tokens of the ring from ``start`` on, whether each is a target, and whether it
+        begins a document.
+        """
         source, size = self.source, len(self.source.tokens)
         start %= size
         stop = min(start + count, size)
@@ -224,5 +252,7 @@ class PackedRows:
         found = source.tokens[start:stop], source.mask_of(start, stop), begins
         if (left := count - (stop - start)) == 0:
             return found
-        ids, targets, begins = (np.concatenate(parts) for parts in zip(found, self._span(0, left), strict=True))
+        ids, targets, begins = (
+            np.concatenate(parts) for parts in zip(found, self._span(0, left), strict=True)
+        )
         return ids, targets, begins

@@ -21,7 +21,8 @@ class TokenisedText:
 
     Attributes:
         ids: of the tokens.
-        pieces: what each token stands for: line ends as ``\\n``, bytes that are no whole character as ``\\xf0``.
+        pieces: what each token stands for: line ends as ``\\n``, bytes that are no whole character
+            as ``\\xf0``.
         num_bytes: of the text in UTF-8.
     """
 
@@ -41,12 +42,16 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         hint = "name a directory that holds tokenizer.json: `allhands tokenizer train` makes one"
-        raise ModelError("there is no tokenizer.json", where=str(directory), hint=meant(directory, hint))
+        raise ModelError(
+            "there is no tokenizer.json", where=str(directory), hint=meant(directory, hint)
+        )
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own for what it cannot read
         hint = "it is damaged, or newer than the tokenizers library here: make or fetch it again"
-        raise ModelError(f"the tokenizer cannot be read: {error}", where=str(file), hint=hint) from error
+        raise ModelError(
+            f"the tokenizer cannot be read: {error}", where=str(file), hint=hint
+        ) from error
 
 
 def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
@@ -64,7 +69,9 @@ def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     in_bytes = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     pieces = [
-        token if token in special or not in_bytes else _readable(bytes(bytes_of_letters()[letter] for letter in token))
+        token
+        if token in special or not in_bytes
+        else _readable(bytes(bytes_of_letters()[letter] for letter in token))
         for token in encoded.tokens
     ]
     return TokenisedText(list(encoded.ids), pieces, num_bytes)
@@ -83,8 +90,15 @@ def _escaped(letter: str) -> str:
 def bytes_of_letters() -> dict[str, int]:
     """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
 
-    Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those from 256 on.
+    Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those
+    from 256 on.
     """
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

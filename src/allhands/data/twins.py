@@ -23,10 +23,12 @@ class Twins:
 
     Attributes:
         exact: rows with equal words.
-        near: these, and rows with the one that can represent them: what may be dropped. A chain of small changes does
-            not pull unlike rows together.
-        families: all that are alike, however far a chain of small changes leads: what must stay together.
-        pairs: a row, the one that it nearly repeats, and their similarity; of rows with equal words only one.
+        near: these, and rows with the one that can represent them: what may be dropped. A chain of
+            small changes does not pull unlike rows together.
+        families: all that are alike, however far a chain of small changes leads: what must stay
+            together.
+        pairs: a row, the one that it nearly repeats, and their similarity; of rows with equal words
+            only one.
     """
 
     exact: Groups
@@ -36,10 +38,11 @@ class Twins:
 
 
 def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], None]) -> Twins:
-    """Search in an order that does not depend on the order of files: test, valid, rest, each by content.
+    """Search in an order that does not depend on the order of files: test, valid, rest, each by
+    content.
 
-    So a row of train is a near duplicate of one in test, never the other way round. Preferences are compared
-    among themselves: their words contain those of the chat that they were made from.
+    So a row of train is a near duplicate of one in test, never the other way round. Preferences are
+    compared among themselves: their words contain those of the chat that they were made from.
     """
     words, preferences = spool.column("words"), spool.column("preference")
     exact, near, families = (Groups(len(spool)) for _ in range(3))
@@ -55,7 +58,10 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
         for place, row in enumerate(rows):
             alike = index.add(spool.text(row))
             families.join((row, rows[other]) for _, other in alike)
-            match = next(((similarity, other) for similarity, other in alike if other not in represented), None)
+            match = next(
+                ((similarity, other) for similarity, other in alike if other not in represented),
+                None,
+            )
             if match is not None:
                 represented.add(place)
                 near.join([(row, rows[match[1]])])
@@ -74,17 +80,22 @@ def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
     above = highest[labels[kept]]
     torn = above > split[kept]
     across = Counter(
-        f"{SPLITS[own]}, {SPLITS[other]}" for own, other in zip(split[kept][torn], above[torn], strict=True)
+        f"{SPLITS[own]}, {SPLITS[other]}"
+        for own, other in zip(split[kept][torn], above[torn], strict=True)
     )
     # The later row first, as everybody thinks of a duplicate.
     first = twins.exact.labels()
     again = np.flatnonzero(first != np.arange(len(spool)))
     examples = [(row, int(first[row]), 1.0) for row in again[:NUM_TWINS].tolist()]
-    examples += [(max(one, other), min(one, other), alike) for one, other, alike in twins.pairs[:NUM_TWINS]]
+    examples += [
+        (max(one, other), min(one, other), alike) for one, other, alike in twins.pairs[:NUM_TWINS]
+    ]
     return Duplicates(
         exact=len(again),
         near=len(twins.pairs),
         removed=int(np.count_nonzero(split == NONE)),
         across=dict(sorted(across.items())),
-        examples=[Twin(spool.where(row), spool.where(of), similarity) for row, of, similarity in examples],
+        examples=[
+            Twin(spool.where(row), spool.where(of), similarity) for row, of, similarity in examples
+        ],
     )

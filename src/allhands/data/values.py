@@ -1,4 +1,6 @@
-"""Values of records as JSON gives them: where they stand, what they are in words, and checks of the simplest kinds."""
+"""Values of records as JSON gives them: where they stand, what they are in words, and checks of the
+simplest kinds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from allhands.errors import DataError
 SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 SHORTEN = "shorten the number or the nesting that it names"
 DELETE = "fill it in or delete the record"
-_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ def type_name(value: Any) -> str:
 
 
 def quoted(name: Any) -> str:
-    """Return a key or other short text from the data, fit for a message: in quotes, printable, not too long."""
+    """Return a key or other short text from the data, fit for a message: in quotes, printable, not
+    too long.
+    """
     text = name if isinstance(name, str) else reprlib.repr(name)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f'"{text.encode("utf-8", "backslashreplace").decode("utf-8")}"'
@@ -69,16 +80,23 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
 
 
 def as_json(value: Any, what: str, place: ValuePlace) -> Any:
-    """Return the value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
+    """Return the value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to
+    a template.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_date_as_text)
         text.encode("utf-8")
         return value if isinstance(value, str) else json.loads(text)
     except UnicodeEncodeError as error:
         bad = f"\\u{ord(error.object[error.start]):04x}"
-        place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
+        place.fail(
+            f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it"
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        place.fail(f"{what} holds something that JSON cannot write: {error}", "write it as text, or remove it")
+        place.fail(
+            f"{what} holds something that JSON cannot write: {error}",
+            "write it as text, or remove it",
+        )
 
 
 def _date_as_text(value: Any) -> str:
@@ -97,11 +115,14 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        place.fail(f"{what} is a string that is not JSON: {error}", "write it as a JSON list or object")
+        place.fail(
+            f"{what} is a string that is not JSON: {error}", "write it as a JSON list or object"
+        )
 
 
 def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
-    """Return the list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
+    """Return the list that a string holds, None for an empty string (a table's empty cell), any
+    other value as it is.
 
     The string is JSON, also encoded twice, or what Python, and so pandas, writes into a CSV.
 
@@ -118,7 +139,10 @@ def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
     try:
         return parse_json(text, what, place)
     except DataError:
-        with warnings.catch_warnings(), suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        with (
+            warnings.catch_warnings(),
+            suppress(ValueError, SyntaxError, MemoryError, RecursionError),
+        ):
             warnings.simplefilter("ignore")
             items: Any = ast.literal_eval(text)
             # Strings side by side would be joined, where NumPy writes no commas.

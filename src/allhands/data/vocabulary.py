@@ -1,6 +1,8 @@
-"""Tokenizers made from a corpus (``allhands tokenizer train``), as directories that transformers and mlx_lm load.
+"""Tokenizers made from a corpus (``allhands tokenizer train``), as directories that transformers
+and mlx_lm load.
 
-Byte-level BPE: every text can be cut, and every text comes back. The work is done by the ``tokenizers`` library.
+Byte-level BPE: every text can be cut, and every text comes back. The work is done by the
+``tokenizers`` library.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ CHATML = (
 TEMPLATES = {"chatml": CHATML}
 OUTPUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-# As Llama 3 cuts words: English endings; letters with the one character before them; numbers; other signs; line ends.
+# As Llama 3 cuts words: English endings; letters with the one character before them; numbers; other
+# signs; line ends.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,8 +54,8 @@ class VocabularyOptions:
         vocabulary: tokens at most, with the 256 bytes and the special ones.
         special: further special tokens.
         split_digits: every digit is a token of its own, else up to three may be one.
-        chat_template: a name of :data:`TEMPLATES`. Texts then end with the token that ends a turn, so that a model
-            that is trained on texts and later on chats has one sign for its end.
+        chat_template: a name of :data:`TEMPLATES`. Texts then end with the token that ends a turn,
+            so that a model that is trained on texts and later on chats has one sign for its end.
         text_key: the column of the text.
 
     Raises:
@@ -69,18 +72,26 @@ class VocabularyOptions:
     def __post_init__(self) -> None:
         if self.chat_template not in (None, *TEMPLATES):
             message = f"no chat template {self.chat_template!r}"
-            raise ConfigError(message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}")
+            raise ConfigError(
+                message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}"
+            )
         names = self.special_tokens
         for name in self.special:
             if not name.strip() or names.count(name) > 1:
                 message = f"{name!r} cannot be a special token, it is {'one already' if name.strip() else 'empty'}"
-                raise ConfigError(message, where="--special", hint="name each once; for example --special '<|tool|>'")
+                raise ConfigError(
+                    message,
+                    where="--special",
+                    hint="name each once; for example --special '<|tool|>'",
+                )
         least = NUM_BYTES + len(names)
         if self.vocabulary < least:
-            message = (
-                f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first"
+            message = f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first"
+            raise ConfigError(
+                message,
+                where="--vocabulary",
+                hint=f"give at least {least}; usual are 4096 to 50000",
             )
-            raise ConfigError(message, where="--vocabulary", hint=f"give at least {least}; usual are 4096 to 50000")
 
     @property
     def eos(self) -> str:
@@ -100,7 +111,8 @@ class VocabularyReport:
     Attributes:
         vocabulary: tokens that it has; fewer than asked for where the text gives no more.
         documents: that were read, of ``num_bytes`` bytes together.
-        bytes_per_token: of ``held_out_bytes`` of text that it was not trained on; None where there is too little.
+        bytes_per_token: of ``held_out_bytes`` of text that it was not trained on; None where there
+            is too little.
         held_out: what that text is.
         seconds: for reading and training.
         sample: a text as it is cut.
@@ -119,9 +131,13 @@ class VocabularyReport:
 
 
 def train_tokenizer(
-    sources: Sequence[Source], out: Path, options: VocabularyOptions, progress: Progress | None = None
+    sources: Sequence[Source],
+    out: Path,
+    options: VocabularyOptions,
+    progress: Progress | None = None,
 ) -> VocabularyReport:
-    """Train a tokenizer on the training split of ``sources`` and write it to ``out``, which is whole or absent.
+    """Train a tokenizer on the training split of ``sources`` and write it to ``out``, which is
+    whole or absent.
 
     The same data and options give the same files, byte by byte.
 
@@ -158,12 +174,24 @@ def train_tokenizer(
 
 
 def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     tokenizer: Any = Tokenizer(models.BPE())
     words = Regex(_WORDS % (1 if options.split_digits else _DIGITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     names = options.special_tokens

@@ -1,9 +1,10 @@
 """The only module that touches ``mx.distributed``: connect, check, communicate.
 
-MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring waits for ever for a
-peer that never comes, a missing operation throws in the middle of a run, and two collectives on two streams mix their
-bytes. So the group's size is compared with the launcher's number, one table has the capabilities of each back-end
-(:mod:`allhands.distributed.capabilities`), and a process has one stream for all exchanges.
+MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring
+waits for ever for a peer that never comes, a missing operation throws in the middle of a run, and
+two collectives on two streams mix their bytes. So the group's size is compared with the launcher's
+number, one table has the capabilities of each back-end (:mod:`allhands.distributed.capabilities`),
+and a process has one stream for all exchanges.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from allhands.runtime.jit_cache import launch_directly
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 DeviceKind = Literal["cpu", "gpu"]
-_PERSONS = "a person's"  # back-end of a group that MLX has made for a person: which one is not known
+_PERSONS = (
+    "a person's"  # back-end of a group that MLX has made for a person: which one is not known
+)
 
 
 class Communicator(Protocol):
@@ -75,9 +78,10 @@ class TwoStreamsError(DistributedError):
 class ExchangeStream:
     """The only stream of a device for all exchanges of this process, with any group.
 
-    Two collectives on two streams of a ring run at once and read each other's bytes: the sums are wrong, without an
-    error. MPI, as MLX starts it, allows only one thread, and a stream of the CPU is a thread. So the first stream stays
-    in use until :meth:`release`, even if MLX's default changes.
+    Two collectives on two streams of a ring run at once and read each other's bytes: the sums are
+    wrong, without an error. MPI, as MLX starts it, allows only one thread, and a stream of the CPU
+    is a thread. So the first stream stays in use until :meth:`release`, even if MLX's default
+    changes.
 
     Attributes:
         sent_bytes: bytes that this process had to send so far, over all groups.
@@ -146,7 +150,9 @@ class ExchangeStream:
 
 
 def resolved(stream: Any) -> mx.Stream:
-    """Return the stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
+    """Return the stream that MLX takes for a device, for a stream of every thread, or for a stream
+    itself.
+    """
     with mx.stream(stream):
         return mx.default_stream(getattr(stream, "device", stream))
 
@@ -158,10 +164,14 @@ def exchange_stream(device: DeviceKind) -> ExchangeStream:
 
 
 class MlxGroup:
-    """A communicator over ``mx.distributed``; all of a process share one :class:`ExchangeStream` a device."""
+    """A communicator over ``mx.distributed``; all of a process share one :class:`ExchangeStream` a
+    device.
+    """
 
     def __init__(self, group: Any, backend: str, stream: Any = None) -> None:
-        """``stream``: of MLX, for what is exchanged; ``None``: the one in use, or the one that the back-end prefers."""
+        """``stream``: of MLX, for what is exchanged; ``None``: the one in use, or the one that the
+        back-end prefers.
+        """
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -176,37 +186,50 @@ class MlxGroup:
 
     def all_sum(self, array: mx.array) -> mx.array:
         self._count(array, 2 / self.size)
-        return mx.distributed.all_sum(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_sum(
+            self._taken(array), group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def all_gather(self, array: mx.array) -> mx.array:
         self._count(array)
-        return mx.distributed.all_gather(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_gather(
+            self._taken(array), group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def all_max(self, array: mx.array) -> mx.array:
         self._count(array, 2 / self.size)
-        return mx.distributed.all_max(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_max(
+            self._taken(array), group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def sum_scatter(self, array: mx.array) -> mx.array:
         """See :func:`sum_scatter`; where the back-end has it."""
         self._count(array, 1 / self.size)
-        return mx.distributed.sum_scatter(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.sum_scatter(
+            self._taken(array), group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def send(self, array: mx.array, peer: int) -> mx.array:
         """``array``, sent to a rank when it is computed; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         self.exchange.sent_bytes += array.nbytes
-        return mx.distributed.send(self._taken(array), peer, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.send(
+            self._taken(array), peer, group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
         """Return the array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
-        return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.recv(
+            shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream)
+        )
 
     def _taken(self, array: mx.array) -> mx.array:
         """``array`` as the host may send it, also while a GPU computes it.
 
-        MLX's CUDA back-end copies an array to the host when the host takes it. It waits until the array has been
-        computed only if that is handed out in the same evaluation, as what is made here is. It shares its memory.
+        MLX's CUDA back-end copies an array to the host when the host takes it. It waits until the
+        array has been computed only if that is handed out in the same evaluation, as what is made
+        here is. It shares its memory.
         """
         return mx.contiguous(array, stream=mx.gpu) if self._fetches else array
 
@@ -215,8 +238,8 @@ class MlxGroup:
         self.exchange.sent_bytes += round((self.size - 1) * part * array.nbytes)
 
     def split(self, members: Sequence[int]) -> MlxGroup:
-        """Return the group of some ranks, in this order; called by all ranks together, each with those that it is
-        among.
+        """Return the group of some ranks, in this order; called by all ranks together, each with
+        those that it is among.
 
         Raises:
             DistributedError: MLX's group is another one.
@@ -225,13 +248,21 @@ class MlxGroup:
         part = MlxGroup(self.group.split(members[0], place), self.backend, self.stream)
         if (part.rank, part.size) != (place, len(members)):
             told = f"rank {self.rank} is to be {place} of {len(members)}, and is {part.rank} of {part.size}"
-            raise DistributedError(f"the {self.backend} back-end has made another group of {list(members)}: {told}")
+            raise DistributedError(
+                f"the {self.backend} back-end has made another group of {list(members)}: {told}"
+            )
         return part
 
 
 def _device_of(backend: str) -> DeviceKind:
-    """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would have chosen NCCL."""
-    chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
+    """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would
+    have chosen NCCL.
+    """
+    chosen = (
+        backend == _PERSONS
+        and mx.cuda.is_available()
+        and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
+    )
     return "gpu" if backend == "nccl" or chosen else "cpu"
 
 
@@ -241,7 +272,8 @@ def of_group(group: Any) -> Communicator:
 
 
 def on_stream(communicator: Communicator, stream: Any) -> Communicator:
-    """Return the same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
+    """Return the same ranks, exchanging on another stream; as it is, if there is no stream or no
+    group of MLX's.
 
     Raises:
         TwoStreamsError: another one is in use: see :func:`moved_to`.
@@ -252,7 +284,9 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def sent_bytes(communicator: Communicator) -> int:
-    """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
+    """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a
+    ring sends them.
+    """
     world = getattr(communicator, "world", communicator)  # that exchanges for a group
     return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
 
@@ -260,15 +294,17 @@ def sent_bytes(communicator: Communicator) -> int:
 def finish_exchanges(communicator: Communicator) -> None:
     """Wait for all queued exchanges; then another stream, or thread, may exchange.
 
-    The caller has evaluated every earlier collective, and calls no compiled function with a collective in it: on the
-    earlier stream they would mix with those of the new one.
+    The caller has evaluated every earlier collective, and calls no compiled function with a
+    collective in it: on the earlier stream they would mix with those of the new one.
     """
     if isinstance(communicator, MlxGroup):
         communicator.exchange.release()
 
 
 def moved_to(communicator: Communicator, stream: Any) -> Communicator:
-    """Move all exchanges to a stream: :func:`on_stream` for every group from now on, after :func:`finish_exchanges`."""
+    """Move all exchanges to a stream: :func:`on_stream` for every group from now on, after
+    :func:`finish_exchanges`.
+    """
     if stream is None:
         return communicator
     finish_exchanges(communicator)
@@ -276,7 +312,9 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """Return the same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
+    """Return the same ranks, exchanging beside what a CPU computes; as it is, where only one thread
+    may exchange.
+    """
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     if hostfile := os.environ.get("MLX_HOSTFILE"):
@@ -285,14 +323,18 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
-    """Expect a large array during other computations, or while waiting: sleeping threads are then woken less often."""
+    """Expect a large array during other computations, or while waiting: sleeping threads are then
+    woken less often.
+    """
     world = getattr(communicator, "world", communicator)  # that exchanges for a group
     if isinstance(world, MlxGroup):
         receive_in_bulk(world.exchange.asleep, bulk)
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:
-    """A block for what is computed on ``stream`` before it ends; ``None`` where that is, or becomes, the one in use."""
+    """A block for what is computed on ``stream`` before it ends; ``None`` where that is, or
+    becomes, the one in use.
+    """
     if stream is None or not isinstance(communicator, MlxGroup):
         return None
     used = communicator.exchange.used
@@ -300,9 +342,13 @@ def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManag
 
 
 def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
-    """Return this rank's equal part of the sum of ``array`` over ranks; the number of ranks divides its first axis."""
+    """Return this rank's equal part of the sum of ``array`` over ranks; the number of ranks divides
+    its first axis.
+    """
     if communicator.size > 1 and array.shape[0] % communicator.size:
-        raise ValueError(f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}")
+        raise ValueError(
+            f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}"
+        )
     if isinstance(communicator, MlxGroup) and communicator.scatters:
         return communicator.sum_scatter(array)
     each = array.shape[0] // communicator.size
@@ -320,14 +366,15 @@ def connect(
 ) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
-    May wait for ever for a peer that never comes, without letting any Python thread run: the caller keeps
-    a deadline from outside this process.
+    May wait for ever for a peer that never comes, without letting any Python thread run: the caller
+    keeps a deadline from outside this process.
 
     Args:
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds to wait for a ring's neighbours, or for the first rank; without a ``watch`` a minute at most.
+        timeout_s: seconds to wait for a ring's neighbours, or for the first rank; without a
+            ``watch`` a minute at most.
         watch: knows when all ranks listen, and waits for them.
         tried: True if all ranks are known to reach the first one.
 
@@ -337,7 +384,9 @@ def connect(
     """
     if backend == "none":
         if size != 1:
-            raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
+            raise DistributedError(
+                f"{size} processes were promised, but no back-end to connect them"
+            )
         return SingleProcess()
     _check_build(backend)
     wait_s = timeout_s + _LATER_S if watch is not None else min(timeout_s + _LATER_S, _NEIGHBOURS_S)
@@ -360,13 +409,16 @@ def connect(
 def _check_first_sum(communicator: Communicator) -> None:
     """Every rank's own part must be in the sum, and nothing else.
 
-    A sum of ones would not do: on computers with the same host name Open MPI gives each rank its own part twice.
+    A sum of ones would not do: on computers with the same host name Open MPI gives each rank its
+    own part twice.
     """
     ranks = mx.repeat(mx.arange(1, communicator.size + 1)[:, None], _CHECKED, axis=1)
     total = communicator.all_sum(mx.where(ranks == communicator.rank + 1, ranks, 0))
     if not mx.array_equal(total, ranks):
         hint = _SAME_NAME if communicator.backend == "mpi" else _HINTS[communicator.backend]
-        raise DistributedError(f"the first sum over {communicator.size} processes is wrong", hint=hint)
+        raise DistributedError(
+            f"the first sum over {communicator.size} processes is wrong", hint=hint
+        )
 
 
 def _check_first_gathering(communicator: Communicator) -> None:
@@ -374,11 +426,15 @@ def _check_first_gathering(communicator: Communicator) -> None:
     own = mx.arange(communicator.rank * _GATHERED, (communicator.rank + 1) * _GATHERED)
     if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
         problem = f"the first gathering over {communicator.size} processes is wrong"
-        raise DistributedError(problem, hint="update MLX on every computer, or use another --backend")
+        raise DistributedError(
+            problem, hint="update MLX on every computer, or use another --backend"
+        )
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
-    """Return the place where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
+    """Return the place where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very
+    computer.
+    """
     if backend == "nccl":
         address, port = environ.get("NCCL_HOST_IP", ""), environ.get("NCCL_PORT", "")
     elif backend == "jaccl":

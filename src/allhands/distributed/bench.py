@@ -1,7 +1,8 @@
 """Time all-reduces: all ranks of a group time them together, and check their sums.
 
-Of every round the slowest rank counts, because a training step waits for it. Every decision (how often, whether to go
-on to larger arrays) is taken from numbers that all ranks have, so that all of them take it alike.
+Of every round the slowest rank counts, because a training step waits for it. Every decision (how
+often, whether to go on to larger arrays) is taken from numbers that all ranks have, so that all of
+them take it alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class BenchPlan:
     Attributes:
         sizes: bytes of the float32 arrays, in ascending order.
         seconds: of timed rounds for each size.
-        budget_s: for everything; a size that would not fit into what is left is left out with all larger ones.
+        budget_s: for everything; a size that would not fit into what is left is left out with all
+            larger ones.
     """
 
     sizes: Sequence[int]
@@ -46,8 +48,8 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
     """Time ``all_sum`` for each size of the plan, smallest first; every rank returns the same.
 
     Returns:
-        For each size ``num_bytes``, ``rounds``, and over the rounds, each taken as long as on its slowest rank, the
-        ``median_s`` and the quartiles ``low_s`` and ``high_s``.
+        For each size ``num_bytes``, ``rounds``, and over the rounds, each taken as long as on its
+        slowest rank, the ``median_s`` and the quartiles ``low_s`` and ``high_s``.
 
     Raises:
         DistributedError: a sum is wrong.
@@ -78,9 +80,11 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
 def time_products(
     communicator: Communicator, seconds: float = 0.5, widths: tuple[int, int] | None = None
 ) -> list[float]:
-    """Products and sums a second of each rank, while all of them multiply matrices; every rank returns the same.
+    """Products and sums a second of each rank, while all of them multiply matrices; every rank
+    returns the same.
 
-    By time that goes by, so that a computer that is busy, hot or held back counts as it is. On a GPU in half precision.
+    By time that goes by, so that a computer that is busy, hot or held back counts as it is. On a
+    GPU in half precision.
 
     Args:
         widths: of a matrix (inner, outer) that rows are multiplied by; default: a square one.
@@ -100,13 +104,19 @@ def time_products(
 
 
 def _expected_s(results: Sequence[dict[str, Any]], size: int) -> float:
-    """The least that the next size takes if it is as fast a byte as the last one: warm-up and the fewest rounds."""
+    """The least that the next size takes if it is as fast a byte as the last one: warm-up and the
+    fewest rounds.
+    """
     last = results[-1]
     return (1 + _WARM_UP + _FEWEST) * last["median_s"] * size / last["num_bytes"]
 
 
-def _rounds(communicator: Communicator, pattern: np.ndarray[Any, Any], seconds: float) -> list[float]:
-    """Time rounds until ``seconds`` are full: as many as the warm-up says, no fewer than 5 and no more than 200."""
+def _rounds(
+    communicator: Communicator, pattern: np.ndarray[Any, Any], seconds: float
+) -> list[float]:
+    """Time rounds until ``seconds`` are full: as many as the warm-up says, no fewer than 5 and no
+    more than 200.
+    """
     warm = [_round(communicator, pattern) for _ in range(_WARM_UP)]
     once = max(_slowest(communicator, warm)[-1], 1e-9)
     count = min(max(math.ceil(seconds / once), _FEWEST), _MOST)
@@ -115,7 +125,8 @@ def _rounds(communicator: Communicator, pattern: np.ndarray[Any, Any], seconds: 
 
 def _round(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> float:
     """Seconds of one ``all_sum`` that all ranks begin together."""
-    # A new array each time, which only the sum holds: as with gradients, its memory may become the result's.
+    # A new array each time, which only the sum holds: as with gradients, its memory may become the
+    # result's.
     held = [mx.array(pattern)]
     mx.eval(held)
     barrier(communicator)

@@ -1,7 +1,8 @@
 """Computers that disagree: which of them differs from the others, in what, and what to do about it.
 
-Of each thing that is not the same everywhere, what most computers have is taken for right, and the others are named.
-Where no value is the most frequent one nobody is to blame, and all sides are told with what each of them has.
+Of each thing that is not the same everywhere, what most computers have is taken for right, and the
+others are named. Where no value is the most frequent one nobody is to blame, and all sides are told
+with what each of them has.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ _MISSING = "missing"
 
 
 class MisfitError(DistributedError):
-    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if that is certain."""
+    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if
+    that is certain.
+    """
 
     def __init__(
-        self, message: str, *, where: str | None = None, hint: str | None = None, misfits: tuple[int, ...] = ()
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        misfits: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message, where=where, hint=hint)
         self.misfits = misfits
@@ -49,10 +57,13 @@ class Statement:
 
     Attributes:
         name: the computer's, or a rank's where computers do not tell them apart.
-        facts: what must be equal, as nested JSON; :data:`SOFTWARE` is of :func:`allhands.runtime.versions.required`.
-        files: SHA-256 by ``role/name`` of the files that the differing facts are made of, as far as they were read.
+        facts: what must be equal, as nested JSON; :data:`SOFTWARE` is of
+            :func:`allhands.runtime.versions.required`.
+        files: SHA-256 by ``role/name`` of the files that the differing facts are made of, as far as
+            they were read.
         places: the directories of the roles (``model``, ``data``).
-        software: of :func:`allhands.runtime.versions.software`: all versions that are looked at, also what may differ.
+        software: of :func:`allhands.runtime.versions.software`: all versions that are looked at,
+            also what may differ.
     """
 
     name: str
@@ -68,7 +79,8 @@ class Circumstances:
 
     Attributes:
         launcher: the computer at which the person sits, as statements call it.
-        option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by us.
+        option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by
+            us.
         model: as given with ``--model``; ``data`` likewise, if it is a path.
         adapter: as given with ``--resume-adapter-file``; ``config`` with ``--config``.
         trusted: computers that have trained together already: what they have is right.
@@ -120,7 +132,8 @@ class _FactPart:
     """One thing that differs.
 
     Attributes:
-        kind: what it belongs to: ``software``, ``tokens``, a role of files, or a section of the facts.
+        kind: what it belongs to: ``software``, ``tokens``, a role of files, or a section of the
+            facts.
         style: how it is told.
         values: what each computer has, to be compared; ``shown``: the same for people.
     """
@@ -143,10 +156,16 @@ def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict
     told = [_told(part, names, given) for part in parts]
     more = len(told) - _MOST_TOLD
     text = "; ".join(told[:_MOST_TOLD] + ([f"and {more} more"] if more > 0 else []))
-    return BlameVerdict(f"{_title(names, misfits)}: {text}", _Remedy(parts, statements, misfits, given).hint(), misfits)
+    return BlameVerdict(
+        f"{_title(names, misfits)}: {text}",
+        _Remedy(parts, statements, misfits, given).hint(),
+        misfits,
+    )
 
 
-def _misfits(parts: Sequence[_FactPart], names: Sequence[str], given: Circumstances) -> tuple[str, ...]:
+def _misfits(
+    parts: Sequence[_FactPart], names: Sequence[str], given: Circumstances
+) -> tuple[str, ...]:
     """The computers that differ from what is right, if without them all agree."""
     odd = {
         name
@@ -165,7 +184,9 @@ def _differ(values: Iterable[str]) -> bool:
 
 
 def init_command(names: Iterable[str], option: str = "") -> str:
-    """Return the command that makes the same environment on these computers as on the one where it is typed."""
+    """Return the command that makes the same environment on these computers as on the one where it
+    is typed.
+    """
     words = ["allhands", "cluster", "init", "--hosts", ",".join(names)]
     flag, _, file = option.partition(" ")
     ours = flag == "--hostfile" and file.endswith(".json")
@@ -174,16 +195,23 @@ def init_command(names: Iterable[str], option: str = "") -> str:
     return shlex.join(words)
 
 
-# --- what differs ------------------------------------------------------------------------------------
+# --- what differs ---------------------------------------------------------------------------------
 
 
 def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
     found = _versions(statements)
-    flat = {one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE}) for one in statements}
+    flat = {
+        one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE})
+        for one in statements
+    }
     explained: dict[str, list[_FactPart]] = {}
-    for key in sorted(set[str]().union(*flat.values()), key=lambda key: (key.startswith("model."), key)):
+    for key in sorted(
+        set[str]().union(*flat.values()), key=lambda key: (key.startswith("model."), key)
+    ):
         facts = {name: of_one.get(key) for name, of_one in flat.items()}
-        values = {name: json.dumps(fact, sort_keys=True, default=str) for name, fact in facts.items()}
+        values = {
+            name: json.dumps(fact, sort_keys=True, default=str) for name, fact in facts.items()
+        }
         if not _differ(values.values()):
             continue
         section = key.partition(".")[0]
@@ -192,7 +220,15 @@ def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
             explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
             found += explained[section]
         if not (explained[section] and all(map(_is_sum, facts.values()))):
-            found.append(_FactPart(section, "value", key, values, {name: _short(fact) for name, fact in facts.items()}))
+            found.append(
+                _FactPart(
+                    section,
+                    "value",
+                    key,
+                    values,
+                    {name: _short(fact) for name, fact in facts.items()},
+                )
+            )
     return found
 
 
@@ -206,13 +242,19 @@ def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
 
 
 def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
-    """The files that differ of those that a section of the facts is made of, or else the programs that read them."""
+    """The files that differ of those that a section of the facts is made of, or else the programs
+    that read them.
+    """
     found: list[_FactPart] = []
     roles = _MADE_OF.get(section, ())
-    for key in sorted({key for one in statements for key in one.files if key.partition("/")[0] in roles}):
+    for key in sorted(
+        {key for one in statements for key in one.files if key.partition("/")[0] in roles}
+    ):
         role, _, name = key.partition("/")
         values = {one.name: one.files.get(key, _MISSING) for one in statements}
-        found += _if_different(_FactPart(role, "file", name, values, {n: value[:8] for n, value in values.items()}))
+        found += _if_different(
+            _FactPart(role, "file", name, values, {n: value[:8] for n, value in values.items()})
+        )
     for name in TOKEN_MAKERS if section == "data" and not found else ():
         values = {one.name: one.software.get(name, _MISSING) for one in statements}
         shown = {one: f"{name} {value}" for one, value in values.items()}
@@ -242,7 +284,7 @@ def _right(part: _FactPart, given: Circumstances) -> str | None:
     return first if not others or most > others[0][1] else None
 
 
-# --- words -------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
 def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
@@ -270,7 +312,9 @@ def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
         return f"{part.key} is {part.shown[first]} on {first} and {shown[0][0]} on {next(iter(groups.values()))[0]}"
     if part.style == "value" and right is not None and (words := _SUMS.get(part.key)):
         return f"{words} of {who} differ from {first}'s"
-    return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in shown)
+    return f"{part.key} is {part.shown[first]} on {first}" + "".join(
+        f" and {what} on {who}" for what, who in shown
+    )
 
 
 def _groups(part: _FactPart, names: Sequence[str]) -> dict[str, list[str]]:
@@ -290,7 +334,9 @@ def _told_of_version(part: _FactPart, first: str, others: Sequence[tuple[str, st
 def _told_of_file(part: _FactPart, first: str, who: str, *, lacks: bool) -> str:
     if part.shown[first] == _MISSING:
         return f"{who} has {part.key}, which {first} does not have"
-    return f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
+    return (
+        f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
+    )
 
 
 @dataclass(frozen=True)
@@ -309,7 +355,9 @@ class _Remedy:
         if not _are_ranks(names):
             steps += [self._init(names)] if SOFTWARE in kinds else []
             steps += self._packages() if TOKENS in kinds else []
-            steps += self._files(kinds & {"model", "data", "tokenizer", "adapter", "resume_adapter_file"})
+            steps += self._files(
+                kinds & {"model", "data", "tokenizer", "adapter", "resume_adapter_file"}
+            )
         if "config" in kinds:
             steps.append(self._options(names))
         return "; ".join(steps) or _GENERIC
@@ -320,10 +368,16 @@ class _Remedy:
             return []
         right = next(one.name for one in self.statements if one.name not in self.misfits)
         parts = [part for part in self.parts if part.kind in kinds]
-        return [name for name in self.misfits if any(part.values[name] != part.values[right] for part in parts)]
+        return [
+            name
+            for name in self.misfits
+            if any(part.values[name] != part.values[right] for part in parts)
+        ]
 
     def _init(self, names: Sequence[str]) -> str:
-        """This computer's environment for those that have another one: for all others if it is itself the odd one."""
+        """This computer's environment for those that have another one: for all others if it is
+        itself the odd one.
+        """
         odd, launcher = self._odd({SOFTWARE}), self.given.launcher
         known = (launcher in names or self.given.exemplary) and launcher not in odd
         some = odd if odd and known else names
@@ -331,25 +385,35 @@ class _Remedy:
 
     def _packages(self) -> list[str]:
         """The packages that make tokens, as those have them that are right."""
-        wrong = self.misfits or [one.name for one in self.statements if one.name != self.given.launcher]
+        wrong = self.misfits or [
+            one.name for one in self.statements if one.name != self.given.launcher
+        ]
         right = next(one for one in self.statements if one.name not in wrong)
-        pins = [f"{part.key}=={right.software[part.key]}" for part in self.parts if part.kind == TOKENS]
+        pins = [
+            f"{part.key}=={right.software[part.key]}" for part in self.parts if part.kind == TOKENS
+        ]
         steps: list[str] = []
         for one in self.statements:
             if one.name in wrong:
-                command = shlex.join([one.software.get("executable", "python"), "-m", "pip", "install", *pins])
+                command = shlex.join(
+                    [one.software.get("executable", "python"), "-m", "pip", "install", *pins]
+                )
                 here = one.name == self.given.launcher
                 steps.append(command if here else shlex.join(["ssh", one.name, command]))
         return steps
 
     def _options(self, names: Sequence[str]) -> str:
-        """Options can differ only by a file of them, or by the commands that somebody else has given each rank."""
+        """Options can differ only by a file of them, or by the commands that somebody else has
+        given each rank.
+        """
         config, odd = self.given.config, self._odd({"config"})
         if not config or _are_ranks(names):
             return "give every rank the same command and configuration"
         if self.given.launcher in odd or not self.given.option:
             return f"give all computers the same {config}"
-        return shlex.join(["allhands", "cluster", "sync", *shlex.split(self.given.option), "--config", config])
+        return shlex.join(
+            ["allhands", "cluster", "sync", *shlex.split(self.given.option), "--config", config]
+        )
 
     def _files(self, roles: Set[str]) -> list[str]:
         if not roles:
@@ -358,9 +422,17 @@ class _Remedy:
             return self._copies()
         option = self.given.option or "--hosts " + ",".join(one.name for one in self.statements)
         words = ["allhands", "cluster", "sync", *shlex.split(option)]
-        paths = ["--model", self.given.model] if roles & {"model", "tokenizer"} and self.given.model else []
+        paths = (
+            ["--model", self.given.model]
+            if roles & {"model", "tokenizer"} and self.given.model
+            else []
+        )
         paths += ["--data", self.given.data] if "data" in roles and self.given.data else []
-        paths += [self.given.adapter] if roles & {"adapter", "resume_adapter_file"} and self.given.adapter else []
+        paths += (
+            [self.given.adapter]
+            if roles & {"adapter", "resume_adapter_file"} and self.given.adapter
+            else []
+        )
         return [shlex.join([*words, *paths])] if paths else []
 
     def _copies(self) -> list[str]:
@@ -371,7 +443,9 @@ class _Remedy:
         for part in self.parts:
             role = "model" if part.kind == "tokenizer" else part.kind
             if part.style == "file" and role in right.places and role in own.places:
-                source, target = (str(PurePath(one.places[role]) / part.key) for one in (right, own))
+                source, target = (
+                    str(PurePath(one.places[role]) / part.key) for one in (right, own)
+                )
                 steps.append(shlex.join(["scp", "-p", f"{right.name}:{source}", target]))
         return steps
 
@@ -381,7 +455,9 @@ def _are_ranks(names: Sequence[str]) -> bool:
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:
-    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    shown = (
+        list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    )
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
@@ -396,7 +472,9 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _is_sum(value: Any) -> bool:
     """True if the value is a SHA-256 or missing, which tells people nothing."""
-    return value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None)
+    return value is None or (
+        isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Capabilities of MLX's back-ends besides sums and gathers; they are asked for when a run is configured.
+"""Capabilities of MLX's back-ends besides sums and gathers; they are asked for when a run is
+configured.
 
-Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end lacks is made of
-these, or refused by name. Each entry is read somewhere, by :func:`can`.
+Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end
+lacks is made of these, or refused by name. Each entry is read somewhere, by :func:`can`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 
 def can(backend: str, operation: str) -> bool:
-    """Return whether a back-end of this MLX has an operation of :data:`CAPABILITIES`; an unknown back-end has none."""
+    """Return whether a back-end of this MLX has an operation of :data:`CAPABILITIES`; an unknown
+    back-end has none.
+    """
     if backend == "jaccl" and _in_ring():
         operation = {"send_recv_neighbours": "send_recv", "send_recv": ""}.get(operation, operation)
     since = _SINCE.get((backend, operation))
@@ -40,7 +43,9 @@ def can(backend: str, operation: str) -> bool:
 
 
 def _in_ring() -> bool:
-    """Return whether JACCL's ranks have cables to their neighbours only: MLX looks only for the variable's presence."""
+    """Return whether JACCL's ranks have cables to their neighbours only: MLX looks only for the
+    variable's presence.
+    """
     return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 
@@ -58,8 +63,9 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
     """Refuse a mesh whose groups along ``axes`` the back-end can neither make nor imitate.
 
     Args:
-        alike: whether all these groups exchange arrays of the same shapes at the same time. Then the whole world can
-            do it for them. ``None``: unless they are of unlike stages of a pipeline.
+        alike: whether all these groups exchange arrays of the same shapes at the same time. Then
+            the whole world can do it for them. ``None``: unless they are of unlike stages of a
+            pipeline.
 
     Raises:
         ConfigError: the back-end cannot.
@@ -95,7 +101,9 @@ def require_way(backend: str, rank: int, peer: int, size: int) -> None:
         ConfigError: the back-end cannot.
     """
     if rank == peer or not (0 <= rank < size and 0 <= peer < size):
-        raise ConfigError(f"rank {rank} cannot send to rank {peer} of {size}", where=f"--backend {backend}")
+        raise ConfigError(
+            f"rank {rank} cannot send to rank {peer} of {size}", where=f"--backend {backend}"
+        )
     beside = (rank - peer) % size in (1, size - 1)
     if can(backend, "send_recv") or (beside and can(backend, "send_recv_neighbours")):
         return

@@ -1,4 +1,5 @@
-"""Forms in which gradients take fewer bytes on the way: how many, and by which way ranks exchange them.
+"""Forms in which gradients take fewer bytes on the way: how many, and by which way ranks exchange
+them.
 
 Plain numbers, without MLX, so that ``allhands plan`` can ask. What computes with arrays is in
 :mod:`allhands.distributed.packed`.
@@ -18,9 +19,9 @@ GROUP = 64
 _SCALES = 8
 _FLOAT = 4
 
-# gather: each rank gets what every other one has packed, and adds it up itself.
-# pass: each rank adds its part to what its neighbour has sent, packs the sum and sends it on; the sums are gathered.
-# sum: the back-end adds up numbers of two bytes.
+# gather: each rank gets what every other one has packed, and adds it up itself. pass: each rank
+# adds its part to what its neighbour has sent, packs the sum and sends it on; the sums are
+# gathered. sum: the back-end adds up numbers of two bytes.
 Route = Literal["gather", "pass", "sum"]
 
 
@@ -38,7 +39,9 @@ class Codec:
 
     @property
     def grouped(self) -> bool:
-        """True if numbers share scales, which leaves so much out that it has to be made up for in later steps."""
+        """True if numbers share scales, which leaves so much out that it has to be made up for in
+        later steps.
+        """
         return self.bits < 16
 
     @property
@@ -47,7 +50,9 @@ class Codec:
         return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
 
     def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
-        """True if an array of this shape and type is packed: not if it is shorter than a group, or short already."""
+        """True if an array of this shape and type is packed: not if it is shorter than a group, or
+        short already.
+        """
         numbers = math.prod(shape)
         return numbers >= GROUP and self.packed_bytes(numbers) < numbers * item_bytes
 
@@ -59,8 +64,9 @@ class Codec:
     def route(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> Route:
         """Return the way in which ranks exchange packed numbers of ``item_bytes`` over a back-end.
 
-        Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a sum of what is not
-        packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N - 1) / N rows.
+        Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a
+        sum of what is not packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N
+        - 1) / N rows.
         """
         if not self.grouped:
             return "gather" if ranks == 2 else "sum"

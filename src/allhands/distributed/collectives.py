@@ -36,18 +36,24 @@ def replicated(communicator: Communicator, array: mx.array) -> mx.array:
     """``array``, which is the same on all ranks; its gradient is the sum of what they make of it."""
     if communicator.size == 1:
         return array
-    return _with_gradient(_same, lambda primal, cotangent, output: communicator.all_sum(cotangent), array)
+    return _with_gradient(
+        _same, lambda primal, cotangent, output: communicator.all_sum(cotangent), array
+    )
 
 
 def summed(communicator: Communicator, array: mx.array) -> mx.array:
-    """Return the sum over ranks; the gradient passes, as all ranks use the sum in the same way and have the same."""
+    """Return the sum over ranks; the gradient passes, as all ranks use the sum in the same way and
+    have the same.
+    """
     if communicator.size == 1:
         return array
     return _with_gradient(communicator.all_sum, lambda primal, cotangent, output: cotangent, array)
 
 
 def gathered(communicator: Communicator, array: mx.array) -> mx.array:
-    """Ranks' arrays joined along the first axis; the gradient is this rank's part of the sum of all ranks'."""
+    """Ranks' arrays joined along the first axis; the gradient is this rank's part of the sum of all
+    ranks'.
+    """
     if communicator.size == 1:
         return array
 
@@ -58,21 +64,26 @@ def gathered(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def scattered(communicator: Communicator, array: mx.array) -> mx.array:
-    """This rank's equal part, along the first axis, of the sum over ranks; the gradient is all parts' together."""
+    """This rank's equal part, along the first axis, of the sum over ranks; the gradient is all
+    parts' together.
+    """
     if communicator.size == 1:
         return array
 
     def forward(whole: mx.array) -> mx.array:
         return sum_scatter(communicator, whole)
 
-    return _with_gradient(forward, lambda primal, cotangent, output: communicator.all_gather(cotangent), array)
+    return _with_gradient(
+        forward, lambda primal, cotangent, output: communicator.all_gather(cotangent), array
+    )
 
 
 def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
-    """``array``, once rank ``peer`` has been sent it; its gradient is what that rank's :func:`received` sends back.
+    """``array``, once rank ``peer`` has been sent it; its gradient is what that rank's
+    :func:`received` sends back.
 
-    Only what depends on the result sends anything, so that a loss of this rank has to, for example by nothing:
-    ``mx.sum(0 * sent(...))``.
+    Only what depends on the result sends anything, so that a loss of this rank has to, for example
+    by nothing: ``mx.sum(0 * sent(...))``.
     """
     group, there = _way(communicator, peer)
 
@@ -93,8 +104,9 @@ def received(
     """Return the array that rank ``peer`` sends by :func:`sent`; its gradient travels back there.
 
     Args:
-        after: is computed before anything is received. Its gradient is 0 and has to be computed, by differentiating
-            with respect to it or to what it is made of: that is what sends the array's gradient back.
+        after: is computed before anything is received. Its gradient is 0 and has to be computed, by
+            differentiating with respect to it or to what it is made of: that is what sends the
+            array's gradient back.
     """
     group, there = _way(communicator, peer)
 
@@ -108,7 +120,9 @@ def received(
 
 
 def all_max(communicator: Communicator, array: mx.array) -> mx.array:
-    """Element-wise maximum over ranks, a constant for gradients: what is subtracted from logits, for example."""
+    """Element-wise maximum over ranks, a constant for gradients: what is subtracted from logits,
+    for example.
+    """
     array = mx.stop_gradient(array)
     if isinstance(communicator, MlxGroup):
         return communicator.all_max(array)

@@ -1,7 +1,8 @@
 """Groups of ranks along the axes of a mesh, as communicators.
 
-Groups are MLX's own if the back-end has them, on the stream in use. Otherwise the whole world exchanges for all groups
-at once. That is correct if all groups call the same collectives with the same shapes in the same order.
+Groups are MLX's own if the back-end has them, on the stream in use. Otherwise the whole world
+exchanges for all groups at once. That is correct if all groups call the same collectives with the
+same shapes in the same order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from allhands.distributed.mesh import Axis, Mesh
 class GroupWithinWorld:
     """One of several equal groups that the whole world exchanges for.
 
-    Every rank of the world calls each collective, at the same time and with the same shape. A sum is one sum over the
-    world with a slot for each group: with N ranks in groups of g, a rank sends 2 (N - 1) / g times the array, not
-    2 (g - 1) / g. An all-gather is one over the world, and the group's part is kept: N - 1 times the array, not g - 1.
+    Every rank of the world calls each collective, at the same time and with the same shape. A sum
+    is one sum over the world with a slot for each group: with N ranks in groups of g, a rank sends
+    2 (N - 1) / g times the array, not 2 (g - 1) / g. An all-gather is one over the world, and the
+    group's part is kept: N - 1 times the array, not g - 1.
     """
 
     def __init__(self, world: Communicator, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -39,12 +41,15 @@ class GroupWithinWorld:
         return everyone.reshape(-1, *array.shape[1:])
 
 
-def along(communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | None = None) -> Communicator:
-    """Return the communicator of this rank's group along ``axes``; called by all ranks together, in the same order.
+def along(
+    communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | None = None
+) -> Communicator:
+    """Return the communicator of this rank's group along ``axes``; called by all ranks together, in
+    the same order.
 
     Args:
-        communicator: of all ranks of ``mesh``; it is returned itself if they are one group. Or of one process, which
-            tries alone what a rank would do.
+        communicator: of all ranks of ``mesh``; it is returned itself if they are one group. Or of
+            one process, which tries alone what a rank would do.
         alike: True if all groups along these axes exchange the same shapes at the same time; see
             :func:`~allhands.distributed.capabilities.require_groups`.
 

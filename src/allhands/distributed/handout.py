@@ -1,6 +1,8 @@
-"""JSON values and bytes from one rank to all others, and from all to all, over the collectives that every back-end has.
+"""JSON values and bytes from one rank to all others, and from all to all, over the collectives that
+every back-end has.
 
-Bytes travel as 32-bit integers, to which the ranks that have nothing to say add zero: bit for bit, in pieces.
+Bytes travel as 32-bit integers, to which the ranks that have nothing to say add zero: bit for bit,
+in pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def gather_rows(communicator: Communicator, row: Any) -> NDArray[Any]:
 
 def all_equal(communicator: Communicator, text: str) -> bool:
     """True if every rank has the same ``text``."""
-    digests = gather_rows(communicator, np.frombuffer(hashlib.sha256(text.encode()).digest(), dtype=np.int32))
+    digests = gather_rows(
+        communicator, np.frombuffer(hashlib.sha256(text.encode()).digest(), dtype=np.int32)
+    )
     return bool((digests == digests[0]).all())
 
 
@@ -51,7 +55,9 @@ def hand_out_json(communicator: Communicator, value: Any) -> Any:
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
     """Return every rank's JSON ``value``, on every rank."""
     text = json.dumps(value, default=str).encode()
-    sizes: list[int] = gather_rows(communicator, np.array([len(text)], dtype=np.int32))[:, 0].tolist()
+    sizes: list[int] = gather_rows(communicator, np.array([len(text)], dtype=np.int32))[
+        :, 0
+    ].tolist()
     texts = [bytearray() for _ in sizes]
     for pieces in gather_bytes(communicator, [text], sizes):
         for whole, piece in zip(texts, pieces, strict=True):
@@ -63,7 +69,8 @@ def _value_of(text: bytes | bytearray) -> Any:
     """Return the JSON value that has come.
 
     Raises:
-        PeerLostError: it is none. MLX's ring may give numbers of its own for what a lost rank would have sent.
+        PeerLostError: it is none. MLX's ring may give numbers of its own for what a lost rank would
+            have sent.
     """
     try:
         return json.loads(text)
@@ -71,8 +78,11 @@ def _value_of(text: bytes | bytearray) -> Any:
         raise peer_lost() from None
 
 
-def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: int) -> Iterator[memoryview]:
-    """Rank 0's ``size`` bytes, which it has in ``pieces``, in larger or smaller pieces on every rank.
+def hand_out_bytes(
+    communicator: Communicator, pieces: Iterable[Bytes], size: int
+) -> Iterator[memoryview]:
+    """Rank 0's ``size`` bytes, which it has in ``pieces``, in larger or smaller pieces on every
+    rank.
 
     To be read to its end on all ranks together; a piece holds until the next is asked for.
     """
@@ -88,7 +98,8 @@ def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: in
 def gather_bytes(
     communicator: Communicator, pieces: Iterable[Bytes], sizes: Sequence[int]
 ) -> Iterator[list[memoryview]]:
-    """Yield every rank's bytes, a piece of each at a time (an empty one where it has no more); likewise.
+    """Yield every rank's bytes, a piece of each at a time (an empty one where it has no more);
+    likewise.
 
     Args:
         pieces: this rank's bytes.
@@ -102,7 +113,10 @@ def gather_bytes(
         mine = next(own, np.empty(0, np.uint8))
         words.view(np.uint8)[: len(mine)] = mine
         rows = gather_rows(communicator, words.view(np.int32)).view(np.uint8)
-        yield [row[: min(max(size - start, 0), block)].data for row, size in zip(rows, sizes, strict=True)]
+        yield [
+            row[: min(max(size - start, 0), block)].data
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
 
 def _blocks(pieces: Iterable[Bytes], length: int) -> Iterator[NDArray[np.uint8]]:

@@ -1,9 +1,10 @@
-"""Sums over ranks of which several share a computer: within each first, then between computers, then back.
+"""Sums over ranks of which several share a computer: within each first, then between computers,
+then back.
 
-A ring of N ranks on H computers carries 2 (N - 1) / N times an array over every cable; this carries 2 (H - 1) / H.
-Only neighbours of the ring talk to each other. On each computer the last rank gets the sum of its ranks. These sums are
-added up part by part around the computers, and the finished parts go around once more; the ranks in between pass on
-what they get, and keep what is finished.
+A ring of N ranks on H computers carries 2 (N - 1) / N times an array over every cable; this carries
+2 (H - 1) / H. Only neighbours of the ring talk to each other. On each computer the last rank gets
+the sum of its ranks. These sums are added up part by part around the computers, and the finished
+parts go around once more; the ranks in between pass on what they get, and keep what is finished.
 """
 
 from __future__ import annotations
@@ -91,14 +92,17 @@ class ByComputer(MlxGroup):
 
 
 def by_computer(communicator: Communicator, local_rank: int, local_size: int) -> Communicator:
-    """``communicator``, or one that adds up within each computer first, if that was measured to be faster.
+    """``communicator``, or one that adds up within each computer first, if that was measured to be
+    faster.
 
     Called by all ranks together.
 
     Args:
         local_rank: number of this process on its computer, of ``local_size``.
     """
-    if not isinstance(communicator, MlxGroup) or not can(communicator.backend, "send_recv_neighbours"):
+    if not isinstance(communicator, MlxGroup) or not can(
+        communicator.backend, "send_recv_neighbours"
+    ):
         return communicator
     told = numbers(communicator.all_gather(mx.array([float(local_rank), float(local_size)])))
     places, sizes = told[::2], told[1::2]
@@ -113,14 +117,14 @@ def by_computer(communicator: Communicator, local_rank: int, local_size: int) ->
     theirs_s, ours_s = _seconds(communicator, communicator), _seconds(ours, communicator)
     if ours_s >= _WORTH * theirs_s:
         return communicator
-    ours.told = (
-        f"within each computer first: {1e3 * ours_s:.0f} ms for a megabyte, {1e3 * theirs_s:.0f} around the ring"
-    )
+    ours.told = f"within each computer first: {1e3 * ours_s:.0f} ms for a megabyte, {1e3 * theirs_s:.0f} around the ring"
     return ours
 
 
 def _seconds(tried: Communicator, world: Communicator) -> float:
-    """The least of some sums of a megabyte; of the rank that takes longest, so that all come to the same."""
+    """The least of some sums of a megabyte; of the rank that takes longest, so that all come to the
+    same.
+    """
     array, taken = mx.ones((_TRIAL_BYTES // 4,)), list[float]()
     for _ in range(_TRIALS):
         mx.eval(world.all_sum(mx.zeros((1,))))

@@ -12,7 +12,8 @@ from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 
 Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
-# The slowest link first: ranks that differ on the last axis only have neighbouring numbers, hence mostly one computer.
+# The slowest link first: ranks that differ on the last axis only have neighbouring numbers, hence
+# mostly one computer.
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 
@@ -31,21 +32,25 @@ class Coordinates(NamedTuple):
 class Mesh:
     """The processes of a run, ordered along named axes, and this one's place.
 
-    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* the
-    stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the rows *and* the
-    experts, and ``context`` the token positions of a row. Rank numbers increase along the last axis first, like the
-    indices of a C array. Without sizes all ranks are on ``data``.
+    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard``
+    the rows *and* the stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the
+    matrices, ``expert`` the rows *and* the experts, and ``context`` the token positions of a row.
+    Rank numbers increase along the last axis first, like the indices of a C array. Without sizes
+    all ranks are on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
         size: number of processes, the product of the axes.
         local_rank: number of this process on its host.
         local_size: processes on this host.
-        weights: relative speed of each data rank, which gives its share of a batch; empty: all are equal.
-        data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks that the others leave.
+        weights: relative speed of each data rank, which gives its share of a batch; empty: all are
+            equal.
+        data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks
+            that the others leave.
 
     Raises:
-        ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not one a data rank.
+        ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not
+            one a data rank.
     """
 
     rank: int = 0
@@ -73,18 +78,22 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's share of each batch; ranks with the same share differ on other axes only.
+        """Return the number of this rank's share of each batch; ranks with the same share differ on
+        other axes only.
 
-        Rows are divided over ``data``, over ``shard`` and over ``expert``: a fully sharded rank computes rows of its
-        own with parameters that it gathers, and one with some of the experts sends its tokens to the others, while
-        ranks along ``pipe``, ``tensor`` and ``context`` work together on the same rows.
+        Rows are divided over ``data``, over ``shard`` and over ``expert``: a fully sharded rank
+        computes rows of its own with parameters that it gathers, and one with some of the experts
+        sends its tokens to the others, while ranks along ``pipe``, ``tensor`` and ``context`` work
+        together on the same rows.
         """
         place = self.coordinates()
         return (place.data * self.shard + place.shard) * self.expert + place.expert
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch: the product of the sizes of ``data``, ``shard`` and ``expert``."""
+        """Number of shares of a batch: the product of the sizes of ``data``, ``shard`` and
+        ``expert``.
+        """
         return self.size_of("data") * self.shard * self.expert
 
     def size_of(self, axis: Axis) -> int:
@@ -110,17 +119,22 @@ class Mesh:
         return rank
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
+        """Return the ranks that share all other coordinates with this one, ascending: its group
+        along ``axes``.
+        """
         return self._group(self.coordinates(), axes)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups along ``axes``, each with its members; every rank is in one of them."""
-        others = [range(1 if axis in axes else size) for axis, size in zip(AXES, self._sizes(), strict=True)]
+        others = [
+            range(1 if axis in axes else size)
+            for axis, size in zip(AXES, self._sizes(), strict=True)
+        ]
         return tuple(self._group(Coordinates(*place), axes) for place in product(*others))
 
     def neighbours(self, axis: Axis) -> tuple[int | None, int | None]:
-        """Return the ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its
-        ends.
+        """Return the ranks before and after this one on an axis, such as the stages of a pipeline;
+        ``None`` at its ends.
         """
         members = self.members(axis)
         at = members.index(self.rank)
@@ -128,9 +142,12 @@ class Mesh:
 
     def _group(self, place: Coordinates, axes: Sequence[Axis]) -> tuple[int, ...]:
         if not axes or set(axes) - set(AXES):
-            raise ConfigError(f"{', '.join(axes) or 'nothing'} is no axis", where=_WHERE, hint=f"name {_NAMES}")
+            raise ConfigError(
+                f"{', '.join(axes) or 'nothing'} is no axis", where=_WHERE, hint=f"name {_NAMES}"
+            )
         ways = [
-            range(size) if axis in axes else (at,) for axis, size, at in zip(AXES, self._sizes(), place, strict=True)
+            range(size) if axis in axes else (at,)
+            for axis, size, at in zip(AXES, self._sizes(), place, strict=True)
         ]
         return tuple(self.rank_at(Coordinates(*chosen)) for chosen in product(*ways))
 
@@ -139,34 +156,50 @@ class Mesh:
         return self.data, self.shard, self.pipe, self.tensor, self.expert, self.context
 
     def _check_places(self) -> None:
-        for name, rank, size in (("", self.rank, self.size), ("local ", self.local_rank, self.local_size)):
+        for name, rank, size in (
+            ("", self.rank, self.size),
+            ("local ", self.local_rank, self.local_size),
+        ):
             if not 0 <= rank < size:
                 raise ConfigError(f"{name}rank {rank} of {size}: ranks count from 0", where=_WHERE)
 
     def _checked_data(self) -> int:
         """The size of the data axis, which makes the product right."""
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        told = " x ".join(f"{axis} {size}" for axis, size in given.items() if size != 1) or "no axis"
+        told = (
+            " x ".join(f"{axis} {size}" for axis, size in given.items() if size != 1) or "no axis"
+        )
         for axis, size in given.items():
             if size < 1:
                 hint = "an axis has 1 rank or more"
-                raise ConfigError(f"{size} ranks along {axis}", where=f"{_WHERE}: {axis}", hint=hint)
+                raise ConfigError(
+                    f"{size} ranks along {axis}", where=f"{_WHERE}: {axis}", hint=hint
+                )
         others = math.prod(given.values())
         if (self.data is not None and others != self.size) or self.size % others:
             ranks = f"{self.size} rank{'s' * (self.size != 1)}"
             hint = f"choose sizes whose product is {self.size}, or start {counted(others, 'rank')}"
-            raise ConfigError(f"{told} is {others}, which does not make up {ranks}", where=_WHERE, hint=hint)
+            raise ConfigError(
+                f"{told} is {others}, which does not make up {ranks}", where=_WHERE, hint=hint
+            )
         return self.data or self.size // others
 
 
 def check_weights(weights: Sequence[float] | None, size: int) -> None:
-    """Refuse weights that are not a positive one for each of ``size`` data ranks; ``None``: all are alike.
+    """Refuse weights that are not a positive one for each of ``size`` data ranks; ``None``: all are
+    alike.
 
     Raises:
         ConfigError: they are not.
     """
-    if weights is not None and (len(weights) != size or not all(0 < weight < math.inf for weight in weights)):
-        wrong = "weights that are not all above 0" if len(weights) == size else f"{counted(len(weights), 'weight')}"
+    if weights is not None and (
+        len(weights) != size or not all(0 < weight < math.inf for weight in weights)
+    ):
+        wrong = (
+            "weights that are not all above 0"
+            if len(weights) == size
+            else f"{counted(len(weights), 'weight')}"
+        )
         raise ConfigError(
             f"{wrong} for {size} rank{'s' * (size != 1)}",
             where="--rank-weights",

@@ -1,8 +1,10 @@
-"""Sums over ranks of which each rank's part travels packed, in one of the forms of :mod:`allhands.distributed.codecs`.
+"""Sums over ranks of which each rank's part travels packed, in one of the forms of
+:mod:`allhands.distributed.codecs`.
 
-Every rank unpacks the same bytes, its own among them, and adds them up in the order of the ranks, by operations that
-round alike on every processor: the sums have the same bits everywhere. What packing has left out of a rank's part is
-added to its next one (error feedback, arXiv 1901.09847), so that it comes late and is not lost.
+Every rank unpacks the same bytes, its own among them, and adds them up in the order of the ranks,
+by operations that round alike on every processor: the sums have the same bits everywhere. What
+packing has left out of a rank's part is added to its next one (error feedback, arXiv 1901.09847),
+so that it comes late and is not lost.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from allhands.distributed.codecs import GROUP, Codec, Route
 from allhands.runtime.blas import native_library
 from allhands.runtime.native_calls import at
 
-# MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
+# MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by
+# a power of two.
 _RAISED = 2.0**60
-# A processor packs so many numbers after the other, which its cache holds: of a large array that takes less time.
+# A processor packs so many numbers after the other, which its cache holds: of a large array that
+# takes less time.
 _BLOCK = 1 << 18
 _FOUR = 4
 
@@ -33,7 +37,8 @@ class Packed:
 
     Attributes:
         sums: in the order, the shapes and the types of the arrays.
-        left: of each array what packing has left out of this rank's part, in float32; ``None`` where nothing is.
+        left: of each array what packing has left out of this rank's part, in float32; ``None``
+            where nothing is.
         scalars: sums of what travelled beside them, if something did.
     """
 
@@ -65,12 +70,16 @@ class Packing:
     def route(self, item_bytes: int) -> Route:
         """By which way arrays of numbers of ``item_bytes`` travel."""
         found = "sum" if self.codec is None else self.codec.route(*self._group, item_bytes)
-        return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
+        return (
+            "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
+        )
 
     def packs(self, array: mx.array) -> bool:
         """True if an array travels packed: one of half precision may gain nothing where others do."""
         codec, size = self.codec, array.dtype.size
-        return codec is not None and codec.packs(array.shape, size) and codec.gains(*self._group, size)
+        return (
+            codec is not None and codec.packs(array.shape, size) and codec.gains(*self._group, size)
+        )
 
     @property
     def _group(self) -> tuple[str, int]:
@@ -81,7 +90,9 @@ class Packing:
         feeds = self.codec is not None and self.codec.grouped
         return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
 
-    def sum(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Packed:
+    def sum(
+        self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None
+    ) -> Packed:
         """Sums of ``arrays``, lazily, in one exchange, or in two where some of them are not packed.
 
         Args:
@@ -91,7 +102,9 @@ class Packing:
         """
         return self.begin(arrays, left, scalars).finish()
 
-    def begin(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Begun:
+    def begin(
+        self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None
+    ) -> Begun:
         """Begin :meth:`sum`, so that other things can be computed while it travels.
 
         What is passed on from neighbour to neighbour is there when this returns.
@@ -99,9 +112,15 @@ class Packing:
         packs = [self.packs(each) for each in arrays]
         if not any(packs):
             return self._begin_as_they_are(arrays, scalars)
-        plain = [each.reshape(-1).astype(mx.float32) for each, packed in zip(arrays, packs, strict=True) if not packed]
+        plain = [
+            each.reshape(-1).astype(mx.float32)
+            for each, packed in zip(arrays, packs, strict=True)
+            if not packed
+        ]
         beside = [*plain, *([] if scalars is None else [scalars])]
-        row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
+        row = self._row(
+            [(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed]
+        )
         unpacked = mx.concatenate(beside) if beside else mx.zeros((0,))
         travelling, exchanged = self._begin(row, unpacked, self.route(arrays[0].dtype.size))
 
@@ -111,10 +130,16 @@ class Packing:
             for each, packed in zip(arrays, packs, strict=True):
                 if packed:
                     sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
-                    new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
+                    new.append(
+                        None
+                        if left_of_row is None
+                        else left_of_row[at : at + each.size].reshape(each.shape)
+                    )
                     at += _whole_groups(each.size)
                 else:
-                    sums.append(unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype))
+                    sums.append(
+                        unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype)
+                    )
                     new.append(None)
                     place += each.size
             return Packed(sums, new, None if scalars is None else unpacked[place:])
@@ -122,7 +147,9 @@ class Packing:
         return Begun(travelling, finish)
 
     def _begin_as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Begun:
-        """The same where nothing is packed: in the arrays' own type, the scalars in another call if that is another."""
+        """The same where nothing is packed: in the arrays' own type, the scalars in another call if
+        that is another.
+        """
         flat = [each.reshape(-1) for each in arrays]
         beside = scalars is not None and all(each.dtype == scalars.dtype for each in arrays)
         if scalars is not None and not beside:
@@ -151,8 +178,12 @@ class Packing:
                 pieces.append(mx.zeros((missing,)))
         return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
-    def _begin(self, row: mx.array, plain: mx.array, route: Route) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
-        """The arrays that travel, and the function that makes the sum of rows and that of ``plain`` of them."""
+    def _begin(
+        self, row: mx.array, plain: mx.array, route: Route
+    ) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
+        """The arrays that travel, and the function that makes the sum of rows and that of ``plain``
+        of them.
+        """
         if route == "gather":
             return self._begin_to_gather(row, plain)
         total = self.communicator.all_sum(plain) if plain.size else plain
@@ -165,7 +196,9 @@ class Packing:
         whole, left = passed_on(self.communicator, self.codec, row)
         return [whole], lambda: (whole, left, total)
 
-    def _begin_to_gather(self, row: mx.array, plain: mx.array) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
+    def _begin_to_gather(
+        self, row: mx.array, plain: mx.array
+    ) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
         codec, ranks, mine = self.codec, self.communicator.size, self.communicator.rank
         assert codec is not None
         words = pack(codec, row)
@@ -176,7 +209,9 @@ class Packing:
         def added() -> _Exchanged:
             everyone, beside = gathered.reshape(ranks, -1), plain
             if num_plain:
-                beside = _added([everyone[rank, num_words:].view(mx.float32) for rank in range(ranks)])
+                beside = _added(
+                    [everyone[rank, num_words:].view(mx.float32) for rank in range(ranks)]
+                )
             if codec.grouped and (library := _library()) is not None:
                 return *_added_natively(library, codec, everyone, row, mine), beside
             parts = [unpack(codec, everyone[rank, :num_words], size) for rank in range(ranks)]
@@ -194,14 +229,18 @@ def _added(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _library() -> ctypes.CDLL | None:
-    """Code that packs and unpacks with the same bits in a pass over the memory; ``None``: by MLX's operations."""
+    """Code that packs and unpacks with the same bits in a pass over the memory; ``None``: by MLX's
+    operations.
+    """
     return native_library() if mx.default_device().type == mx.DeviceType.cpu else None
 
 
 def _added_natively(
     library: ctypes.CDLL, codec: Codec, everyone: mx.array, row: mx.array, mine: int
 ) -> tuple[mx.array, mx.array]:
-    """The sum of what all have packed, at the beginning of their rows, and what is left out of this rank's ``row``."""
+    """The sum of what all have packed, at the beginning of their rows, and what is left out of this
+    rank's ``row``.
+    """
     ranks, stride = everyone.shape
     total, left = mx.zeros(row.shape), mx.zeros(row.shape)
     everyone, row = mx.contiguous(everyone), mx.contiguous(row)
@@ -217,14 +256,18 @@ def _whole_groups(size: int) -> int:
 
 
 def pack(codec: Codec, row: mx.array) -> mx.array:
-    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all those around it."""
+    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all
+    those around it.
+    """
     if not codec.grouped:
         return row.astype(mx.bfloat16).view(mx.int32)
     if (library := _library()) is not None:
         groups, row = row.size // GROUP, mx.contiguous(row)
         words = mx.zeros((groups * (GROUP * codec.bits // 32 + 2),), dtype=mx.int32)
         mx.eval(row, words)
-        library.allhands_pack(ctypes.c_int(codec.bits), ctypes.c_ssize_t(groups), at(row), at(words))
+        library.allhands_pack(
+            ctypes.c_int(codec.bits), ctypes.c_ssize_t(groups), at(row), at(words)
+        )
         return words
     step = _BLOCK if mx.default_device().type == mx.DeviceType.cpu else row.size
     blocks: list[tuple[mx.array, ...]] = []
@@ -249,7 +292,8 @@ def _quantised(codec: Codec, row: mx.array) -> tuple[mx.array, ...]:
 def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
     """(size,) float32, of what :func:`pack` made.
 
-    A product, then a sum: one operation for both would round once on some processors and twice on others.
+    A product, then a sum: one operation for both would round once on some processors and twice on
+    others.
     """
     if not codec.grouped:
         return words.view(mx.bfloat16).astype(mx.float32)
@@ -258,15 +302,19 @@ def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
     numbers = words[:coded].view(mx.uint8)
     if codec.bits == _FOUR:
         numbers = mx.stack([numbers & 15, numbers >> _FOUR], axis=-1)
-    scales, offsets = (words[at : at + groups].view(mx.float32)[:, None] for at in (coded, coded + groups))
+    scales, offsets = (
+        words[at : at + groups].view(mx.float32)[:, None] for at in (coded, coded + groups)
+    )
     return (numbers.reshape(groups, GROUP).astype(mx.float32) * scales + offsets).reshape(-1)
 
 
 def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the sum of rows, and what is left out of this rank's: by neighbours of a ring, each of whom adds its part.
+    """Return the sum of rows, and what is left out of this rank's: by neighbours of a ring, each of
+    whom adds its part.
 
-    A rank packs each part once, the one sum that it has finished among them, so that what it leaves out is one row. To
-    send and to receive take turns: where all sent first, nobody would get rid of a large part.
+    A rank packs each part once, the one sum that it has finished among them, so that what it leaves
+    out is one row. To send and to receive take turns: where all sent first, nobody would get rid of
+    a large part.
     """
     ranks, rank = communicator.size, communicator.rank
     right, before = (rank + 1) % ranks, (rank - 1) % ranks
@@ -292,7 +340,9 @@ def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.a
 
 
 def _swapped(communicator: MlxGroup, words: mx.array, right: int, before: int) -> mx.array:
-    """The array that the rank before has sent, once ``words`` are on their way to the rank on the right."""
+    """The array that the rank before has sent, once ``words`` are on their way to the rank on the
+    right.
+    """
 
     def send() -> None:
         mx.eval(communicator.send(words, right))

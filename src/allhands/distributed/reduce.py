@@ -17,14 +17,18 @@ from allhands.io.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
-# What is not more than that travels in one call where a bucket is larger: it takes no longer than a few calls' latency.
+# What is not more than that travels in one call where a bucket is larger: it takes no longer than a
+# few calls' latency.
 _ONE_CALL_BYTES = 4_000_000
-# Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
+# Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of
+# their own.
 _ALONE_BYTES = 8_000_000
-# Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
-# can be a few calls ahead of it, not more.
+# Of 8, 32 and 128 MB the last was the fastest on four H200s
+# (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host can be a few calls ahead of it, not
+# more.
 _NCCL_BUCKET_BYTES = 128_000_000
-# A count travels as how many times this, and the rest: float32 holds whole numbers up to 2**24 only.
+# A count travels as how many times this, and the rest: float32 holds whole numbers up to 2**24
+# only.
 _COUNT_UNIT = 1 << 12
 
 
@@ -44,12 +48,14 @@ def sum_over_ranks(
 ) -> tuple[list[mx.array], mx.array]:
     """Add ``arrays`` and ``scalars`` element-wise over all ranks.
 
-    Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call costs
-    a round of latency. The scalars (loss, token count, flags) are part of the first float32 bucket, at no cost.
+    Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call
+    costs a round of latency. The scalars (loss, token count, flags) are part of the first float32
+    bucket, at no cost.
 
     Args:
         arrays: the same shapes and dtypes in the same order on every rank.
-        scalars: numbers that are exact as float32; counts may be larger than 2**24, so pass their :func:`count_parts`.
+        scalars: numbers that are exact as float32; counts may be larger than 2**24, so pass their
+            :func:`count_parts`.
 
     Returns:
         The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
@@ -74,10 +80,12 @@ def packed_sum_over_ranks(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[mx.array], mx.array, list[Left]]:
-    """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is begun.
+    """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is
+    begun.
 
     Args:
-        left: rounding error of each array in the last exchange; the error of this exchange is returned last.
+        left: rounding error of each array in the last exchange; the error of this exchange is
+            returned last.
     """
     sums, new, totals = list(arrays), list(left), _as_array(scalars)
     beside: mx.array | None = totals
@@ -91,7 +99,9 @@ def packed_sum_over_ranks(
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
-    """Split a count into two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36; may be lazy."""
+    """Split a count into two numbers whose float32 sums over up to 4096 ranks are exact, up to
+    2**36; may be lazy.
+    """
     if isinstance(count, mx.array) and mx.issubdtype(count.dtype, mx.floating):
         count = count.astype(mx.float32)
     units = count // _COUNT_UNIT
@@ -104,7 +114,9 @@ def whole_count(units: float, rest: float) -> int:
 
 
 def lazy_count(parts: mx.array) -> mx.array:
-    """Return the () float32 count of two sums of :func:`count_parts`: rounded once, whatever the ranks' counts are."""
+    """Return the () float32 count of two sums of :func:`count_parts`: rounded once, whatever the
+    ranks' counts are.
+    """
     return parts[0] * _COUNT_UNIT + parts[1]
 
 
@@ -114,7 +126,8 @@ class Lookups:
 
     Attributes:
         index: index of the table among the arrays.
-        rows: (N, D) gradients, the same number on every rank; after the exchange those of all ranks.
+        rows: (N, D) gradients, the same number on every rank; after the exchange those of all
+            ranks.
         ids: (N,) int32, the rows of the table to which they belong.
         besides: True if the table's array is a gradient as well; else the array is not read.
     """
@@ -153,13 +166,15 @@ def start_all_reduce(
     cuts: Collection[int] = (),
     packed: tuple[Packing, Sequence[Left]] | None = None,
 ) -> PendingReduce:
-    """Start :func:`sum_over_ranks` during computation: a bucket is sent while the next one is still being computed.
+    """Start :func:`sum_over_ranks` during computation: a bucket is sent while the next one is still
+    being computed.
 
-    The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
-    all ranks exchange them in the same order, whatever their graphs look like, and before the next one's arrays are:
-    what another stream takes of an array waits for all that was handed out with it. What the stream takes is handed out
-    before: within one call of MLX's, streams meet in memory that its CUDA back-end gives back by ``cudaFree``, which
-    waits for the device and keeps the host from handing out anything meanwhile.
+    The last arrays go first, because a backward pass comes to them first. Each bucket is handed out
+    by itself, so that all ranks exchange them in the same order, whatever their graphs look like,
+    and before the next one's arrays are: what another stream takes of an array waits for all that
+    was handed out with it. What the stream takes is handed out before: within one call of MLX's,
+    streams meet in memory that its CUDA back-end gives back by ``cudaFree``, which waits for the
+    device and keeps the host from handing out anything meanwhile.
 
     Args:
         arrays: at least one.
@@ -167,8 +182,8 @@ def start_all_reduce(
         shards: of ``arrays``: which of them are only wanted in part. Those go first.
         lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
         cuts: of ``arrays``, those before which a bucket rather ends than later.
-        packed: how arrays travel that need not be whole on the way, and what that has left out of each of ``arrays``
-            in the last exchange; then ranks add up all of what is divided, too.
+        packed: how arrays travel that need not be whole on the way, and what that has left out of
+            each of ``arrays`` in the last exchange; then ranks add up all of what is divided, too.
     """
     packing, left = packed or (None, ())
     sums, new = list(arrays), list(left)
@@ -181,7 +196,12 @@ def start_all_reduce(
     if shards is not None and packing is None:
         divided, order = shards.split(order)
         computed = _scatter(
-            communicator, arrays, buckets(arrays, divided, bucket_bytes, cuts=cuts), stream, shards, sums
+            communicator,
+            arrays,
+            buckets(arrays, divided, bucket_bytes, cuts=cuts),
+            stream,
+            shards,
+            sums,
         )
     for bucket in buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         if packing is None:
@@ -208,7 +228,9 @@ def _gathered(communicator: Communicator, array: mx.array, stream: Any) -> mx.ar
 
 def _own_zeros(shards: Shards | None, index: int, array: mx.array) -> mx.array:
     """Zeros for this rank's part of an array that is divided; the array itself where it is not."""
-    return array if shards is None or not shards.divided[index] else shards.zeros(index, array.dtype)
+    return (
+        array if shards is None or not shards.divided[index] else shards.zeros(index, array.dtype)
+    )
 
 
 def _order(num_arrays: int, lookups: Lookups | None) -> list[int]:
@@ -228,11 +250,14 @@ def _scatter(
     shards: Shards,
     into: list[mx.array],
 ) -> list[mx.array]:
-    """Begin to add up arrays over ranks, of which each gets its part; the array that is computed last."""
+    """Begin to add up arrays over ranks, of which each gets its part; the array that is computed
+    last.
+    """
     computed: list[mx.array] = []
     for bucket in order:
         with together([arrays[i] for i in bucket], stream, communicator) as totals:
-            # Each by itself: those that are divided are large, and to put them together would be to copy them.
+            # Each by itself: those that are divided are large, and to put them together would be to
+            # copy them.
             totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
         for i, total in zip(bucket, totals, strict=True):
             into[i] = shards.shaped(i, total)
@@ -241,12 +266,20 @@ def _scatter(
 
 
 def _sum_bucket(
-    communicator: Communicator, arrays: Sequence[mx.array], bucket: list[int], stream: Any, into: list[mx.array]
+    communicator: Communicator,
+    arrays: Sequence[mx.array],
+    bucket: list[int],
+    stream: Any,
+    into: list[mx.array],
 ) -> None:
     """Begin to add up a bucket's arrays over ranks."""
     # The largest first: see FlatParams.before_attention for what is computed first beside them.
-    large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
-    calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
+    large = sorted(
+        (i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes
+    )
+    calls = [
+        call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call
+    ]
     with together([arrays[i] for i in bucket], stream, communicator) as totals:
         # Putting small ones together is done there, too: that does not hold up the backward pass.
         totals += [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
@@ -262,7 +295,9 @@ def _sum_packed_bucket(
     into: list[mx.array],
     left: list[Left],
 ) -> None:
-    """The same of a bucket that travels packed; what is left out is computed there, too, and put into ``left``."""
+    """The same of a bucket that travels packed; what is left out is computed there, too, and put
+    into ``left``.
+    """
     with together([arrays[i] for i in bucket], stream, packing.communicator) as totals:
         done = packing.sum([arrays[i] for i in bucket], [left[i] for i in bucket])
         totals += [*done.sums, *(each for each in done.left if each is not None)]
@@ -272,9 +307,11 @@ def _sum_packed_bucket(
 
 @contextmanager
 def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
-    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of MLX's each.
+    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of
+    MLX's each.
 
-    What is made is computed in the order of the list: MLX begins with the last array that it is given.
+    What is made is computed in the order of the list: MLX begins with the last array that it is
+    given.
     """
     if arrays:
         mx.async_eval(arrays)
@@ -285,13 +322,17 @@ def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]
 
 
 @contextmanager
-def together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
-    """Do the same as :func:`beside`, but let the ranks meet in between; the next computation waits for that.
+def together(
+    arrays: Sequence[mx.array], stream: Any, communicator: Communicator
+) -> Generator[list[mx.array]]:
+    """Do the same as :func:`beside`, but let the ranks meet in between; the next computation waits
+    for that.
 
-    A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
-    kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
-    On two H100s, with 1.24 billion numbers, a step of 32 x 1024 tokens a GPU takes 1.6 % less time for it, one of
-    8 x 1024 as much, and both 8 % less memory (benchmarks/results/gpu_many-2026-11-25.md).
+    A call of the exchange holds multiprocessors until the same call of every rank has begun, which
+    is where some kernel of that rank's ends: ranks that are not at the same place of their passes
+    would wait for each other in turn. On two H100s, with 1.24 billion numbers, a step of 32 x 1024
+    tokens a GPU takes 1.6 % less time for it, one of 8 x 1024 as much, and both 8 % less memory
+    (benchmarks/results/gpu_many-2026-11-25.md).
     """
     zero = mx.zeros((1,))
     here = mx.depends([zero], arrays)[0]
@@ -303,9 +344,15 @@ def together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator
 
 
 def start_all_gather(
-    communicator: Communicator, parts: Sequence[mx.array], shards: Shards, *, bucket_bytes: int, stream: Any
+    communicator: Communicator,
+    parts: Sequence[mx.array],
+    shards: Shards,
+    *,
+    bucket_bytes: int,
+    stream: Any,
 ) -> list[mx.array]:
-    """Arrays of all ranks' parts, the first ones first, as a forward pass needs them; beside what is computed.
+    """Arrays of all ranks' parts, the first ones first, as a forward pass needs them; beside what
+    is computed.
 
     Args:
         stream: of MLX, for the exchange; ``None``: everything is computed when this returns.
@@ -325,7 +372,9 @@ def start_all_gather(
     return wholes
 
 
-def start_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
+def start_sum(
+    communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any
+) -> mx.array:
     """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
     with beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
         totals.append(communicator.all_sum(_as_array(scalars)))
@@ -333,7 +382,9 @@ def start_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
-    """(len(scalars),) float32; numbers that follow each other are one array, because each array is an operation."""
+    """(len(scalars),) float32; numbers that follow each other are one array, because each array is
+    an operation.
+    """
     if not scalars:
         return mx.zeros((0,))
     parts: list[mx.array] = []
@@ -347,10 +398,16 @@ def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
 
 def _end_to_end(arrays: Sequence[mx.array], bucket: Sequence[int]) -> mx.array:
     """One array of a bucket's."""
-    return mx.concatenate([arrays[i].reshape(-1) for i in bucket]) if len(bucket) > 1 else arrays[bucket[0]]
+    return (
+        mx.concatenate([arrays[i].reshape(-1) for i in bucket])
+        if len(bucket) > 1
+        else arrays[bucket[0]]
+    )
 
 
-def _take_apart(total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[int], into: list[mx.array]) -> None:
+def _take_apart(
+    total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[int], into: list[mx.array]
+) -> None:
     """Put a bucket's sums at their places."""
     at = 0
     for i in bucket:
@@ -371,10 +428,11 @@ def buckets(
     tapering: bool = False,
     cuts: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
+    """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are
+    left out.
 
-    With ``tapering`` what would be the last bucket is several, also where it is the only one: nothing is computed any
-    more beside the last of these. Before one of ``cuts`` half full is full.
+    With ``tapering`` what would be the last bucket is several, also where it is the only one:
+    nothing is computed any more beside the last of these. Before one of ``cuts`` half full is full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         some = [index for index in order if arrays[index].dtype == dtype and arrays[index].size]
@@ -382,7 +440,12 @@ def buckets(
 
 
 def _cut_where_full(
-    arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int, *, tapering: bool, cuts: Collection[int]
+    arrays: Sequence[mx.array],
+    order: Sequence[int],
+    bucket_bytes: int,
+    *,
+    tapering: bool,
+    cuts: Collection[int],
 ) -> Iterator[list[int]]:
     bucket: list[int] = []
     filled, left = 0, sum(arrays[index].nbytes for index in order)
@@ -405,7 +468,8 @@ class Exchange:
     """Options of an exchange of gradients.
 
     Attributes:
-        bucket_bytes: approximate bytes of a call, in which arrays are laid end to end; 0 or less: one array per call.
+        bucket_bytes: approximate bytes of a call, in which arrays are laid end to end; 0 or less:
+            one array per call.
         dtype: of the exchanged gradients; ``None``: that of the sums.
         stream: MLX stream of the sums; ``None``: the one that the back-end prefers.
     """
@@ -426,7 +490,9 @@ def mean_of_ranks(communicator: Communicator, grads: Any, exchange: Exchange) ->
         bucket_bytes=max(exchange.bucket_bytes, 1),
     )
     size = communicator.size
-    return unflatten([(name, s.astype(g.dtype) / size) for (name, g), s in zip(flat, sums, strict=True)])
+    return unflatten(
+        [(name, s.astype(g.dtype) / size) for (name, g), s in zip(flat, sums, strict=True)]
+    )
 
 
 def mean_of_tokens(
@@ -448,13 +514,17 @@ def mean_of_tokens(
     own = _as_array(parts)
     count = lazy_count(own)
     flat = flatten(grads)
-    # Whole sums overflow a small type: then the total is asked for first, and parts of the mean travel.
+    # Whole sums overflow a small type: then the total is asked for first, and parts of the mean
+    # travel.
     early = exchange.dtype is not None and communicator.size > 1
     total = mx.maximum(lazy_count(communicator.all_sum(own)), 1.0) if early else mx.ones(())
     scale = (count if reduction == "mean" else mx.ones(())) / total
-    # In float32, because a token count does not fit bfloat16; and a rank without tokens has no mean:
-    # its NaN must not reach the others.
-    weighted = [mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat]
+    # In float32, because a token count does not fit bfloat16; and a rank without tokens has no
+    # mean: its NaN must not reach the others.
+    weighted = [
+        mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32))
+        for _, g in flat
+    ]
     sums, counted = sum_over_ranks(
         communicator,
         [_cast(g, exchange.dtype) for g in weighted] if early else weighted,
@@ -463,7 +533,10 @@ def mean_of_tokens(
     )
     divisor = mx.ones(()) if early else mx.maximum(lazy_count(counted), 1.0)
     return unflatten(
-        [(name, (s.astype(mx.float32) / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)]
+        [
+            (name, (s.astype(mx.float32) / divisor).astype(g.dtype))
+            for (name, g), s in zip(flat, sums, strict=True)
+        ]
     )
 
 

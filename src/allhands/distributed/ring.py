@@ -2,14 +2,17 @@
 
 In a ring a call that comes too early costs a second and more.
 
-The last rank calls the first, which then calls the second, and so on; who is not listening yet is called again after
-one second, then after two more, for half a minute in all. So the word goes round before: every rank tells the next
-one, at the address that MLX is going to call, that it and all before it are there; the last rank begins, with the
-first, and goes when it has heard. Only neighbours talk to each other, as in the ring itself: others may have no cable
-between them. So every way that MLX will take has been tried, and who cannot be called though it listens is known. They
-know each other by the hostfile, and by the secrets of :mod:`allhands.runtime.callers` where there are some.
+The last rank calls the first, which then calls the second, and so on; who is not listening yet is
+called again after one second, then after two more, for half a minute in all. So the word goes round
+before: every rank tells the next one, at the address that MLX is going to call, that it and all
+before it are there; the last rank begins, with the first, and goes when it has heard. Only
+neighbours talk to each other, as in the ring itself: others may have no cable between them. So
+every way that MLX will take has been tried, and who cannot be called though it listens is known.
+They know each other by the hostfile, and by the secrets of :mod:`allhands.runtime.callers` where
+there are some.
 
-NCCL and JACCL begin with a call of every rank to the first one: that way is tried likewise, see :func:`reach_first`.
+NCCL and JACCL begin with a call of every rank to the first one: that way is tried likewise, see
+:func:`reach_first`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ from pathlib import Path
 from typing import Protocol
 
 from allhands.errors import DistributedError
-from allhands.runtime.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
+from allhands.runtime.callers import (
+    CALLER,
+    LISTENER,
+    Call,
+    Caller,
+    Callers,
+    Handshake,
+    Unproved,
+    key_for,
+    listen_at,
+)
 from allhands.runtime.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 _log = logging.getLogger(__name__)
@@ -38,7 +51,9 @@ _log = logging.getLogger(__name__)
 _CHECK = "`allhands cluster check` with the same --hostfile or --hosts finds what is in the way"
 _HINT = f"see whether it runs, and whether a firewall is between the computers: {_CHECK}"
 _BLOCKED_HINT = f"open the ports of that computer for this one: {_CHECK}"
-_SETTINGS = PortSettings("other ports", 'the address that the other computers reach it by, as "ips" in the hostfile')
+_SETTINGS = PortSettings(
+    "other ports", 'the address that the other computers reach it by, as "ips" in the hostfile'
+)
 # What another rank takes from its word to being called: a few milliseconds.
 _HEAD_START_S = 0.02
 _PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
@@ -51,11 +66,15 @@ _AGREED = b"agreed"
 _PARTING_S = 1.0
 _TICK_S = 0.2
 _ASLEEP_US = 1000  # until a thread of MLX's ring looks for what is to be sent; Linux rounds up to its own tick
-_BULK_BYTES = 65536  # for which a thread is woken while something large comes: about 45 frames of Ethernet
+_BULK_BYTES = (
+    65536  # for which a thread is woken while something large comes: about 45 frames of Ethernet
+)
 
 
 class BlockedError(DistributedError):
-    """Rank ``peer`` listens, and this one cannot connect to it: something between their computers is in the way."""
+    """Rank ``peer`` listens, and this one cannot connect to it: something between their computers
+    is in the way.
+    """
 
     def __init__(self, peer: int, host: str, rank: int, problem: str) -> None:
         message = f"rank {peer} listens at {host}, but connections from rank {rank} {problem}"
@@ -99,7 +118,8 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
     Raises:
         BlockedError: a neighbour that listens, as ``watch`` says, cannot be connected to.
         PortTakenError: another program listens at this rank's port.
-        DistributedError: a neighbour was not there within ``timeout_s``, or this rank's address cannot be had.
+        DistributedError: a neighbour was not there within ``timeout_s``, or this rank's address
+            cannot be had.
     """
     hosts, proof = _hosts(hostfile), _Proof(watch or Unwatched(), rank)
     if not 0 <= rank < len(hosts):
@@ -134,13 +154,17 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
         call()
 
 
-def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch | None = None) -> None:
-    """Return when all ``size`` ranks have reached rank 0 at ``host``, an address with its port, which is free again.
+def reach_first(
+    host: str, rank: int, size: int, timeout_s: float, watch: Watch | None = None
+) -> None:
+    """Return when all ``size`` ranks have reached rank 0 at ``host``, an address with its port,
+    which is free again.
 
     Raises:
         BlockedError: rank 0 listens, as ``watch`` says, and cannot be connected to.
         PortTakenError: another program listens there.
-        DistributedError: a rank was not there within ``timeout_s``, or the address is none of rank 0's computer.
+        DistributedError: a rank was not there within ``timeout_s``, or the address is none of rank
+            0's computer.
     """
     proof = _Proof(watch or Unwatched(), rank)
     key = key_for(f"{size} ranks at {host}", os.environ)
@@ -162,7 +186,9 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
     raise _missing(where, timeout_s, f"said nothing to rank 0 at {host}")
 
 
-def _wait_for_all(callers: Callers, key: bytes, size: int, deadline: float) -> dict[int, tuple[Caller, Handshake]]:
+def _wait_for_all(
+    callers: Callers, key: bytes, size: int, deadline: float
+) -> dict[int, tuple[Caller, Handshake]]:
     """The ranks that have called rank 0 until ``deadline``, or all of them."""
     words = {b"%d is there" % other: other for other in range(1, size)}
     came: dict[int, tuple[Caller, Handshake]] = {}
@@ -179,10 +205,12 @@ def _wait_for_all(callers: Callers, key: bytes, size: int, deadline: float) -> d
 
 
 def wait_asleep(hostfile: Path) -> list[int]:
-    """Let the threads of this process's ring sleep until bytes come or can go; returns the descriptors of its sockets.
+    """Let the threads of this process's ring sleep until bytes come or can go; returns the
+    descriptors of its sockets.
 
-    MLX has a call return at once, and asks again and again, in a thread for each: on a computer with few cores that
-    takes a core from those that compute. A call that ends without bytes after a moment is the same to MLX.
+    MLX has a call return at once, and asks again and again, in a thread for each: on a computer
+    with few cores that takes a core from those that compute. A call that ends without bytes after a
+    moment is the same to MLX.
     """
     ports, found = {_address(host)[1] for host in _hosts(hostfile)}, list[int]()
     moment = struct.pack("ll", 0, _ASLEEP_US)
@@ -203,8 +231,8 @@ def wait_asleep(hostfile: Path) -> list[int]:
 def receive_in_bulk(descriptors: Sequence[int], bulk: bool) -> None:
     """Wake threads that sleep once for many frames, or for each again, which is sooner.
 
-    A frame at a time, a core at 100 Mbit/s spends a twentieth of its time on waking a thread that has little to do.
-    What is shorter is there when the moment of :func:`wait_asleep` is over.
+    A frame at a time, a core at 100 Mbit/s spends a twentieth of its time on waking a thread that
+    has little to do. What is shorter is there when the moment of :func:`wait_asleep` is over.
     """
     for descriptor in descriptors:
         with suppress(OSError), _socket_of(descriptor) as link:
@@ -216,7 +244,9 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 class _Beside(threading.Thread):
-    """Something that is done by another thread from now on, and the error with which it ended, if it did."""
+    """Something that is done by another thread from now on, and the error with which it ended, if
+    it did.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="call-first-rank", daemon=True)
@@ -254,14 +284,20 @@ class _Proof:
         now = time.monotonic()
         self.blocked = is_blocked(kind_of(error))
         self._blocked_since = (self._blocked_since or began) if self.blocked else None
-        if self._blocked_since is not None and now - self._blocked_since >= _CALL_S and not self._told:
+        if (
+            self._blocked_since is not None
+            and now - self._blocked_since >= _CALL_S
+            and not self._told
+        ):
             self._told = True
             way = f"connections from rank {self.rank} to {host} {fate_of(error)}"
             _log.warning("%s; or that computer is not up yet. %s", way, _CHECK)
         if self.since is None:
             self.since = now if self.watch.all_listen() else None
         elif began >= self.since:
-            self.given = now - self.since >= (_CALL_S if isinstance(error, TimeoutError) else _REFUSED_S)
+            self.given = now - self.since >= (
+                _CALL_S if isinstance(error, TimeoutError) else _REFUSED_S
+            )
 
 
 def _hosts(hostfile: Path) -> list[str]:
@@ -271,14 +307,20 @@ def _hosts(hostfile: Path) -> list[str]:
     return []
 
 
-def _unreached(peer: int, host: str, problem: str, proof: _Proof, timeout_s: float) -> DistributedError:
+def _unreached(
+    peer: int, host: str, problem: str, proof: _Proof, timeout_s: float
+) -> DistributedError:
     if proof.given:
         return BlockedError(peer, host, proof.rank, problem)
-    return _missing(f"rank {peer} at {host}", timeout_s, problem, _BLOCKED_HINT if proof.blocked else _HINT)
+    return _missing(
+        f"rank {peer} at {host}", timeout_s, problem, _BLOCKED_HINT if proof.blocked else _HINT
+    )
 
 
 def _missing(where: str, timeout_s: float, problem: str, hint: str = _HINT) -> DistributedError:
-    return DistributedError(f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=hint)
+    return DistributedError(
+        f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=hint
+    )
 
 
 def _agree(callers: Callers, came: Sequence[tuple[Caller, Handshake]], deadline: float) -> None:
@@ -297,7 +339,9 @@ def _part(callers: Callers, staying: Sequence[Caller], deadline: float) -> None:
 
 
 def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _Beside) -> bool:
-    """True if ``word`` came in time, and before what is done ``beside`` has failed; others are left standing."""
+    """True if ``word`` came in time, and before what is done ``beside`` has failed; others are left
+    standing.
+    """
     while (left := deadline - time.monotonic()) > 0 and beside.error is None:
         for caller, line in callers.wait(min(left, _TICK_S)):
             conversation = caller.conversation(key)
@@ -313,7 +357,9 @@ def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _B
 
 
 def _tell(host: str, key: bytes, word: bytes, deadline: float, proof: _Proof) -> str | None:
-    """Say ``word`` to who listens at ``host``; what is wrong with that, if it is not to be done in time, or at all."""
+    """Say ``word`` to who listens at ``host``; what is wrong with that, if it is not to be done in
+    time, or at all.
+    """
     pause, problem = _PAUSES_S[0], "no time was left"
     while (left := deadline - time.monotonic()) > 0:
         began = time.monotonic()
@@ -364,7 +410,9 @@ def _listen(host: str, whose: str) -> socket.socket:
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         # As MLX does: a launcher may keep the port for this rank.
-        return listen_at(family, (str(address[0]), port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+        return listen_at(
+            family, (str(address[0]), port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+        )
     except (OSError, OverflowError, UnicodeError) as error:
         trouble = cannot_listen(error, name, port, _SETTINGS)
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE

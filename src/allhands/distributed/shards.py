@@ -1,4 +1,6 @@
-"""Arrays of which each rank keeps an equal part: what belongs to an optimizer (ZeRO-1, arXiv 1910.02054)."""
+"""Arrays of which each rank keeps an equal part: what belongs to an optimizer (ZeRO-1, arXiv
+1910.02054).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Shards:
     """
 
     def __init__(
-        self, communicator: Communicator, shapes: Sequence[tuple[int, ...]], tables: Mapping[int, int] | None = None
+        self,
+        communicator: Communicator,
+        shapes: Sequence[tuple[int, ...]],
+        tables: Mapping[int, int] | None = None,
     ) -> None:
         """Divide arrays of ``shapes``, whose last dimension is 64 if they have two.
 
@@ -45,7 +50,10 @@ class Shards:
     def num_own(self) -> int:
         """Numbers of all arrays that this rank has a part in, without the zeros after them."""
         sizes = [math.prod(shape) for shape in self._shapes]
-        return sum(min(stop, size) - min(start, size) for size, (start, stop) in zip(sizes, self._ranges, strict=True))
+        return sum(
+            min(stop, size) - min(start, size)
+            for size, (start, stop) in zip(sizes, self._ranges, strict=True)
+        )
 
     @property
     def _ranges(self) -> list[tuple[int, int]]:
@@ -64,8 +72,8 @@ class Shards:
         return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
 
     def range(self, index: int) -> tuple[int, int]:
-        """Return the numbers of an array, and of the zeros after it, that this rank has: from the first up to the
-        second.
+        """Return the numbers of an array, and of the zeros after it, that this rank has: from the
+        first up to the second.
         """
         if not self.divided[index]:
             return 0, math.prod(self._shapes[index])
@@ -77,14 +85,18 @@ class Shards:
         return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))
 
     def own_rows(self, index: int, ids: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the (N, D) ``rows`` of a table that belong to this rank's part, with the ids there, from 0.
+        """Return the (N, D) ``rows`` of a table that belong to this rank's part, with the ids
+        there, from 0.
 
-        Others are zeros, spread over the part: where one row has many, each is added after the other.
+        Others are zeros, spread over the part: where one row has many, each is added after the
+        other.
         """
         count = self._each(index) // rows.shape[1]
         there = ids - self._rank * count
         mine = (there >= 0) & (there < count)
-        return mx.where(mine, there, ids % count), mx.where(mine[:, None], rows, mx.zeros((), dtype=rows.dtype))
+        return mx.where(mine, there, ids % count), mx.where(
+            mine[:, None], rows, mx.zeros((), dtype=rows.dtype)
+        )
 
     def padded(self, index: int, whole: mx.array) -> mx.array:
         """Return an array as one row of which each rank has an equal part."""
@@ -97,7 +109,9 @@ class Shards:
         if not self.divided[index]:
             return whole
         each = self._each(index)
-        return self.shaped(index, self.padded(index, whole)[self._rank * each : (self._rank + 1) * each])
+        return self.shaped(
+            index, self.padded(index, whole)[self._rank * each : (self._rank + 1) * each]
+        )
 
     def shaped(self, index: int, part: mx.array) -> mx.array:
         """Return a part's numbers in its shape."""

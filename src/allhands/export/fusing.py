@@ -1,8 +1,10 @@
-"""Adapters merged into the model below them: an ordinary model directory, checked before it gets its name.
+"""Adapters merged into the model below them: an ordinary model directory, checked before it gets
+its name.
 
-mlx_lm merges (``LoRALinear.fuse``, ``DoRALinear.fuse``). This module unpacks weights in float32 and rounds them once,
-keeps the type of each replaced layer, and reads the written files back: every weight must be the merged one, bit for
-bit, and the outputs are compared with those of model and adapter.
+mlx_lm merges (``LoRALinear.fuse``, ``DoRALinear.fuse``). This module unpacks weights in float32 and
+rounds them once, keeps the type of each replaced layer, and reads the written files back: every
+weight must be the merged one, bit for bit, and the outputs are compared with those of model and
+adapter.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ from allhands.run.adapter_files import check_adapter, model_below
 
 # Tokens of the text that both models are asked, drawn at random.
 _PROBE_TOKENS = 16
-# Largest permitted difference of the logits, as a part of their spread: rounding, with room to spare.
+# Largest permitted difference of the logits, as a part of their spread: rounding, with room to
+# spare.
 _LIMITS = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.2}
 
-# Called with the staged directory and its config.json's content, before the directory is in its place.
+# Called with the staged directory and its config.json's content, before the directory is in its
+# place.
 Finish = Callable[[Path, Json], None]
 Weights = dict[str, mx.array]
 # Weights by mlx_lm's names and the config; the same weights as a file's reader knows them.
@@ -66,7 +70,8 @@ class FuseOptions:
     """The options of :func:`fuse_model`.
 
     Attributes:
-        source: the model below: ``demo``, a directory or a Hub repository; ``None``: the one that the adapter names.
+        source: the model below: ``demo``, a directory or a Hub repository; ``None``: the one that
+            the adapter names.
         adapter_path: directory of a training run; ``None``: the model alone.
         dequantize: unpack quantised weights; without it layers with an adapter are quantised again.
         dtype: of the floating-point weights; ``None`` keeps the model's.
@@ -90,9 +95,11 @@ class Fused:
     Attributes:
         kind: lora, dora, full; ``none`` without an adapter.
         num_layers: layers into which an adapter was merged.
-        difference: of the logits to those of model and adapter: root mean square, as a part of their spread.
+        difference: of the logits to those of model and adapter: root mean square, as a part of
+            their spread.
         requantized: True if merged layers were quantised again, which loses some of the training.
-        stop: the token that was added to those at which generation stops, because answers end with it.
+        stop: the token that was added to those at which generation stops, because answers end with
+            it.
     """
 
     path: Path
@@ -105,16 +112,21 @@ class Fused:
 
 
 def fuse_model(
-    options: FuseOptions, out: Path, finish: Finish = lambda staged, config: None, layout: Layout | None = None
+    options: FuseOptions,
+    out: Path,
+    finish: Finish = lambda staged, config: None,
+    layout: Layout | None = None,
 ) -> Fused:
     """Write the model with its adapter merged into the directory ``out``, whole or not at all.
 
     Args:
-        layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the same model.
+        layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the
+            same model.
 
     Raises:
         ConfigError: no such dtype, or ``out`` is taken.
-        ModelError: model or adapter is missing, they do not fit together, or the written model computes other outputs.
+        ModelError: model or adapter is missing, they do not fit together, or the written model
+            computes other outputs.
         StorageError: ``out`` cannot be written.
     """
     check_dtype(options.dtype)
@@ -123,7 +135,9 @@ def fuse_model(
     target = out.resolve()
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
-        raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")
+        raise ConfigError(
+            "a model is there already", where=str(out), hint="add --force to replace it"
+        )
     chat = ChatChoice(kept=options.adapter_path)
     tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
     # First of all, so that a place that cannot be written to is found before anything is computed.
@@ -148,7 +162,8 @@ def fuse_model(
         _write_card(staged, below, kind, options.library)
         limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
         read, _ = build(staged, options.trust_remote_code)
-        # Another layout as mlx_lm reads it; its own from the files, since it changes values of a few on reading.
+        # Another layout as mlx_lm reads it; its own from the files, since it changes values of a
+        # few on reading.
         in_files = {name: value for arrays, _ in opened(staged) for name, value in arrays.items()}
         _require_same(expected, dict(flatten(read.parameters())) if layout else in_files, out)
         difference = _check(read, wanted, limit, out)
@@ -168,7 +183,9 @@ def _stop(adapter_path: Path | None, tokenizer: LoadedTokenizer) -> tuple[str, i
     return found
 
 
-def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[str, int] | None) -> None:
+def _write_conversation(
+    staged: Path, tokenizer: LoadedTokenizer, stop: tuple[str, int] | None
+) -> None:
     """Write the chat template of the training and the tokens that end answers."""
     generation = staged / GENERATION_FILE
     if stop is not None and generation.is_file():
@@ -181,12 +198,18 @@ def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[st
     config = staged / "tokenizer_config.json"
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     if "chat_template" in values:  # an earlier version of transformers looks only here
-        text = json.dumps({**values, "chat_template": tokenizer.template}, indent=2, ensure_ascii=False) + "\n"
+        text = (
+            json.dumps(
+                {**values, "chat_template": tokenizer.template}, indent=2, ensure_ascii=False
+            )
+            + "\n"
+        )
         config.write_text(text, encoding="utf-8")
 
 
 def described(options: FuseOptions) -> tuple[str, str]:
-    """Return the kind of the adapter, which is checked, and the model below it: the source, or the one that it names.
+    """Return the kind of the adapter, which is checked, and the model below it: the source, or the
+    one that it names.
 
     Raises:
         ModelError: the adapter is missing or torn.
@@ -215,11 +238,17 @@ def _adapted(options: FuseOptions, path: Path) -> nn.Module:
 
 def _floating(model: nn.Module) -> set[mx.Dtype]:
     """The floating-point types of its parameters."""
-    return {value.dtype for _, value in flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)}
+    return {
+        value.dtype
+        for _, value in flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating)
+    }
 
 
 def _merged(options: FuseOptions, path: Path) -> tuple[nn.Module, Json, int, bool]:
-    """The model with its adapter merged, its config, the layers merged, and whether any was quantised again."""
+    """The model with its adapter merged, its config, the layers merged, and whether any was
+    quantised again.
+    """
     model: Any
     model, config = build(path, options.trust_remote_code)
     config, dtype = dict(config), options.dtype
@@ -304,18 +333,24 @@ _HARMED = "the training went wrong: take weights of an earlier step (RUN/best, R
 def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
     """Refuse weights that compute nothing (ModelError)."""
     if not np.isfinite(logits).all():
-        raise ModelError("what they compute are no finite numbers", where=str(weights), hint=_HARMED)
+        raise ModelError(
+            "what they compute are no finite numbers", where=str(weights), hint=_HARMED
+        )
 
 
 def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
     """Compare the logits of what was written; ``limit`` is ``None`` where a difference is expected."""
     found = _logits(model)
     difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
-    hint = "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
+    hint = (
+        "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
+    )
     if not np.isfinite(difference):
         told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
         hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
-        raise ModelError(told, where=str(out), hint=hint if mx.float16 in _floating(model) else _HARMED)
+        raise ModelError(
+            told, where=str(out), hint=hint if mx.float16 in _floating(model) else _HARMED
+        )
     if limit is not None and difference > limit:
         raise ModelError(
             f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
@@ -330,9 +365,14 @@ def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
     """``README.md`` in place of the original's, which describes another model."""
     on_hub = "/" in source and not is_path(source) and not Path(source).exists()
     data = ModelCardData(
-        base_model=source if on_hub else None, library_name=library, pipeline_tag="text-generation", tags=[library]
+        base_model=source if on_hub else None,
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=[library],
     )
     name = source if on_hub else name_of(source)
-    how = {"none": "", "full": ", fine-tuned in full"}.get(kind, f", with a trained {kind} adapter merged")
+    how = {"none": "", "full": ", fine-tuned in full"}.get(
+        kind, f", with a trained {kind} adapter merged"
+    )
     text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
     (staged / "README.md").write_text(text, encoding="utf-8")

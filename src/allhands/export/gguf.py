@@ -1,8 +1,9 @@
 """Llama-shaped models as GGUF files, which llama.cpp, Ollama and LM Studio read.
 
-The tensors and the numbers of the architecture are written as mlx_lm's converter does (``mlx_lm.gguf``). The tokenizer
-is not: there every one is called a SentencePiece model without scores, with which llama.cpp cuts texts otherwise than
-the model was trained. Names of the rules for cutting: llama.cpp, ``llama-vocab.cpp``.
+The tensors and the numbers of the architecture are written as mlx_lm's converter does
+(``mlx_lm.gguf``). The tokenizer is not: there every one is called a SentencePiece model without
+scores, with which llama.cpp cuts texts otherwise than the model was trained. Names of the rules for
+cutting: llama.cpp, ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from allhands.model.reading import opened
 from allhands.model.sources import name_of
 
 ARCHITECTURES = ("llama", "mistral", "mixtral")
-_OTHERWISE = "allhands export --to hf, then convert_hf_to_gguf.py of llama.cpp, which knows more models"
+_OTHERWISE = (
+    "allhands export --to hf, then convert_hf_to_gguf.py of llama.cpp, which knows more models"
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The patterns by which words are told apart, and what llama.cpp calls them.
@@ -36,17 +39,25 @@ _RULES = {
     _CONTRACTIONS + r"\p{N}" + _TAIL: "qwen2",
 }
 # Experts are one tensor each in mlx_lm and in llama.cpp, under other names.
-_EXPERTS = {f"block_sparse_moe.switch_mlp.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")}
+_EXPERTS = {
+    f"block_sparse_moe.switch_mlp.{name}_proj": f"ffn_{name}_exps"
+    for name in ("gate", "up", "down")
+}
 
 
 def gguf_writer(file: str, name: str) -> Finish:
-    """Return the last step of :func:`allhands.export.fusing.fuse_model` that writes the model as ``file``, too.
+    """Return the last step of :func:`allhands.export.fusing.fuse_model` that writes the model as
+    ``file``, too.
 
     Raises:
         ModelError: ``file`` leads out of the directory.
     """
     if Path(file).name != file:
-        raise ModelError("the GGUF file is written into --save-path", where=f"--gguf-path {file}", hint="give a name")
+        raise ModelError(
+            "the GGUF file is written into --save-path",
+            where=f"--gguf-path {file}",
+            hint="give a name",
+        )
     return lambda staged, config: write_gguf(staged, staged / file, name)
 
 
@@ -82,7 +93,9 @@ def require_known(config: Json, path: Path) -> None:
 
 def _require_dense(config: Json, path: Path) -> None:
     if "quantization" in config:
-        raise ModelError("a quantised model cannot be written as GGUF", where=str(path), hint="add --dequantize")
+        raise ModelError(
+            "a quantised model cannot be written as GGUF", where=str(path), hint="add --dequantize"
+        )
 
 
 def _scaling(config: Json) -> tuple[Json, str | None]:
@@ -93,15 +106,16 @@ def _scaling(config: Json) -> tuple[Json, str | None]:
 
 
 def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
-    """Write the dense model in the directory ``model`` into the file ``out``: matrices float16, the rest float32.
+    """Write the dense model in the directory ``model`` into the file ``out``: matrices float16, the
+    rest float32.
 
     Programs that read it show the model under ``name``, by default that of its directory.
 
     It is read back and compared with the model before it is in its place.
 
     Raises:
-        ModelError: it is quantised, or of an architecture or with a tokenizer that cannot be written; or the file
-            does not hold the model's weights.
+        ModelError: it is quantised, or of an architecture or with a tokenizer that cannot be
+            written; or the file does not hold the model's weights.
         StorageError: the file cannot be written.
     """
     config = read_config(model)
@@ -113,12 +127,17 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     rows = tensors["token_embd.weight"].shape[0]
     vocabulary = _Vocabulary.of(model, rows)
     heads = config["num_attention_heads"]
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = (config.get("rope_parameters") or {}).get(
+        "rope_theta", config.get("rope_theta", 10000.0)
+    )
     scaling, kind = _scaling(config)
-    # llama.cpp loads no model without a context length; 2048 is what a Llama without one has in transformers.
+    # llama.cpp loads no model without a context length; 2048 is what a Llama without one has in
+    # transformers.
     defaults = {"num_key_value_heads": heads, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
     known = {key: value for key, value in config.items() if value is not None}
-    metadata: dict[str, Any] = prepare_metadata({**defaults, **known, "rope_theta": theta}, vocabulary)
+    metadata: dict[str, Any] = prepare_metadata(
+        {**defaults, **known, "rope_theta": theta}, vocabulary
+    )
     if kind == "linear":
         metadata["llama.rope.scaling.type"] = kind
         metadata["llama.rope.scaling.factor"] = mx.array(scaling["factor"], dtype=mx.float32)
@@ -162,7 +181,8 @@ def _tensor(name: str, value: mx.array, config: Json) -> mx.array:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A tokenizer as GGUF describes it; the part that ``prepare_metadata`` asks for has the names that it knows.
+    """A tokenizer as GGUF describes it; the part that ``prepare_metadata`` asks for has the names
+    that it knows.
 
     Attributes:
         rule: how llama.cpp calls the way in which words are told apart; ``None`` for SentencePiece.
@@ -189,7 +209,11 @@ class _Vocabulary:
         count = max(tokenizer.get_vocab().values()) + 1
         if rows and count > rows:
             message = f"the tokenizer has {count} tokens, the model's vocabulary {rows}"
-            raise ModelError(message, where=str(model), hint="the tokenizer is another model's: copy this model's own")
+            raise ModelError(
+                message,
+                where=str(model),
+                hint="the tokenizer is another model's: copy this model's own",
+            )
         return cls(tokenizer, description, rule, max(rows, count))
 
     @property
@@ -199,11 +223,19 @@ class _Vocabulary:
         return [pair if isinstance(pair, str) else " ".join(pair) for pair in found]
 
     def all_tokens(self) -> Iterator[tuple[str, float, TokenType]]:
-        """Text, score and type of every token, those included that the model has rows for and nobody uses."""
+        """Text, score and type of every token, those included that the model has rows for and
+        nobody uses.
+        """
         names = {number: text for text, number in self.tokenizer.get_vocab().items()}
-        added = {token["id"]: bool(token.get("special")) for token in self.description.get("added_tokens", [])}
+        added = {
+            token["id"]: bool(token.get("special"))
+            for token in self.description.get("added_tokens", [])
+        }
         # SentencePiece joins what has the highest score: what BPE joins first.
-        scores = {pair.replace(" ", ""): -float(place) for place, pair in reversed(list(enumerate(self.merges)))}
+        scores = {
+            pair.replace(" ", ""): -float(place)
+            for place, pair in reversed(list(enumerate(self.merges)))
+        }
         unknown = self.description["model"].get("unk_token")
         for number in range(self.vocab_size):
             text = names.get(number)
@@ -224,11 +256,19 @@ class _Vocabulary:
         found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if self.rule is None else "gpt2"}
         if self.rule is not None:
             found["tokenizer.ggml.pre"] = self.rule
-            found["tokenizer.ggml.merges"] = self.merges  # llama.cpp wants them even if there are none
+            found["tokenizer.ggml.merges"] = (
+                self.merges
+            )  # llama.cpp wants them even if there are none
         found["tokenizer.ggml.add_bos_token"] = mx.array(first == self.tokenizer.bos_token_id)
         if self.tokenizer.pad_token_id is not None:
-            found["tokenizer.ggml.padding_token_id"] = mx.array(self.tokenizer.pad_token_id, dtype=mx.uint32)
-        ends = ChatTemplate(self.tokenizer).answers.closing if has_chat_template(self.tokenizer) else None
+            found["tokenizer.ggml.padding_token_id"] = mx.array(
+                self.tokenizer.pad_token_id, dtype=mx.uint32
+            )
+        ends = (
+            ChatTemplate(self.tokenizer).answers.closing
+            if has_chat_template(self.tokenizer)
+            else None
+        )
         number = None if ends is None else self.tokenizer.get_vocab().get(ends)
         if number not in (None, self.tokenizer.eos_token_id):
             found["tokenizer.ggml.eot_token_id"] = mx.array(number, dtype=mx.uint32)
@@ -259,12 +299,22 @@ def _rule(description: Json) -> str | None:
         (("Split", "ByteLevel"), False): _RULES.get(str(first.get("pattern", {}).get("Regex"))),
     }
     rule = known.get((kinds, bool(last.get("use_regex", True))))
-    if rule and not last.get("add_prefix_space") and normalizers in ([], ["NFC"] if rule == "qwen2" else []):
+    if (
+        rule
+        and not last.get("add_prefix_space")
+        and normalizers in ([], ["NFC"] if rule == "qwen2" else [])
+    ):
         return rule
-    raise LookupError(f"it prepares texts by {', '.join([*normalizers, *kinds]) or 'nothing'}, in a way of its own")
+    raise LookupError(
+        f"it prepares texts by {', '.join([*normalizers, *kinds]) or 'nothing'}, in a way of its own"
+    )
 
 
 def _parts(stage: Json | None, inner: str = "pretokenizers") -> list[Json]:
     if stage is None:
         return []
-    return [part for one in stage[inner] for part in _parts(one, inner)] if stage["type"] == "Sequence" else [stage]
+    return (
+        [part for one in stage[inner] for part in _parts(one, inner)]
+        if stage["type"] == "Sequence"
+        else [stage]
+    )

@@ -10,20 +10,25 @@ from allhands.errors import ModelError
 from allhands.model.gguf import llama_weights, read_gguf
 from allhands.model.reading import opened
 
-# Bounds of rounding to float16: half a unit in the last place, and half of the smallest number above zero.
+# Bounds of rounding to float16: half a unit in the last place, and half of the smallest number
+# above zero.
 _PART, _LEAST = 2.0**-11, 2.0**-25
 # Modules of a block that a plain Llama does not have.
 _EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
-    **{f"ffn_{name}_exps": f"block_sparse_moe.switch_mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{
+        f"ffn_{name}_exps": f"block_sparse_moe.switch_mlp.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
 }
 
 
 def check_gguf(model: Path, file: Path) -> None:
     """Compare the tensors of ``file`` with the dense weights in the directory ``model``.
 
-    Names and the order of rows are found on the way back, by what reads GGUF files of others, not by what wrote
-    this one. A matrix in float16 may be rounded; what is kept in float32 has to be the same.
+    Names and the order of rows are found on the way back, by what reads GGUF files of others, not
+    by what wrote this one. A matrix in float16 may be rounded; what is kept in float32 has to be
+    the same.
 
     Raises:
         ModelError: a weight is missing, is one too many, or is another.
@@ -52,7 +57,11 @@ def check_gguf(model: Path, file: Path) -> None:
 def _of_experts(name: str) -> str | None:
     """The name in mlx_lm of a tensor of experts; ``None`` for others."""
     block, _, inner = name.removesuffix(".weight").rpartition(".")
-    return f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight" if inner in _EXPERTS else None
+    return (
+        f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight"
+        if inner in _EXPERTS
+        else None
+    )
 
 
 def _same(held: mx.array, value: mx.array) -> bool:
@@ -63,4 +72,8 @@ def _same(held: mx.array, value: mx.array) -> bool:
 
 def _differs(what: str, file: Path) -> ModelError:
     hint = "free disk space and try again; if it happens again this is a defect: report it"
-    return ModelError(f"the GGUF file is not the model, and was not kept: {what}", where=str(file.parent), hint=hint)
+    return ModelError(
+        f"the GGUF file is not the model, and was not kept: {what}",
+        where=str(file.parent),
+        hint=hint,
+    )

@@ -1,4 +1,6 @@
-"""Benchmarks of lm-evaluation-harness, through mlx_lm's adapter for it, with an adapter on the model."""
+"""Benchmarks of lm-evaluation-harness, through mlx_lm's adapter for it, with an adapter on the
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from allhands.model.sources import first_line
 
 @dataclass(frozen=True)
 class Harness:
-    """A measurement; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the task's)."""
+    """A measurement; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the
+    task's).
+    """
 
     model: str
     adapter_path: Path | None
@@ -42,7 +46,9 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
         from mlx_lm.evaluate import MLXLM
     except ImportError as error:
         message = f"lm-evaluation-harness cannot be imported ({error})"
-        raise ConfigError(message, where="--tasks", hint="pip install lm_eval, with all that it needs") from None
+        raise ConfigError(
+            message, where="--tasks", hint="pip install lm_eval, with all that it needs"
+        ) from None
     own = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     named = {str(file): _name_in(file) for file in own}
     tasks = [named.get(str(Path(task)), task) for task in tasks]
@@ -51,8 +57,12 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
         hint = "`lm-eval ls tasks` lists those there are"
-        raise ConfigError(f"lm-evaluation-harness has no task {unknown[0]!r}", where="--tasks", hint=hint)
-    loaded = load_for_generation(harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code)
+        raise ConfigError(
+            f"lm-evaluation-harness has no task {unknown[0]!r}", where="--tasks", hint=hint
+        )
+    loaded = load_for_generation(
+        harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code
+    )
 
     class Loaded(MLXLM):
         """mlx_lm's adapter, with the model that we have loaded in place of one that it loads."""
@@ -78,17 +88,27 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
         )
     except OSError as error:  # as which the datasets library tells all that has to do with the Hub
         hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
-        raise DataError(f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint) from None
+        raise DataError(
+            f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint
+        ) from None
     return found["results"]
 
 
 def _name_in(file: Path) -> str:
-    """Return the task's name in a YAML file. The file is not parsed: it names functions, which run on reading."""
+    """Return the task's name in a YAML file. The file is not parsed: it names functions, which run
+    on reading.
+    """
     try:
-        found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(
+            r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE
+        )
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"{file}: {reason}", where="--tasks", hint="give the path of a task's YAML file") from None
+        raise ConfigError(
+            f"{file}: {reason}", where="--tasks", hint="give the path of a task's YAML file"
+        ) from None
     if found is None:
-        raise ConfigError(f"{file} has no line `task: NAME`", where="--tasks", hint="add one") from None
+        raise ConfigError(
+            f"{file} has no line `task: NAME`", where="--tasks", hint="add one"
+        ) from None
     return found[1]

@@ -25,8 +25,12 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
         ModelError: the directory holds no model, or the Hub refuses.
     """
     if not directory.is_dir():
-        raise ModelError("there is no such directory", where=str(directory), hint=meant(directory, _ELSE))
-    if not any((directory / name).is_file() for name in _KNOWN) and not list(directory.glob("*.gguf")):
+        raise ModelError(
+            "there is no such directory", where=str(directory), hint=meant(directory, _ELSE)
+        )
+    if not any((directory / name).is_file() for name in _KNOWN) and not list(
+        directory.glob("*.gguf")
+    ):
         raise ModelError("there is no model and no adapter in it", where=str(directory), hint=_ELSE)
     if repo.count("/") != 1 or not all(repo.split("/")):
         raise ConfigError(f"{repo!r} is no name on the Hub", where="--to", hint="give owner/name")
@@ -36,7 +40,12 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
         if private and not api.repo_info(repo).private:
             hint = "choose another name, or make it private on huggingface.co"
             raise ModelError("the repository is there already, and public", where=repo, hint=hint)
-        api.upload_folder(repo_id=repo, folder_path=str(directory), ignore_patterns=IGNORED, commit_message=message)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=str(directory),
+            ignore_patterns=IGNORED,
+            commit_message=message,
+        )
     except ModelError:
         raise
     except Exception as error:  # also the network's, whose classes are those of several libraries

@@ -37,7 +37,9 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
     known = architecture_of(config) or _as_in_its_files(path, config, trust_remote_code)
     if known is None:
         reason = f"how transformers names and keeps the weights of {config['model_type']} is not known here"
-        hint = f"{other_way(known)}; for transformers models can be written of {known_architectures()}"
+        hint = (
+            f"{other_way(known)}; for transformers models can be written of {known_architectures()}"
+        )
         raise ModelError(reason, where=str(path), hint=hint)
     if not known.whole:
         reason = f"mlx_lm leaves out what sees images of {config['model_type']}, and transformers wants the whole model"
@@ -47,9 +49,15 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
 
 
 def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Architecture | None:
-    """The architecture of a model that PyTorch has written and mlx_lm reads without changing a name or a value."""
+    """The architecture of a model that PyTorch has written and mlx_lm reads without changing a name
+    or a value.
+    """
     parts = list(opened(path))
-    if not config.get("architectures") or not parts or any(metadata.get("format") != "pt" for _, metadata in parts):
+    if (
+        not config.get("architectures")
+        or not parts
+        or any(metadata.get("format") != "pt" for _, metadata in parts)
+    ):
         return None
     ours = dict(flatten(build(path, trust_remote_code)[0].parameters()))
     for tensors, _ in parts:
@@ -63,9 +71,14 @@ def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Archi
 
 
 def _describe(staged: Path, _: Json) -> None:
-    """Tell transformers the class, where the model's own config does not, and that the weights are dense."""
+    """Tell transformers the class, where the model's own config does not, and that the weights are
+    dense.
+    """
     content = read_config(staged)
-    for name in ("quantization", "quantization_config"):  # such as that of a checkpoint in 8-bit floats
+    for name in (
+        "quantization",
+        "quantization_config",
+    ):  # such as that of a checkpoint in 8-bit floats
         content.pop(name, None)
     if "architectures" not in content:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -1,7 +1,7 @@
 """A GGUF and a Modelfile for Ollama, whose templates are Go's and not Jinja's.
 
-No program translates one into the other. So the model's template is asked to render conversations, and compared with
-the few formats that most models use; what is none of them is refused.
+No program translates one into the other. So the model's template is asked to render conversations,
+and compared with the few formats that most models use; what is none of them is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ChatFormat:
     """The marks of turns in a family of models.
 
     Attributes:
-        turns: by role what stands around the content (``%s``); a role that is absent cannot be expressed.
+        turns: by role what stands around the content (``%s``); a role that is absent cannot be
+            expressed.
         answer: what stands before the model's answer.
         go: the same as a template of Ollama's.
         stop: what ends an answer.
@@ -46,20 +47,29 @@ class ChatFormat:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """Return a conversation in this format, with the beginning of the answer to come."""
-        return "".join(self.turns[each["role"]] % each["content"] for each in messages) + self.answer
+        return (
+            "".join(self.turns[each["role"]] % each["content"] for each in messages) + self.answer
+        )
 
 
 def _uniform(
     name: str, turn: str, stop: tuple[str, ...], *, model: str = "assistant", system: bool = True
 ) -> ChatFormat:
-    """A format that marks every turn alike: ``turn`` holds {role} and {content}, the answer begins before {content}."""
+    """A format that marks every turn alike: ``turn`` holds {role} and {content}, the answer begins
+    before {content}.
+    """
     roles = {"user": "user", "assistant": model} | ({"system": "system"} if system else {})
     turns = {role: turn.format(role=called, content="%s") for role, called in roles.items()}
     called = "{{ .Role }}"
     if model != "assistant":
         called = '{{ if eq .Role "assistant" }}' + model + "{{ else }}{{ .Role }}{{ end }}"
     answer = turn.partition("{content}")[0].format(role=model)
-    go = "{{ range .Messages }}" + turn.format(role=called, content="{{ .Content }}") + "{{ end }}" + answer
+    go = (
+        "{{ range .Messages }}"
+        + turn.format(role=called, content="{{ .Content }}")
+        + "{{ end }}"
+        + answer
+    )
     return ChatFormat(name, turns, answer, go, stop)
 
 
@@ -95,7 +105,9 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Recognised:
-    """The format of a model's chat template, and the system message that it gives where there is none."""
+    """The format of a model's chat template, and the system message that it gives where there is
+    none.
+    """
 
     format: ChatFormat
     default_system: str | None
@@ -107,7 +119,8 @@ class Recognised:
 
 
 def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
-    """Return the format of the chat template of the model in ``path``, or of the one that lies beside an adapter.
+    """Return the format of the chat template of the model in ``path``, or of the one that lies
+    beside an adapter.
 
     Raises:
         ModelError: it has none, or none that is known here.
@@ -119,26 +132,39 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     template = ChatTemplate(tokenizer, datetime.now())
     said = [_said(template, chat) for chat in _CHATS]
     if None in said[:2]:
-        raise ModelError("the chat template rejects a plain conversation", where=str(path), hint=hint)
+        raise ModelError(
+            "the chat template rejects a plain conversation", where=str(path), hint=hint
+        )
     eos = tokenizer.eos_token
     formats = FORMATS
     if eos and eos != "</s>" and "{" not in eos:  # by which Zephyr's marks the end of a turn
         formats += (_uniform("Zephyr", "<|{role}|>\n{content}" + eos + "\n", (eos, "<|user|>")),)
     for each in formats:
-        # Ollama puts the first token there itself, as the GGUF says; a format may begin with the very same mark.
+        # Ollama puts the first token there itself, as the GGUF says; a format may begin with the
+        # very same mark.
         for first in ("", tokenizer.bos_token or _MARK):
             if found := _matched(each, first, said):
                 return found
-    raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
+    raise ModelError(
+        "Ollama cannot be told this chat template: its format is not known",
+        where=str(path),
+        hint=hint,
+    )
 
 
 def _matched(each: ChatFormat, first: str, said: list[str | None]) -> Recognised | None:
-    """The format with its default system message, if what was ``said`` is that behind the ``first`` token."""
+    """The format with its default system message, if what was ``said`` is that behind the ``first``
+    token.
+    """
     wanted = [first + each.render(chat) for chat in _CHATS[: 2 + ("system" in each.turns)]]
     extra = (said[0] or "").removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
     default = _system_of(extra, each)
     found = [text and text.replace(extra, "", 1) for text in said[:2]] + said[2:]
-    return Recognised(each, default) if found[: len(wanted)] == wanted and (default or not extra) else None
+    return (
+        Recognised(each, default)
+        if found[: len(wanted)] == wanted and (default or not extra)
+        else None
+    )
 
 
 def _said(template: ChatTemplate, chat: list[dict[str, str]]) -> str | None:
@@ -170,7 +196,9 @@ def modelfile(found: Recognised) -> str:
     lines = [f"FROM ./{GGUF_FILE}", f'TEMPLATE """{found.format.go}"""']
     if found.default_system:
         if '"""' in found.default_system:
-            raise ModelError('the default system message holds """', hint="allhands export --to gguf")
+            raise ModelError(
+                'the default system message holds """', hint="allhands export --to gguf"
+            )
         lines.append(f'SYSTEM """{found.default_system}"""')
     lines += [f'PARAMETER stop "{text}"' for text in found.format.stop]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,6 @@
-"""Requests for completions: read within bounds and checked field by field, before the model computes."""
+"""Requests for completions: read within bounds and checked field by field, before the model
+computes.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ class Refused(Exception):
         param: the field of the request at fault.
     """
 
-    def __init__(self, message: str, status: int = 400, code: str | None = None, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, *, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message, self.status, self.code, self.param = message, status, code, param
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that answers: its name, its adapter, how many tokens it knows, and how many it can take at once."""
+    """The model that answers: its name, its adapter, how many tokens it knows, and how many it can
+    take at once.
+    """
 
     model: str
     adapter: str | None
@@ -53,13 +59,25 @@ _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Object = dict[str, Any]
-# Fields of OpenAI's, and of other servers', whose other values would be passed over: the values that change nothing.
+# Fields of OpenAI's, and of other servers', whose other values would be passed over: the values
+# that change nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
-    **{"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "store": (False,), "modalities": (["text"],)},
+    **{
+        "n": (1,),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+        "store": (False,),
+        "modalities": (["text"],),
+    },
     **{"parallel_tool_calls": (True,), "functions": ([],), "function_call": ("none", "auto")},
     **{"tool_choice": ("none", "auto"), "verbosity": ("medium",)},
-    **dict.fromkeys(("audio", "web_search_options", "grammar", "json_schema", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort"), ()),
+    **dict.fromkeys(
+        ("audio", "web_search_options", "grammar", "json_schema", "structured_outputs"), ()
+    ),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort"), ()
+    ),
 }
 # OpenAI's words for what pydantic finds.
 _CODES = {
@@ -75,7 +93,9 @@ _CODES = {
 }
 
 
-_BRANCH = re.compile(r"str|bool|int|list\[.*\]|constrained.*")  # of a field that may be of several types
+_BRANCH = re.compile(
+    r"str|bool|int|list\[.*\]|constrained.*"
+)  # of a field that may be of several types
 
 
 class _Checked(BaseModel):
@@ -108,7 +128,11 @@ class _Message(_Checked):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("has no content")
         # mlx_lm joins the parts for chat templates, but not where there is none.
-        joined = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        joined = (
+            "".join(part.text for part in self.content)
+            if isinstance(self.content, list)
+            else self.content
+        )
         self.content = joined or ""
         return self
 
@@ -118,12 +142,16 @@ class _StreamOptions(_Checked):
 
 
 class _Fields(_Checked):
-    """The fields that mlx_lm's server reads, and those of OpenAI's whose other values it would pass over in silence."""
+    """The fields that mlx_lm's server reads, and those of OpenAI's whose other values it would pass
+    over in silence.
+    """
 
     model: str | None = None
     adapters: str | None = None
     draft_model: str | None = None
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = (
+        None
+    )
     stop: (
         Annotated[
             list[_Text],
@@ -163,7 +191,8 @@ class _Fields(_Checked):
 
 
 def read_request(raw: bytes, path: str, served: Served) -> _Object:
-    """Return the body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
+    """Return the body of a request, with every field as mlx_lm's server takes it; fields that are
+    null are left out.
 
     Raises:
         Refused: it is none that could be answered.
@@ -179,7 +208,9 @@ def read_request(raw: bytes, path: str, served: Served) -> _Object:
     _check_effects(given)
     needed = "messages" if path.endswith("/chat/completions") else "prompt"
     if needed not in given:
-        raise Refused(f"Request did not contain {needed}", code="missing_required_parameter", param=needed)
+        raise Refused(
+            f"Request did not contain {needed}", code="missing_required_parameter", param=needed
+        )
     if needed == "prompt":
         given["prompt"] = _prompt(given["prompt"], served)
     elif not isinstance(given.get("logprobs", False), bool):
@@ -187,7 +218,10 @@ def read_request(raw: bytes, path: str, served: Served) -> _Object:
     _check_model(given, served)
     if taken := rendering_options() & set(given.get("chat_template_kwargs", {})):
         # Variables for the model's template; neither another template nor how it is called.
-        raise Refused(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+        raise Refused(
+            f"chat_template_kwargs cannot set {', '.join(sorted(taken))}",
+            param="chat_template_kwargs",
+        )
     return _settled(given, served)
 
 
@@ -195,9 +229,13 @@ def _check_effects(given: _Object) -> None:
     """Refuse what would be passed over in silence."""
     for name, without_effect in _NOT_DONE.items():
         if (value := given.get(name)) is not None and value not in without_effect:
-            told = f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
+            told = (
+                f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
+            )
             message = f"{name} {json.dumps(value)[:60]} is not supported{told}"
-            raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
+            raise Refused(
+                message, code="unsupported_value" if told else "unsupported_parameter", param=name
+            )
     if (form := given.get("response_format", {}).get("type", "text")) != "text":
         message = f"response_format {json.dumps(form)[:60]} is not supported: answers are text"
         raise Refused(message, code="unsupported_value", param="response_format")
@@ -209,7 +247,8 @@ def _without_nulls(fields: _Object) -> _Object:
 
 def _refusal(error: ValidationError) -> Refused:
     found = error.errors(include_url=False, include_context=False)
-    # For a field of several types the message about the last one says most, but for a part that is no text.
+    # For a field of several types the message about the last one says most, but for a part that is
+    # no text.
     same = [one for one in found if one["loc"][0] == found[0]["loc"][0]]
     first = next((one for one in same if one["type"] == "literal_error"), same[-1])
     names = [str(one) for one in first["loc"] if not _BRANCH.fullmatch(str(one))]
@@ -219,7 +258,11 @@ def _refusal(error: ValidationError) -> Refused:
         del names[1:]
     kind = "integer" if isinstance(first["input"], int) else "decimal"
     code = _CODES.get(first["type"], "invalid_type").format(kind)
-    told = re.sub(r" after validation|a valid dictionary or instance.*|(?<=^)(List|String) ", _shorter, first["msg"])
+    told = re.sub(
+        r" after validation|a valid dictionary or instance.*|(?<=^)(List|String) ",
+        _shorter,
+        first["msg"],
+    )
     param = names[0] if names[0].endswith("]") else ".".join(names)
     return Refused(f"{'.'.join(names)[:200]} {in_our_words(told)}", code=code, param=param[:100])
 
@@ -259,7 +302,9 @@ def _is_deep(value: Any, left: int) -> bool:
 
 
 def _check_model(given: _Object, served: Served) -> None:
-    """Only what is served is asked: neither a path nor a name makes this computer load or fetch anything."""
+    """Only what is served is asked: neither a path nor a name makes this computer load or fetch
+    anything.
+    """
     for name, known in (
         ("model", (served.model, _DEFAULT_MODEL)),
         ("adapters", (served.adapter,)),
@@ -276,10 +321,16 @@ def _prompt(prompt: Any, served: Served) -> str | list[int]:
     """The prompt: a text, or tokens; OpenAI takes lists of either, of which one is answered here."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(cast("list[Any]", prompt)) > 1:
-            raise Refused("prompt has several: one is answered at a time", code="unsupported_value", param="prompt")
+            raise Refused(
+                "prompt has several: one is answered at a time",
+                code="unsupported_value",
+                param="prompt",
+            )
         prompt = prompt[0]
     tokens = cast("list[Any]", prompt) if isinstance(prompt, list) else [None]
-    if isinstance(prompt, str) or all(type(one) is int and 0 <= one < served.vocabulary for one in tokens):
+    if isinstance(prompt, str) or all(
+        type(one) is int and 0 <= one < served.vocabulary for one in tokens
+    ):
         return cast("str | list[int]", prompt)
     message = f"prompt must be a text, or tokens: they are 0 to {served.vocabulary - 1}"
     raise Refused(message, code="invalid_type", param="prompt")
@@ -311,6 +362,8 @@ def _settled(given: _Object, served: Served) -> _Object:
 
 
 def _check_token(token: str, served: Served) -> None:
-    if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
+    if not (
+        token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary
+    ):
         message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
         raise Refused(message, code="invalid_value", param="logit_bias")

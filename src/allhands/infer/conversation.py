@@ -25,12 +25,18 @@ _trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
 class Conversation:
     """Turns of a person and a model, through the model's chat template.
 
-    mlx_lm's prompt cache is kept between turns. Its tokens are compared with those of the whole conversation. Tokens
-    from the first difference on are computed again, because a template may write earlier turns in another way.
+    mlx_lm's prompt cache is kept between turns. Its tokens are compared with those of the whole
+    conversation. Tokens from the first difference on are computed again, because a template may
+    write earlier turns in another way.
     """
 
     def __init__(
-        self, loaded: LoadedModel, sampling: Sampling, *, max_tokens: int, system_prompt: str | None = None
+        self,
+        loaded: LoadedModel,
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        system_prompt: str | None = None,
     ) -> None:
         """Draws from ``sampling.seed`` on.
 
@@ -47,7 +53,9 @@ class Conversation:
         self._loaded = loaded
         self._template = ChatTemplate(tokenizer)
         self._max_tokens = max_tokens
-        self._sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+        self._sampler = make_sampler(
+            temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0
+        )
         self._first = [{"role": "system", "content": system_prompt}] if system_prompt else []
         mx.random.seed(sampling.seed)
         self.reset()
@@ -68,11 +76,13 @@ class Conversation:
         return self._loaded.model
 
     def ask(self, text: str) -> Generator[str]:
-        """Yield pieces of the answer as they are generated. The text so far is kept if the caller stops early.
+        """Yield pieces of the answer as they are generated. The text so far is kept if the caller
+        stops early.
 
         Raises:
             DataError: the template rejects the conversation, which stays as it was.
-            PromptTooLong: the conversation has as many tokens as the model has positions; it stays, too.
+            PromptTooLong: the conversation has as many tokens as the model has positions; it stays,
+                too.
             ModelError: the tokenizer belongs to another model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -108,10 +118,14 @@ class Conversation:
     def _room(self, count: int) -> int:
         """Tokens that an answer may have after ``count`` of the conversation."""
         try:
-            return room_for_answer(count, positions_of(self._loaded.config), self._max_tokens, "the conversation")
+            return room_for_answer(
+                count, positions_of(self._loaded.config), self._max_tokens, "the conversation"
+            )
         except PromptTooLong as error:
             error.where = None
-            error.hint = "say less" + "; /reset forgets what was said before" * (len(self.messages) > len(self._first))
+            error.hint = "say less" + "; /reset forgets what was said before" * (
+                len(self.messages) > len(self._first)
+            )
             raise
 
     def _rest(self, tokens: list[int]) -> list[int]:

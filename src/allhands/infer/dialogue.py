@@ -1,7 +1,9 @@
-"""Conversation between a terminal and the ranks that answer: lines of JSON over a socket of this computer.
+"""Conversation between a terminal and the ranks that answer: lines of JSON over a socket of this
+computer.
 
-The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); when it ends, the ranks end, too.
-A rank on the terminal's computer sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
+The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); when it ends,
+the ranks end, too. A rank on the terminal's computer sends pieces of an answer (``text``), and ends
+it with ``done`` or ``error``.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class RemoteConversation:
                 word = self._next()
                 ends = "text" not in word
                 if "error" in word:
-                    raise AllhandsError(*word["error"][:1], where=word["error"][1], hint=word["error"][2])
+                    raise AllhandsError(
+                        *word["error"][:1], where=word["error"][1], hint=word["error"][2]
+                    )
                 if not ends:
                     yield word["text"]
         except RanksEnded:
@@ -135,7 +139,9 @@ class RemoteConversation:
 
 
 def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[], bool]) -> None:
-    """Answer on a rank; ``wire``: of the rank that tells the answer, ``stops``: true after the last wanted piece."""
+    """Answer on a rank; ``wire``: of the rank that tells the answer, ``stops``: true after the last
+    wanted piece.
+    """
     pieces = conversation.ask(text)
     told: dict[str, Any] = {"done": True}
     try:

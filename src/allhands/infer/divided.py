@@ -35,7 +35,9 @@ _LOOK_S = 0.05
 
 
 class AnsweringModel(PipedModel):
-    """A :class:`PipedModel` with caches for ``mlx_lm.generate``: those of other ranks' blocks count tokens alone."""
+    """A :class:`PipedModel` with caches for ``mlx_lm.generate``: those of other ranks' blocks count
+    tokens alone.
+    """
 
     def __init__(self, piping: Piping) -> None:
         super().__init__(piping)
@@ -86,7 +88,9 @@ class AnsweringRanks:
         def cut(loaded: LoadedModel) -> None:
             divided = DividedModel(loaded.model, loaded.config, for_answers=True)
             recorded = {STAGES: list(self._split)} if self._split else None
-            self._split, told = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            self._split, told = split_agreed(
+                config, divided, mesh, detect(), communicator, recorded
+            )
             notes.extend(told if config.pp_split != "auto" else ())
             stages.extend(stages_of(loaded.model, self._split, mesh))
             require_files(path, [stage.blocks for stage in stages])
@@ -106,7 +110,8 @@ class AnsweringRanks:
         return replace(loaded, model=answering, notes=(*loaded.notes, *notes))
 
     def converse(self, conversation: Talks, path: str) -> None:
-        """Answer until the terminal at ``path`` is gone, with which a rank on its computer is connected.
+        """Answer until the terminal at ``path`` is gone, with which a rank on its computer is
+        connected.
 
         Raises:
             ConfigError: no rank is there.
@@ -116,7 +121,9 @@ class AnsweringRanks:
         wire = Wire.to(path) if self._mesh.local_rank == 0 else None
         if not any(gather_json(self._communicator, wire is not None)):
             raise ConfigError(
-                "no rank can reach the terminal", where="allhands chat", hint="name this computer in --hosts, too"
+                "no rank can reach the terminal",
+                where="allhands chat",
+                hint="name this computer in --hosts, too",
             )
 
         def enough() -> bool:
@@ -148,4 +155,6 @@ class AnsweringRanks:
             if stopped:
                 raise Interrupted("the conversation was ended")
             if said:
-                return next(each for each in gather_json(self._communicator, word) if each is not None)
+                return next(
+                    each for each in gather_json(self._communicator, word) if each is not None
+                )

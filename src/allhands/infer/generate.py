@@ -45,7 +45,9 @@ class PromptTooLong(ConfigError):
 
 @dataclass(frozen=True)
 class AnswerSpeed:
-    """The cost of an answer, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
+    """The cost of an answer, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens
+    a second.
+    """
 
     prompt_tokens: int
     prompt_tps: float
@@ -65,7 +67,8 @@ def load_for_generation(
 ) -> LoadedModel:
     """Load a model with an adapter on it, if there is one, and make it fast on this device.
 
-    Generation stops where the chat template ends an answer, also if the model's own files do not say so.
+    Generation stops where the chat template ends an answer, also if the model's own files do not
+    say so.
 
     Args:
         chat: the chat template, if it is neither the model's own nor the one beside the adapter.
@@ -74,7 +77,8 @@ def load_for_generation(
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, they do not fit together, or there is no memory for them.
+        ModelError: the model or the adapter is missing, they do not fit together, or there is no
+            memory for them.
     """
     if adapter_path is not None:
         check_adapter(adapter_path)
@@ -83,7 +87,9 @@ def load_for_generation(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chosen)
     stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
     if stop is not None:
-        notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
+        notes += (
+            f"answers end at {stop}, as in the chat template: the model itself would not stop there",
+        )
     if cut is None:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
     how: Any = {"trust_remote_code": trust_remote_code, "lazy": cut is not None}
@@ -95,8 +101,8 @@ def load_for_generation(
         cut(loaded)
         mx.eval(loaded.model.parameters())
     loaded.model.eval()
-    # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
-    # out must not meet the adapter's dropout.
+    # Only now: before the adapter is on, this would hide from it that the model is quantised; and
+    # what it tries out must not meet the adapter's dropout.
     short = False
     if accelerator.kind == "cpu" and is_quantized(loaded.model):
         mx.eval(loaded.model.parameters())
@@ -133,7 +139,9 @@ def prompt_tokens(
     tokenizer: Any = loaded.tokenizer
     if use_template and has_chat_template(tokenizer):
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        tokens = ChatTemplate(tokenizer).prompt_tokens([*messages, {"role": "user", "content": prompt}])
+        tokens = ChatTemplate(tokenizer).prompt_tokens(
+            [*messages, {"role": "user", "content": prompt}]
+        )
     elif system_prompt:
         raise ConfigError(
             "a prompt that does not go through a chat template has no place for a system message",
@@ -147,8 +155,11 @@ def prompt_tokens(
     return tokens
 
 
-def room_for_answer(count: int, positions: int | None, wanted: int, what: str = "the prompt") -> int:
-    """Return the tokens that an answer to a prompt of ``count`` tokens may have, at most ``wanted``.
+def room_for_answer(
+    count: int, positions: int | None, wanted: int, what: str = "the prompt"
+) -> int:
+    """Return the tokens that an answer to a prompt of ``count`` tokens may have, at most
+    ``wanted``.
 
     Args:
         positions: of the model, see :func:`positions_of`; ``None`` if there is no bound.
@@ -178,9 +189,13 @@ def stream_answer(
     """
     max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)
-    sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+    sampler = make_sampler(
+        temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0
+    )
     model, accelerator = cast("Any", loaded.model), detect()
-    for part in stream_generate(model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler):
+    for part in stream_generate(
+        model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler
+    ):
         yield part.text, _speed(part, accelerator)
 
 
@@ -200,9 +215,14 @@ def answer_all(
     batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
     most = positions_of(loaded.config)
     shown = [f"the prompt {prompt[:40]!r}" for prompt in prompts]
-    room = [room_for_answer(len(tokens), most, max_tokens, what) for tokens, what in zip(batch, shown, strict=True)]
+    room = [
+        room_for_answer(len(tokens), most, max_tokens, what)
+        for tokens, what in zip(batch, shown, strict=True)
+    ]
     model: Any = loaded.model
     sizes: dict[str, Any] = {"completion_batch_size": batch_size, "prefill_batch_size": batch_size}
     with wired_limit(model, cast("Any", [generation_stream])):
-        response = batch_generate(model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes)
+        response = batch_generate(
+            model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes
+        )
     return [text.strip() for text in response.texts], _speed(response.stats, detect())

@@ -1,4 +1,5 @@
-"""mlx_lm's generator of answers for one model: requests call it here, and cancel answers that nobody waits for.
+"""mlx_lm's generator of answers for one model: requests call it here, and cancel answers that
+nobody waits for.
 
 A request without a prompt is refused in its own thread, before anything is computed.
 """
@@ -39,7 +40,12 @@ from allhands.model.load import LoadedModel
 # How often a request that waits looks whether its client is still there.
 _LOOK_S = 0.2
 # Parts of messages that the model must see; thinking of earlier answers is left out on purpose.
-_SAID = {"system": "its content", "question": "its content", "result": "its content", "call": "its tool_calls"}
+_SAID = {
+    "system": "its content",
+    "question": "its content",
+    "result": "its content",
+    "call": "its tool_calls",
+}
 
 
 class Provider(ModelProvider):
@@ -55,7 +61,9 @@ class Provider(ModelProvider):
         self.template = ChatTemplate(self.tokenizer) if self.tokenizer.has_chat_template else None
         self.token_bytes = TokenBytes(self.tokenizer)
 
-    def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> tuple[Any, Any]:
+    def load(
+        self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None
+    ) -> tuple[Any, Any]:
         """Return the model and its tokenizer."""
         return self.model, self.tokenizer
 
@@ -89,7 +97,9 @@ class Asked:
         progress: told how many tokens of how many of the prompt are computed.
     """
 
-    def __init__(self, generator: Generator, look: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, generator: Generator, look: Callable[[], None], progress: Callable[[int, int], None]
+    ) -> None:
         self._generator, self._look, self._progress = generator, look, progress
         self._replies: Queue[Any] = Queue()
         self._left = threading.Event()
@@ -133,13 +143,17 @@ class Asked:
                     raise ModelFailed("the model failed in the middle of the answer") from None
                 continue
             if isinstance(reply, Exception):
-                told = f"{reply}" if isinstance(reply, _Left) else f"{type(reply).__name__}: {reply}"
+                told = (
+                    f"{reply}" if isinstance(reply, _Left) else f"{type(reply).__name__}: {reply}"
+                )
                 raise ModelFailed(told) from reply
             return reply
 
 
 class _Watched:
-    """The replies of a request that is served alone: only an exception ends the computing of its prompt."""
+    """The replies of a request that is served alone: only an exception ends the computing of its
+    prompt.
+    """
 
     def __init__(self, replies: Queue[Any], is_over: Callable[[], bool]) -> None:
         self._replies, self._is_over = replies, is_over
@@ -152,9 +166,11 @@ class _Watched:
 
 
 class Generator(ResponseGenerator):
-    """mlx_lm's, which fails in one line, and ends answers where the text of a stop word is complete.
+    """mlx_lm's, which fails in one line, and ends answers where the text of a stop word is
+    complete.
 
-    Nothing of MLX's is left behind in its thread: a stream that outlives it aborts the process at its end.
+    Nothing of MLX's is left behind in its thread: a stream that outlives it aborts the process at
+    its end.
     """
 
     def __init__(self, provider: Provider) -> None:
@@ -162,10 +178,13 @@ class Generator(ResponseGenerator):
         self._preparing = threading.Lock()
         super().__init__(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
 
-    # --- in the thread of a request -------------------------------------------------------------------
+    # --- in the thread of a request ---------------------------------------------------------------
 
-    def prepare(self, request: CompletionRequest, arguments: GenerationArguments, served: Served) -> Prepared:
-        """Return the prompt in tokens; ``arguments`` get no more tokens for the answer than there are positions left.
+    def prepare(
+        self, request: CompletionRequest, arguments: GenerationArguments, served: Served
+    ) -> Prepared:
+        """Return the prompt in tokens; ``arguments`` get no more tokens for the answer than there
+        are positions left.
 
         Raises:
             Refused: there is no such prompt, or it is too long for the model.
@@ -190,7 +209,9 @@ class Generator(ResponseGenerator):
         fields = {name: getattr(request, name) for name in CompletionRequest.__dataclass_fields__}
         return Prepared(**fields, tokenized=tokenized, left=threading.Event())
 
-    def _tokens(self, request: CompletionRequest, arguments: GenerationArguments) -> tuple[Any, ...]:
+    def _tokens(
+        self, request: CompletionRequest, arguments: GenerationArguments
+    ) -> tuple[Any, ...]:
         prompt: Any = request.prompt
         if isinstance(prompt, list):
             return prompt, [list[int](prompt)], ["assistant"], "normal", None
@@ -200,8 +221,12 @@ class Generator(ResponseGenerator):
         roles = {message["role"] for message in request.messages}
         template = self.provider.template
         lost = template is not None and roles & set(INSTRUCTION_ROLES) and not template.takes_system
-        way_out = f" (it has no place for system messages: start the server with {MERGE})" if lost else ""
-        return Refused(f"the model's chat template cannot write this: {error}{way_out}", param="messages")
+        way_out = (
+            f" (it has no place for system messages: start the server with {MERGE})" if lost else ""
+        )
+        return Refused(
+            f"the model's chat template cannot write this: {error}{way_out}", param="messages"
+        )
 
     def _check_heard(self, request: CompletionRequest) -> None:
         """Refuse what the chat template would leave out without a word."""
@@ -228,12 +253,16 @@ class Generator(ResponseGenerator):
         lost = self._lost(request.messages, request.tools) if self.provider.template else None
         code = "unsupported_parameter"
         if self.provider.template is None or any(part.kind == "tool" for part in lost or ()):
-            raise Refused("the model's chat template has no place for tools", code=code, param="tools")
+            raise Refused(
+                "the model's chat template has no place for tools", code=code, param="tools"
+            )
         if not self.provider.tokenizer.has_tool_calling:
             raise Refused("the tool calls of this model cannot be parsed", code=code, param="tools")
 
     def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[AnswerPart] | None:
-        """Return the parts of a conversation that the template leaves out; ``None`` if it rejects it."""
+        """Return the parts of a conversation that the template leaves out; ``None`` if it rejects
+        it.
+        """
         if self.provider.template is None:
             return []
         marked = mark(messages, tools)
@@ -243,14 +272,18 @@ class Generator(ResponseGenerator):
             return None
         return [marked.parts[number] for number in sorted(lost_markers(text, marked))]
 
-    # --- in the thread that generates -----------------------------------------------------------------
+    # --- in the thread that generates -------------------------------------------------------------
 
     def _run_generate(self) -> None:
         try:
             self._generate()
         except Exception as error:
             self._generation_failed = True
-            print(f"allhands: error: the model failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"allhands: error: the model failed: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         finally:
             mx.clear_streams()
 
@@ -273,7 +306,8 @@ def _param(request: CompletionRequest) -> str:
     return "messages" if request.request_type == "chat" else "prompt"
 
 
-# Fields of a request by mlx_lm's names, with what they are where it does not say; a text: as the server was started.
+# Fields of a request by mlx_lm's names, with what they are where it does not say; a text: as the
+# server was started.
 _SAMPLING: dict[str, Any] = {
     **{"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
     **{"xtc_probability": 0.0, "xtc_threshold": 0.1},
@@ -285,8 +319,12 @@ _PENALTIES = {
 }
 
 
-def completion_of(given: dict[str, Any], *, chat: bool, defaults: Any) -> tuple[CompletionRequest, GenerationArguments]:
-    """Return a request that was read, in mlx_lm's words; ``defaults`` holds what the server was started with."""
+def completion_of(
+    given: dict[str, Any], *, chat: bool, defaults: Any
+) -> tuple[CompletionRequest, GenerationArguments]:
+    """Return a request that was read, in mlx_lm's words; ``defaults`` holds what the server was
+    started with.
+    """
     request = CompletionRequest(
         request_type="chat" if chat else "text",
         prompt="" if chat else given["prompt"],
@@ -294,13 +332,19 @@ def completion_of(given: dict[str, Any], *, chat: bool, defaults: Any) -> tuple[
         tools=given.get("tools") or None,
         role_mapping=given.get("role_mapping"),
     )
-    usual = {name: getattr(defaults, at) if isinstance(at, str) else at for name, at in _SAMPLING.items()}
+    usual = {
+        name: getattr(defaults, at) if isinstance(at, str) else at for name, at in _SAMPLING.items()
+    }
     bias = given.get("logit_bias")
     arguments = GenerationArguments(
         model=ModelDescription(model=given["model"], draft="default_model", adapter=None),  # type: ignore[arg-type]
-        sampling=SamplingArguments(**{name: given.get(name, value) for name, value in usual.items()}),
+        sampling=SamplingArguments(
+            **{name: given.get(name, value) for name, value in usual.items()}
+        ),
         logits=LogitsProcessorArguments(
-            logit_bias=None if bias is None else {int(token): float(value) for token, value in bias.items()},
+            logit_bias=None
+            if bias is None
+            else {int(token): float(value) for token, value in bias.items()},
             **{name: given.get(name, value) for name, value in _PENALTIES.items()},
         ),
         stop_words=given.get("stop", []),

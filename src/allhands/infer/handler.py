@@ -1,4 +1,6 @@
-"""Requests to the server: headers are checked, bodies are read within bounds, and mlx_lm generates the answers."""
+"""Requests to the server: headers are checked, bodies are read within bounds, and mlx_lm generates
+the answers.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,18 @@ class _Incoming(io.RawIOBase):
 
 
 def error_of(
-    message: str, code: str | None = None, kind: str = "invalid_request_error", param: str | None = None
+    message: str,
+    code: str | None = None,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
 ) -> dict[str, Any]:
     """Return a refusal as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Handler(APIHandler):
-    """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other; its answers are written here.
+    """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other; its
+    answers are written here.
 
     Other requests are refused in one sentence, before the model is asked.
     """
@@ -100,7 +106,9 @@ class Handler(APIHandler):
         except _TooSlow:
             self._answer(408, error_of("the request was not complete in time"))
         except Refused as refused:
-            self._answer(refused.status, error_of(refused.message, refused.code, param=refused.param))
+            self._answer(
+                refused.status, error_of(refused.message, refused.code, param=refused.param)
+            )
         except ConnectionError:
             raise
         except Exception as error:
@@ -125,11 +133,20 @@ class Handler(APIHandler):
             self.server.has_asked(self.connection)
         return True
 
-    # --- what is asked for ----------------------------------------------------------------------------
+    # --- what is asked for ------------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        model = {"id": self.server.served.model, "object": "model", "created": self.created, "owned_by": "allhands"}
-        named = unquote(self.path).partition("/v1/models/")[2] if self.path.startswith("/v1/models/") else ""
+        model = {
+            "id": self.server.served.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "allhands",
+        }
+        named = (
+            unquote(self.path).partition("/v1/models/")[2]
+            if self.path.startswith("/v1/models/")
+            else ""
+        )
         if self.path == "/health":
             super().handle_health_check()
         elif self.path in ("/v1/models", "/v1/models/"):
@@ -148,10 +165,14 @@ class Handler(APIHandler):
         if takes is None:
             ways = {"GET": ("/v1/models", "/v1/models/NAME", "/health"), "POST": _COMPLETIONS[:2]}
             asked = "GET" if self.command == "HEAD" else self.command
-            first = sorted(ways, key=lambda method: method != asked)  # what the method that was used may ask
+            first = sorted(
+                ways, key=lambda method: method != asked
+            )  # what the method that was used may ask
             there = "; ".join(f"{method} {', '.join(ways[method])}" for method in first)
             return Refused(f"there is no {shown} here; there is {there}", 404, "unknown_url")
-        return Refused(f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported")
+        return Refused(
+            f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported"
+        )
 
     def _refuse_method(self) -> None:
         raise self._unknown()
@@ -182,7 +203,9 @@ class Handler(APIHandler):
             usage=given.get("stream_options", {}).get("include_usage", False),
         )
         streams = given.get("stream", False)
-        asked = Asked(generator, self._look, self._progress if streams else lambda _done, _all: None)
+        asked = Asked(
+            generator, self._look, self._progress if streams else lambda _done, _all: None
+        )
         self._streams = streams
         try:
             asked.begin(prepared, arguments)
@@ -234,8 +257,8 @@ class Handler(APIHandler):
     def _look(self) -> None:
         """Check that somebody still waits for the answer.
 
-        A client that has sent its last may be one that has left, or one that only listens: what it does with
-        some bytes of the answer tells.
+        A client that has sent its last may be one that has left, or one that only listens: what it
+        does with some bytes of the answer tells.
 
         Raises:
             ConnectionAbortedError: nobody does.
@@ -271,7 +294,7 @@ class Handler(APIHandler):
         self.server.has_asked(self.connection)
         return raw
 
-    # --- how it is answered ---------------------------------------------------------------------------
+    # --- how it is answered -----------------------------------------------------------------------
 
     def _answer(self, status: int, content: Mapping[str, Any]) -> None:
         if self._answering:
@@ -330,7 +353,9 @@ class Handler(APIHandler):
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
         """Log the request without its query, where people write tokens."""
-        self.log_message('"%s %s" %s', self.command or "-", self.path[:200], getattr(code, "value", code))
+        self.log_message(
+            '"%s %s" %s', self.command or "-", self.path[:200], getattr(code, "value", code)
+        )
 
     def log_error(self, format: str, *args: Any) -> None:
         """Log nothing: the answer says it."""

@@ -58,7 +58,9 @@ class Answer:
         arguments: of mlx_lm's; tokens come with pieces only if their likelihoods were asked for.
     """
 
-    def __init__(self, context: Any, tokens: TokenBytes, ends: frozenset[int], arguments: Any, tools: Any) -> None:
+    def __init__(
+        self, context: Any, tokens: TokenBytes, ends: frozenset[int], arguments: Any, tools: Any
+    ) -> None:
         self._ends = ends
         self._stream = tokens.stream()
         self._stop = StopWords(arguments.stop_words)
@@ -80,7 +82,9 @@ class Answer:
         else:
             text = self._stream.add(generated.token)
             end = self._stream.length + (not self._stream.whole)
-            self._waiting.append(Token(generated.token, generated.logprob, generated.top_tokens, end))
+            self._waiting.append(
+                Token(generated.token, generated.logprob, generated.top_tokens, end)
+            )
         passed = self._stop.add(text)
         if finish is not None and not self._stop.found:
             passed += self._stop.add(self._stream.finish())
@@ -164,18 +168,36 @@ class Reply:
 
     def whole(self, piece: Piece, counts: Json) -> Json:
         """Return the answer as one object."""
-        choice: Json = {"index": 0, "logprobs": self._logprobs(piece.tokens, 0), "finish_reason": piece.finish}
+        choice: Json = {
+            "index": 0,
+            "logprobs": self._logprobs(piece.tokens, 0),
+            "finish_reason": piece.finish,
+        }
         if self.kind == "text":
-            return {**self._head("text_completion"), "choices": [{**choice, "text": piece.text}], "usage": counts}
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
+            return {
+                **self._head("text_completion"),
+                "choices": [{**choice, "text": piece.text}],
+                "usage": counts,
+            }
+        calls = [
+            {name: value for name, value in call.items() if name != "index"} for call in piece.calls
+        ]
         message: Json = {"role": "assistant", "content": piece.text or (None if calls else "")}
         message |= {"reasoning": piece.reasoning} if piece.reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        return {**self._head("chat.completion"), "choices": [{**choice, "message": message}], "usage": counts}
+        return {
+            **self._head("chat.completion"),
+            "choices": [{**choice, "message": message}],
+            "usage": counts,
+        }
 
     def chunk(self, piece: Piece, *, first: bool, offset: int) -> Json:
         """Return the next part of a stream, whose text began so many characters ago."""
-        choice: Json = {"index": 0, "logprobs": self._logprobs(piece.tokens, offset), "finish_reason": piece.finish}
+        choice: Json = {
+            "index": 0,
+            "logprobs": self._logprobs(piece.tokens, offset),
+            "finish_reason": piece.finish,
+        }
         if self.kind == "text":
             choice["text"] = piece.text
         else:
@@ -184,7 +206,11 @@ class Reply:
             delta |= {"reasoning": piece.reasoning} if piece.reasoning else {}
             delta |= {"tool_calls": piece.calls} if piece.calls else {}
             choice["delta"] = delta
-        return {**self._chunk_head(), "choices": [choice], **({"usage": None} if self.usage else {})}
+        return {
+            **self._chunk_head(),
+            "choices": [choice],
+            **({"usage": None} if self.usage else {}),
+        }
 
     def last(self, counts: Json) -> Json:
         """Return the end of a stream that tells how many tokens it was."""
@@ -216,7 +242,8 @@ class Reply:
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in tokens],
             "top_logprobs": [
-                {self.tokens.shown(top["id"]): _finite(top["logprob"]) for top in _sorted(one.top)} for one in tokens
+                {self.tokens.shown(top["id"]): _finite(top["logprob"]) for top in _sorted(one.top)}
+                for one in tokens
             ]
             if any(one.top for one in tokens)
             else None,

@@ -1,7 +1,8 @@
-"""mlx_lm's OpenAI-compatible server for one model, with an adapter on it and made fast on this device.
+"""mlx_lm's OpenAI-compatible server for one model, with an adapter on it and made fast on this
+device.
 
-mlx_lm's own server loads any model that a request names, from the Hub if need be, and answers any web page. Here every
-request is checked first, and the model that was chosen at the start answers.
+mlx_lm's own server loads any model that a request names, from the Hub if need be, and answers any
+web page. Here every request is checked first, and the model that was chosen at the start answers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _BUSY = (
     b'{"error": {"message": "too many requests wait for an answer", "type": "server_error", "param": null, '
     b'"code": null}}'
 )
-_LINGER_S = 2.0  # for what a refused client still sends; closed before that, it may not see the answer
+_LINGER_S = (
+    2.0  # for what a refused client still sends; closed before that, it may not see the answer
+)
 
 
 @dataclass(frozen=True)
@@ -75,26 +78,32 @@ class _Server(ThreadingHTTPServer):
         self._fingerprint = get_system_fingerprint()
         self._generator = self._new_generator()
         self._lock = threading.Lock()
-        self._reading: dict[socket.socket, bool] = {}  # of each connection whether its request is still awaited
+        self._reading: dict[
+            socket.socket, bool
+        ] = {}  # of each connection whether its request is still awaited
 
-    # --- the model ------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     def _new_generator(self) -> Generator:
         return Generator(self._provider)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer; by a new generator if one has failed, as where memory was too small for some prompt."""
+        """Answer; by a new generator if one has failed, as where memory was too small for some
+        prompt.
+        """
         with self._lock:
             if not self._generator.is_healthy:
                 self._generator = self._new_generator()
-        Handler(self._generator, request, client_address, self, system_fingerprint=self._fingerprint)
+        Handler(
+            self._generator, request, client_address, self, system_fingerprint=self._fingerprint
+        )
 
     def stop(self) -> None:
         """Drop what was begun."""
         self.server_close()
         self._generator.stop_and_join()
 
-    # --- connections ----------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take a connection, if need be in place of one that has not asked yet."""
@@ -132,19 +141,30 @@ class _Server(ThreadingHTTPServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print one line; a client that leaves in the middle of an answer is no error of the server."""
+        """Print one line; a client that leaves in the middle of an answer is no error of the
+        server.
+        """
         error = sys.exc_info()[1]
         if isinstance(error, ConnectionError | TimeoutError):
-            print(f"{client_address[0]} left before the answer was complete", file=sys.stderr, flush=True)
+            print(
+                f"{client_address[0]} left before the answer was complete",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
-            print(f"allhands: error: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"allhands: error: a request failed: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]) -> None:
     """Answer requests until ``KeyboardInterrupt``; what was begun is dropped then.
 
     Args:
-        listening: the address, opened before loading, so that a taken address is not found only after minutes.
+        listening: the address, opened before loading, so that a taken address is not found only
+            after minutes.
         ready: called once requests are answered.
 
     Raises:
@@ -160,7 +180,9 @@ def _serve(options: ServeOptions, listening: Listening, ready: Callable[[], None
         if options.adapter_path is not None:
             check_adapter(options.adapter_path)
         trust = options.trust_remote_code
-        loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
+        loaded = load_for_generation(
+            options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat
+        )
         for note in loaded.notes:
             tell(f"allhands: note: {note}")
         tokenizer: Any = loaded.tokenizer
@@ -170,7 +192,9 @@ def _serve(options: ServeOptions, listening: Listening, ready: Callable[[], None
         settings = _settings(options)
         model: Any = loaded.model
         vocabulary = model(mx.array([[0]])).shape[-1]  # known without being computed
-        served = Served(options.model, settings.adapter_path, vocabulary, positions_of(loaded.config))
+        served = Served(
+            options.model, settings.adapter_path, vocabulary, positions_of(loaded.config)
+        )
         server = _Server(listening, Provider(settings, loaded), served)
         ready()
         server.serve_forever()

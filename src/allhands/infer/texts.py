@@ -1,6 +1,7 @@
 """Text of generated tokens: the bytes of each token, and the places of stop words in the text.
 
-Stop words are found in the text, not among the tokens, because a word may begin and end in the middle of a token.
+Stop words are found in the text, not among the tokens, because a word may begin and end in the
+middle of a token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._sample: Any = tokenizer.detokenizer
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        self._added = {number: str(getattr(token, "content", token)).encode() for number, token in added.items()}
+        self._added = {
+            number: str(getattr(token, "content", token)).encode()
+            for number, token in added.items()
+        }
         self._known: dict[int, bytes] = {}
 
     @cached_property
@@ -49,7 +53,10 @@ class TokenBytes:
         if spaced:
             return sample.tokenmap[token].replace("\u2581".encode(), b" ")
         letters = bytes_of_letters()
-        pieces = (bytes([letters[c]]) if c in letters else c.encode() for c in sample.tokenmap[token] or "")
+        pieces = (
+            bytes([letters[c]]) if c in letters else c.encode()
+            for c in sample.tokenmap[token] or ""
+        )
         return b"".join(pieces)
 
     def _asked(self, token: int) -> bytes:
@@ -59,7 +66,9 @@ class TokenBytes:
         return str(self._tokenizer.decode([token])).encode()
 
     def shown(self, token: int) -> str:
-        """Return a token as text; bytes that are no whole character as ``\\xe2``, as OpenAI writes them."""
+        """Return a token as text; bytes that are no whole character as ``\\xe2``, as OpenAI writes
+        them.
+        """
         return self.of(token).decode("utf-8", "backslashreplace")
 
     def stream(self) -> TextStream:
@@ -70,7 +79,8 @@ class TokenBytes:
 
 
 class TextStream:
-    """Text of tokens as it becomes known, without a space at its very beginning, as mlx_lm writes it.
+    """Text of tokens as it becomes known, without a space at its very beginning, as mlx_lm writes
+    it.
 
     Attributes:
         length: characters so far.
@@ -118,7 +128,8 @@ class _Naive(TextStream):
 
 
 class StopWords:
-    """Lets text through up to the first stop word, and holds back what may become the beginning of one.
+    """Lets text through up to the first stop word, and holds back what may become the beginning of
+    one.
 
     Attributes:
         found: a stop word is complete: nothing follows.
@@ -133,12 +144,18 @@ class StopWords:
         self.passed = 0
 
     def add(self, text: str) -> str:
-        """Return the part of the text so far that is surely no part of a stop word, and was not let through before."""
+        """Return the part of the text so far that is surely no part of a stop word, and was not let
+        through before.
+        """
         if self.found:
             return ""
         self._held += text
         # The stop word that ends first, the longest of those that end there.
-        found = [(place + len(word), place) for word in self._words if (place := self._held.find(word)) >= 0]
+        found = [
+            (place + len(word), place)
+            for word in self._words
+            if (place := self._held.find(word)) >= 0
+        ]
         if found:
             self.found = True
             return self._release(min(found)[1])
@@ -156,4 +173,6 @@ class StopWords:
     def _begun(self) -> int:
         """Return the number of characters at the end that may begin a stop word."""
         counts = range(min(self._longest - 1, len(self._held)), 0, -1)
-        return next((n for n in counts if any(word.startswith(self._held[-n:]) for word in self._words)), 0)
+        return next(
+            (n for n in counts if any(word.startswith(self._held[-n:]) for word in self._words)), 0
+        )

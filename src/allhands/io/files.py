@@ -1,7 +1,8 @@
 """Files that are whole or absent: written beside, synced, renamed.
 
-What is ``private`` is for its owner alone whatever the umask says: directories 0700, files 0600. What is not
-has the modes that the umask gives. The modes of directories that exist are never changed.
+What is ``private`` is for its owner alone whatever the umask says: directories 0700, files 0600.
+What is not has the modes that the umask gives. The modes of directories that exist are never
+changed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Set the modes of a directory of one's own, and of all in it, to 0700 and 0600; links are left alone.
+    """Set the modes of a directory of one's own, and of all in it, to 0700 and 0600; links are left
+    alone.
 
     Raises:
         OSError: it cannot be done.
@@ -141,7 +143,8 @@ def claim_mark(directory: Path) -> str:
 
 @contextmanager
 def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, None]:
-    """Make ``directory`` and keep it to this process until the block is left; drafts of killed writers are removed.
+    """Make ``directory`` and keep it to this process until the block is left; drafts of killed
+    writers are removed.
 
     What this process's supervisor keeps for the whole job (:data:`CLAIMED`) is kept already.
 
@@ -159,7 +162,8 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
     except OSError as error:
         raise storage_error(directory, error) from None
     try:
-        # The system gives it back when the process ends, however it ends. Some network file systems cannot: go on.
+        # The system gives it back when the process ends, however it ends. Some network file systems
+        # cannot: go on.
         with suppress(OSError):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,14 +189,15 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
 def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = False) -> None:
     """Let ``write`` fill a temporary file beside ``path``, sync it and rename it into place.
 
-    The temporary name keeps the suffix, because writers choose the format by it. The mode is that of a new file,
-    whatever that of an older one was.
+    The temporary name keeps the suffix, because writers choose the format by it. The mode is that
+    of a new file, whatever that of an older one was.
 
     Raises:
         StorageError: it could not be written; what stood at ``path`` before is untouched.
     """
     _require_name(path)
-    # Not tempfile: its files are always private, and a process cannot ask for its umask without changing it.
+    # Not tempfile: its files are always private, and a process cannot ask for its umask without
+    # changing it.
     temporary = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     made = False
     try:
@@ -217,7 +222,8 @@ def of_peft(directory: Path) -> str | None:
 
 
 def require_writable(path: Path) -> None:
-    """Find out before long work that a file can be written at ``path``, by making another beside it for a moment.
+    """Find out before long work that a file can be written at ``path``, by making another beside it
+    for a moment.
 
     Raises:
         StorageError: it cannot.
@@ -231,7 +237,9 @@ def require_writable(path: Path) -> None:
         raise storage_error(path, error) from None
 
 
-def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, option: str = "--out") -> None:
+def require_ours(
+    path: Path, marks: Sequence[bytes], kind: str, *, force: bool, option: str = "--out"
+) -> None:
     """Refuse to write over a file of somebody else's, unless asked to.
 
     Args:
@@ -242,7 +250,11 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, 
         ConfigError: there is a directory, or another file.
     """
     if path.is_dir():
-        raise ConfigError("there is a directory of that name", where=str(path), hint=f"choose another file: {option}")
+        raise ConfigError(
+            "there is a directory of that name",
+            where=str(path),
+            hint=f"choose another file: {option}",
+        )
     if force or not path.exists():
         return
     try:
@@ -252,7 +264,9 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, 
             content += stream.read()
     except OSError as error:
         raise ConfigError(
-            f"a file is there that cannot be read: {error.strerror}", where=str(path), hint=f"choose another: {option}"
+            f"a file is there that cannot be read: {error.strerror}",
+            where=str(path),
+            hint=f"choose another: {option}",
         ) from None
     if not any(mark in content for mark in marks):
         hint = f"choose another file with {option}, or add --force to replace it"
@@ -260,13 +274,17 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, 
 
 
 def _require_name(path: Path) -> None:
-    """Refuse a path that no file can have: that of a directory, or an empty one, which means the present directory."""
+    """Refuse a path that no file can have: that of a directory, or an empty one, which means the
+    present directory.
+    """
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
 
 
 def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:
-    """:func:`storage_error` of a failed write. MLX reports one without its cause: look whether the disk is full."""
+    """:func:`storage_error` of a failed write. MLX reports one without its cause: look whether the
+    disk is full.
+    """
     if isinstance(error, RuntimeError):
         try:
             full = os.statvfs(path.parent)

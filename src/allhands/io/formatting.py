@@ -56,7 +56,9 @@ def format_rate(per_s: float) -> str:
 
 
 def format_moment(time: float) -> str:
-    """``2026-11-22 13:05:00``, of Unix time in seconds, in UTC; a dash where there is no such moment."""
+    """``2026-11-22 13:05:00``, of Unix time in seconds, in UTC; a dash where there is no such
+    moment.
+    """
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,6 @@
-"""Nested dictionaries, lists and tuples of arrays, taken apart into named arrays and JSON, and put together again."""
+"""Nested dictionaries, lists and tuples of arrays, taken apart into named arrays and JSON, and put
+together again.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from allhands.errors import ConfigError
 def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, mx.array]]:
     """Return the shape of ``tree`` as JSON, and its arrays by names that are unique.
 
-    An array becomes its name in the shape, everything else an object of one key: ``dict`` with pairs, ``list``,
-    ``tuple``, or ``value`` for a plain value. A module counts as the dictionary of its parameters.
+    An array becomes its name in the shape, everything else an object of one key: ``dict`` with
+    pairs, ``list``, ``tuple``, or ``value`` for a plain value. A module counts as the dictionary of
+    its parameters.
 
     Args:
         where: what ``tree`` is to the person, for messages.
@@ -45,12 +48,21 @@ def check_plain(value: Any, where: str) -> None:
     """Refuse what JSON would change or not take.
 
     Raises:
-        ConfigError: it is, or holds, no dictionary with texts as keys, list, text, finite number, bool or ``None``.
+        ConfigError: it is, or holds, no dictionary with texts as keys, list, text, finite number,
+            bool or ``None``.
     """
-    if value is None or type(value) in (str, bool, int) or (type(value) is float and math.isfinite(value)):
+    if (
+        value is None
+        or type(value) in (str, bool, int)
+        or (type(value) is float and math.isfinite(value))
+    ):
         return
     if type(value) is float:
-        raise ConfigError(f"there is no {value} in JSON", where=where, hint="use None, or an array: mx.array(value)")
+        raise ConfigError(
+            f"there is no {value} in JSON",
+            where=where,
+            hint="use None, or an array: mx.array(value)",
+        )
     if type(value) is dict:
         _check_keys(value, where)
         for key, inner in value.items():
@@ -76,10 +88,19 @@ def _taken_apart(node: Any, where: str, arrays: dict[str, mx.array]) -> Any:
     if isinstance(node, dict):
         items = cast("dict[str, Any]", node)
         _check_keys(items, where)
-        # Pairs, because JSON does not promise to keep an object's order, and MLX's functions go by it.
-        return {"dict": [[key, _taken_apart(inner, f"{where}.{key}", arrays)] for key, inner in items.items()]}
+        # Pairs, because JSON does not promise to keep an object's order, and MLX's functions go by
+        # it.
+        return {
+            "dict": [
+                [key, _taken_apart(inner, f"{where}.{key}", arrays)] for key, inner in items.items()
+            ]
+        }
     if type(node) in (list, tuple):
-        return {type(node).__name__: [_taken_apart(inner, f"{where}.{at}", arrays) for at, inner in enumerate(node)]}
+        return {
+            type(node).__name__: [
+                _taken_apart(inner, f"{where}.{at}", arrays) for at, inner in enumerate(node)
+            ]
+        }
     check_plain(node, where)
     return {"value": node}
 
@@ -96,4 +117,6 @@ def _names(name: str) -> Iterator[str]:
 def _check_keys(node: Mapping[Any, Any], where: str) -> None:
     for key in node:
         if type(key) is not str:
-            raise ConfigError(f"{key!r} is a key, and only texts can be keys", where=where, hint="use str(key)")
+            raise ConfigError(
+                f"{key!r} is a key, and only texts can be keys", where=where, hint="use str(key)"
+            )

@@ -1,4 +1,6 @@
-"""The one place that knows what ``~`` means in a path that a person gives: an option, a YAML key, an argument."""
+"""The one place that knows what ``~`` means in a path that a person gives: an option, a YAML key,
+an argument.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from allhands.errors import ConfigError
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
 # Variables of the environment that are paths.
 VARIABLES = (
-    *("ALLHANDS_CACHE", "ALLHANDS_TOKEN_CACHE", "ALLHANDS_KERNEL_CACHE", "ALLHANDS_CHECKPOINT_DIR", "ALLHANDS_FAULTS"),
+    *(
+        "ALLHANDS_CACHE",
+        "ALLHANDS_TOKEN_CACHE",
+        "ALLHANDS_KERNEL_CACHE",
+        "ALLHANDS_CHECKPOINT_DIR",
+        "ALLHANDS_FAULTS",
+    ),
     "XDG_CACHE_HOME",
 )
 
@@ -21,7 +29,8 @@ class HomePath(str):
     """A path that began with ``~``, with the home directory in its place.
 
     Attributes:
-        written: as it was given. On another computer, with another home directory, this is what is meant.
+        written: as it was given. On another computer, with another home directory, this is what is
+            meant.
     """
 
     written: str
@@ -33,16 +42,20 @@ class HomePath(str):
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
-    """``text`` with the home directory for a ``~`` or ``~user`` at its beginning; all else stays as it is.
+    """``text`` with the home directory for a ``~`` or ``~user`` at its beginning; all else stays as
+    it is.
 
     Raises:
-        ValueError: there is no such user here, nor a file of that name; or no file can be called so.
+        ValueError: there is no such user here, nor a file of that name; or no file can be called
+            so.
     """
     text = os.fspath(text)
     require_words(text)
     if "\0" in text:
         raise ValueError("it has a NUL byte, which no path can have")
-    if len(text.encode()) > _LONGEST_PATH or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+    if len(text.encode()) > _LONGEST_PATH or any(
+        len(part.encode()) > _LONGEST_NAME for part in text.split("/")
+    ):
         raise ValueError(f"it is too long for a path: names have up to {_LONGEST_NAME} bytes")
     if not text.startswith("~"):
         return text
@@ -50,12 +63,16 @@ def expanded(text: str | os.PathLike[str]) -> str:
     if (home := os.path.expanduser(first)) == first:
         if os.path.lexists(first):  # a file may be called so
             return text
-        raise ValueError(f"there is no user {first[1:]!r} here, whose home directory {first} would be")
+        raise ValueError(
+            f"there is no user {first[1:]!r} here, whose home directory {first} would be"
+        )
     return HomePath(home + text[len(first) :], text)
 
 
 def near_paths(path: str | os.PathLike[str]) -> list[str]:
-    """Up to three paths that exist and are spelled almost like ``path``, which does not, the likeliest first."""
+    """Up to three paths that exist and are spelled almost like ``path``, which does not, the
+    likeliest first.
+    """
     written = Path(path)
     found = [Path(written.anchor)]
     for part in written.parts[1:] if written.anchor else written.parts:
@@ -74,7 +91,9 @@ def _like(place: Path, name: str) -> list[Path]:
 
 
 def meant(path: str | os.PathLike[str], hint: str) -> str:
-    """``hint`` about a path that must exist; if there is only one that is spelled almost like it, that one first."""
+    """``hint`` about a path that must exist; if there is only one that is spelled almost like it,
+    that one first.
+    """
     near = near_paths(path)
     return f"did you mean {' or '.join(near)}; or {hint}" if near else hint
 

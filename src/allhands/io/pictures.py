@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY = "#595959"
-# A colour means one thing: a run, a rank, who directs the ranks, or a phase of a step; in pictures and on pages, light
-# or dark. So each has a contrast of at least 3 with white and with the dark pages' background. None is the only sign:
-# lines have MARKERS as well, and bars have words. The blue and orange of the first runs: Okabe & Ito (2008).
+# A colour means one thing: a run, a rank, who directs the ranks, or a phase of a step; in pictures
+# and on pages, light or dark. So each has a contrast of at least 3 with white and with the dark
+# pages' background. None is the only sign: lines have MARKERS as well, and bars have words. The
+# blue and orange of the first runs: Okabe & Ito (2008).
 RUNS = ("#0072B2", "#D55E00", "#DC2864", "#00A0A0", "#96965A", "#AA4632")
 RANKS = ("#BE1E8C", "#5082FA", "#D27878", "#466E50", "#8C5A78", "#DC6EA0")
 DIRECTORS = ("#6B6B6B", "#949494")
-# As the monitor calls them: what they are called, their colours, and the pattern of their areas in pictures. In the
-# order of a step; computing is green, waiting for others purple. Those that are drawn as areas alone may be paler.
+# As the monitor calls them: what they are called, their colours, and the pattern of their areas in
+# pictures. In the order of a step; computing is green, waiting for others purple. Those that are
+# drawn as areas alone may be paler.
 PHASES = {
     "start": ("starting", "#E3D3B4", ""),
     "first": ("first step", "#CBE3C0", ""),
@@ -41,13 +43,17 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def palettes() -> dict[str, tuple[str, ...]]:
-    """Return the colours of each kind of thing on a page, in their order; the last phase is any without a name here."""
+    """Return the colours of each kind of thing on a page, in their order; the last phase is any
+    without a name here.
+    """
     phases = (*(colour for _, colour, _ in PHASES.values()), OTHER)
     return {"run": RUNS, "rank": RANKS, "director": DIRECTORS, "phase": phases}
 
 
 def phase_colour(label: str) -> int:
-    """Return the index of the colour of the phase with this label; updates are also shown together with all else."""
+    """Return the index of the colour of the phase with this label; updates are also shown together
+    with all else.
+    """
     labels = [one for one, _, _ in PHASES.values()]
     label = "update" if label == "update and rest" else label
     return labels.index(label) if label in labels else len(labels)
@@ -56,7 +62,9 @@ def phase_colour(label: str) -> int:
 def luminance(colour: str) -> float:
     """Return the relative luminance of ``#rrggbb``, from 0 to 1 (WCAG 2.2)."""
     parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -91,7 +99,9 @@ def picture_suffix(path: Path) -> str:
     """
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise ConfigError(
-            "this is a directory, not a picture's name", where=str(path), hint="as in DIRECTORY/chart.png"
+            "this is a directory, not a picture's name",
+            where=str(path),
+            hint="as in DIRECTORY/chart.png",
         )
     suffix = path.suffix.lower() or ".png"
     if suffix not in _FORMATS:
@@ -104,13 +114,15 @@ def picture_suffix(path: Path) -> str:
 def picture(
     out: Path, inches: tuple[float, float], *, dpi: int = 100, private: bool = False
 ) -> Generator[Figure, None, None]:
-    """A figure to draw on, which is written to ``out`` at the end of the block, whole or not at all.
+    """A figure to draw on, which is written to ``out`` at the end of the block, whole or not at
+    all.
 
     It is made without pyplot; Matplotlib's settings of the caller neither count nor change.
 
     Args:
         out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix.
-        private: whether the picture, and directories that are made for it, are for their owner alone.
+        private: whether the picture, and directories that are made for it, are for their owner
+            alone.
 
     Raises:
         ConfigError: the suffix names another format.
@@ -124,7 +136,9 @@ def picture(
     suffix = picture_suffix(out)
     maker = {"Software" if suffix == ".png" else "Creator": DRAWN_HERE.decode()}
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=inches, dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        figure = Figure(
+            figsize=inches, dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+        )
         FigureCanvasAgg(figure)
         yield figure
         make_directory(out.parent, private=private)
@@ -132,4 +146,8 @@ def picture(
         with warnings.catch_warnings():
             # A name in a script that the font lacks is drawn as boxes.
             warnings.filterwarnings("ignore", "Glyph ")
-            write_whole(out, lambda draft: figure.savefig(draft, format=kind, metadata=maker), private=private)
+            write_whole(
+                out,
+                lambda draft: figure.savefig(draft, format=kind, metadata=maker),
+                private=private,
+            )

@@ -27,10 +27,14 @@ class Box:
         return math.prod(self.shape)
 
     def flat(self, whole: Shape) -> Flat | None:
-        """Return the same numbers of an array of the shape ``whole`` as a range, if they follow each other there."""
+        """Return the same numbers of an array of the shape ``whole`` as a range, if they follow
+        each other there.
+        """
         # Of the first axis with several numbers a part, of those behind it everything.
         first = next((axis for axis, n in enumerate(self.shape) if n != 1), len(whole))
-        if any(n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)):
+        if any(
+            n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)
+        ):
             return None
         start = 0
         for at, most in zip(self.start, whole, strict=True):
@@ -41,7 +45,10 @@ class Box:
         """Return True if it lies in an array of the shape ``whole``."""
         if not len(self.start) == len(self.shape) == len(whole):
             return False
-        return all(0 <= at <= at + n <= most for at, n, most in zip(self.start, self.shape, whole, strict=True))
+        return all(
+            0 <= at <= at + n <= most
+            for at, n, most in zip(self.start, self.shape, whole, strict=True)
+        )
 
     def overlaps(self, other: Box) -> bool:
         pairs = zip(self.start, self.shape, other.start, other.shape, strict=True)

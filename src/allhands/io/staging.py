@@ -1,7 +1,8 @@
-"""Directories that are whole or absent: filled beside their place, synced, renamed into it; and temporary ones.
+"""Directories that are whole or absent: filled beside their place, synced, renamed into it; and
+temporary ones.
 
-A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask gives. One that
-replaces another takes over its mode.
+A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask
+gives. One that replaces another takes over its mode.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
 
     Nobody else can look into it if it is ``private``, which :func:`publish` must be told, too.
 
-    What earlier, killed runs left is removed first, or put back if it is what stood at ``target``: a staging
-    directory is locked as long as its process lives. ``OSError`` in the body becomes a ``StorageError``.
+    What earlier, killed runs left is removed first, or put back if it is what stood at ``target``:
+    a staging directory is locked as long as its process lives. ``OSError`` in the body becomes a
+    ``StorageError``.
     """
     target = target.resolve()
     made: Path | None = None
@@ -84,8 +86,8 @@ def publish(staged: Path, target: Path, *, private: bool = False) -> None:
 
 
 def _exchange(staged: Path, target: Path) -> None:
-    # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who is killed in
-    # that instant leaves the old one under this name, and the next run puts it back.
+    # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who
+    # is killed in that instant leaves the old one under this name, and the next run puts it back.
     replaced = make_unused(target.parent, _prefix(target, _REPLACED), private=True)
     staged.chmod(stat.S_IMODE(target.stat().st_mode))
     target.rename(replaced)
@@ -98,7 +100,8 @@ def _exchange(staged: Path, target: Path) -> None:
 
 
 def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> None:
-    """Refuse to write over anything but a directory of one ``kind`` (ConfigError), and over that only with ``force``.
+    """Refuse to write over anything but a directory of one ``kind`` (ConfigError), and over that
+    only with ``force``.
 
     Args:
         kind: with its article: "an adapter".
@@ -110,16 +113,22 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
         what = f"this is a file, not the directory of {kind}"
         raise ConfigError(what, where=str(out), hint="choose another place: --out")
     there = sorted(entry.name for entry in out.iterdir())
-    if others := [name for name in there if name not in files] or (there if files[0] not in there else []):
+    if others := [name for name in there if name not in files] or (
+        there if files[0] not in there else []
+    ):
         what = f"{others[0]} is there already: the directory does not hold {kind} alone"
         raise ConfigError(what, where=str(out), hint="choose another directory: --out")
     if there and not force:
-        raise ConfigError(f"{kind} is there already", where=str(out), hint="add --force to replace it")
+        raise ConfigError(
+            f"{kind} is there already", where=str(out), hint="add --force to replace it"
+        )
 
 
 @contextmanager
 def publishing(target: Path) -> Generator[None]:
-    """For who looks at ``target`` and then publishes: one process at a time does so in its directory."""
+    """For who looks at ``target`` and then publishes: one process at a time does so in its
+    directory.
+    """
     descriptor = os.open(target.resolve().parent, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system has locks
@@ -148,14 +157,18 @@ def locked(file: Path, *, private: bool = False) -> Generator[None]:
     except OSError as error:
         raise storage_error(file, error) from error
     with stream:
-        with suppress(OSError):  # a file system without locks: two may do the work, the result is the same
+        with suppress(
+            OSError
+        ):  # a file system without locks: two may do the work, the result is the same
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
-    """Try to lock ``file`` (made if absent) for the block, without waiting; yields True if it is locked."""
+    """Try to lock ``file`` (made if absent) for the block, without waiting; yields True if it is
+    locked.
+    """
     with _lock_file(file, private) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,10 +183,11 @@ def _lock_file(file: Path, private: bool) -> TextIO:
 
 
 class Scratch:
-    """A private directory for temporary files, a context manager; this process has a lock on a file in it.
+    """A private directory for temporary files, a context manager; this process has a lock on a file
+    in it.
 
-    A computer that loses its power, or a process that is killed, leaves its own: these, of this user and locked by
-    nobody, are removed when the next one is made in the same place.
+    A computer that loses its power, or a process that is killed, leaves its own: these, of this
+    user and locked by nobody, are removed when the next one is made in the same place.
 
     Args:
         root: where it is made; default: where the system wants temporary files.
@@ -188,7 +202,9 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))  # mode 0700
         self._descriptor = -1
         with suppress(OSError):  # a full disk, or one without locks: then nobody will remove it
-            self._descriptor = os.open(self.path / _OWNED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(
+                self.path / _OWNED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(self._descriptor, b"locked\n")  # only now: until then it is nobody's yet
 
@@ -228,7 +244,9 @@ def _prefix(target: Path, kind: str = _PARTIAL) -> str:
 
 
 def _as_asked_for(error: StorageError, target: Path) -> StorageError:
-    """``error``, of ``target`` if it is of a directory for that: such a one is gone when this is read."""
+    """``error``, of ``target`` if it is of a directory for that: such a one is gone when this is
+    read.
+    """
     if not (error.where or "").startswith(str(target.parent / _prefix(target))):
         return error
     return StorageError(error.message, where=str(target), hint=error.hint)

@@ -1,7 +1,8 @@
-"""JSON that somebody else has written: an object, or nothing; never more than it may be, and never an exception.
+"""JSON that somebody else has written: an object, or nothing; never more than it may be, and never
+an exception.
 
-Python's own reader takes NaN, numbers of thousands of digits, names that come twice, halves of letters that cannot be
-written, and lists in lists until its stack ends.
+Python's own reader takes NaN, numbers of thousands of digits, names that come twice, halves of
+letters that cannot be written, and lists in lists until its stack ends.
 """
 
 from __future__ import annotations
@@ -22,20 +23,28 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*+"?|[\[\]{}]', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_object(content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False) -> dict[str, Any] | None:
-    """Return the object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound one.
+def read_object(
+    content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False
+) -> dict[str, Any] | None:
+    """Return the object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound
+    one.
 
     Args:
         content: of a bounded length: that is for who reads it to see to.
         most_depth: of lists and objects in each other.
-        halves: whether strings may hold halves of letters, by which Python writes the bytes of odd file names.
+        halves: whether strings may hold halves of letters, by which Python writes the bytes of odd
+            file names.
     """
     try:
         text = content.decode("utf-8")
         if not _is_flat(text, most_depth):
             return None
         found = json.loads(
-            text, parse_constant=_refuse, parse_int=_integer, parse_float=_number, object_pairs_hook=without_repeats
+            text,
+            parse_constant=_refuse,
+            parse_int=_integer,
+            parse_float=_number,
+            object_pairs_hook=without_repeats,
         )
         if not halves and _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode("utf-8")
@@ -73,7 +82,8 @@ def _number(text: str) -> float:
 
 
 def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(text, object_pairs_hook=...)``, which would take the last of equal names without a word.
+    """For ``json.loads(text, object_pairs_hook=...)``, which would take the last of equal names
+    without a word.
 
     Raises:
         ValueError: a name stands twice in one object.
@@ -86,7 +96,7 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# --- what an object must hold -------------------------------------------------------------------------
+# --- what an object must hold ---------------------------------------------------------------------
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
@@ -126,7 +136,9 @@ def list_of(check: Check) -> Check:
 
 def mapping_of(check: Check) -> Check:
     """Return the check for an object with any names and such values."""
-    return lambda value: isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
+    return lambda value: (
+        isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
+    )
 
 
 def object_of(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:

@@ -24,8 +24,10 @@ class Tensor:
         name: unique within its file.
         dtype: code of safetensors, such as ``F32``, ``BF16`` or ``U32``.
         shape: ``()`` for a single number.
-        data: C-contiguous, little-endian; must not change until it is written. Or a function that gives it.
-        part: the shape of the array of which this is a slice, and where it lies there; ``None``: it is whole.
+        data: C-contiguous, little-endian; must not change until it is written. Or a function that
+            gives it.
+        part: the shape of the array of which this is a slice, and where it lies there; ``None``: it
+            is whole.
     """
 
     name: str
@@ -60,16 +62,19 @@ class Tensor:
             ValueError: an unknown type, or no name of a tensor.
         """
         if self.dtype not in ITEM_BYTES or self.name == "__metadata__":
-            raise ValueError(f"{self.name}: safetensors has no such type, {self.dtype!r}, or no such name")
+            raise ValueError(
+                f"{self.name}: safetensors has no such type, {self.dtype!r}, or no such name"
+            )
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def safetensors_pieces(tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file. Large items come first, as the format asks, so that all are aligned.
+    """Yield the bytes of a safetensors file. Large items come first, as the format asks, so that
+    all are aligned.
 
     Raises:
-        ValueError: at once: a name given twice, an unknown type, data that are not of the shape and type. Data that a
-            function gives are asked for, and looked at, when it is their turn.
+        ValueError: at once: a name given twice, an unknown type, data that are not of the shape and
+            type. Data that a function gives are asked for, and looked at, when it is their turn.
     """
     ordered = _ordered(tensors)
     for tensor in ordered:
@@ -104,7 +109,11 @@ def _header(ordered: Sequence[Tensor]) -> bytes:
     end = 0
     for tensor in ordered:
         begin, end = end, end + tensor.num_bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

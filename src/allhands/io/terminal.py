@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Who starts a rank with these gives it a terminal of its own, wherever its output really ends up. Our own launcher,
-# which may go through mpirun, hands its output over.
+# Who starts a rank with these gives it a terminal of its own, wherever its output really ends up.
+# Our own launcher, which may go through mpirun, hands its output over.
 _OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _TRAILING = re.compile(r"[ \t]+(?=\r?\n)")
@@ -27,8 +27,8 @@ _WIDTH_OF_FILES = 80
 def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if ``stream`` is a terminal on which a display may write over itself.
 
-    No screen: a file or a pipe, ``TERM=dumb``, ``NO_COLOR``, and what :func:`is_read_live` leaves out.
-    ``FORCE_COLOR`` asks for colours, not for this.
+    No screen: a file or a pipe, ``TERM=dumb``, ``NO_COLOR``, and what :func:`is_read_live` leaves
+    out. ``FORCE_COLOR`` asks for colours, not for this.
     """
     if environ.get("TERM", "").lower() in ("dumb", "unknown") or environ.get("NO_COLOR"):
         return False
@@ -38,8 +38,8 @@ def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if ``stream`` is a terminal before which a person sits.
 
-    Nobody sits before that of continuous integration (``CI``), which keeps all that was ever written, or before the
-    one that mpirun or srun gives a rank, wherever its output really ends up.
+    Nobody sits before that of continuous integration (``CI``), which keeps all that was ever
+    written, or before the one that mpirun or srun gives a rank, wherever its output really ends up.
     """
     relayed = _OURS not in environ and any(name in environ for name in _RELAYED)
     if relayed or environ.get("CI", "").lower() not in _NO:
@@ -50,13 +50,16 @@ def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
-def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
-    """Return a console of rich's on standard output, or ``stream``; it writes no order of a terminal where there is no
-    screen.
+def console_for(
+    stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any
+) -> Console:
+    """Return a console of rich's on standard output, or ``stream``; it writes no order of a
+    terminal where there is no screen.
 
-    ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
-    that happens to be a terminal: of tables 80 in a file, where text is broken only if ``COLUMNS`` says at what width.
-    Text is printed as it is: brackets are no markup, colons no emoji, and numbers have no colours.
+    ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream,
+    not of another one that happens to be a terminal: of tables 80 in a file, where text is broken
+    only if ``COLUMNS`` says at what width. Text is printed as it is: brackets are no markup, colons
+    no emoji, and numbers have no colours.
     """
     options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
@@ -86,7 +89,9 @@ class _Trimmed:
 
 @cache
 def _careful_console() -> type[Console]:
-    """A console that breaks plain text as :func:`fitted` does: what is copied from rich's own has ends of lines."""
+    """A console that breaks plain text as :func:`fitted` does: what is copied from rich's own has
+    ends of lines.
+    """
     from rich.console import Console
 
     class Careful(Console):
@@ -104,7 +109,11 @@ def _careful_console() -> type[Console]:
 
 
 def table_of(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,), ruled: bool = False
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[int] = (0,),
+    ruled: bool = False,
 ) -> Table:
     """Return a table without a frame, which has a line below its heads if it is ``ruled``.
 
@@ -120,16 +129,23 @@ def table_of(
     table = Table(box=frame, padding=padding, pad_edge=False, show_header=any(heads))
     for place, head in enumerate(heads):
         # On a narrow terminal names go on in a second line; numbers are never cut.
-        table.add_column(head, justify="left" if place in left else "right", no_wrap=place not in left)
+        table.add_column(
+            head, justify="left" if place in left else "right", no_wrap=place not in left
+        )
     for row in rows:
         table.add_row(*map(Text, row))
     return table
 
 
 def print_table(
-    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str] = ()
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    dispensable: Sequence[str] = (),
 ) -> None:
-    """Print a table without as many of the columns that are ``dispensable``, the first ones first, as have no room."""
+    """Print a table without as many of the columns that are ``dispensable``, the first ones first,
+    as have no room.
+    """
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
     left = list(dispensable)
     while True:
@@ -141,8 +157,11 @@ def print_table(
     console.print(table)
 
 
-def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
-    """Return a console on standard error, or ``stream``, for a display that writes over itself: on a screen alone.
+def progress_console(
+    stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any
+) -> Console:
+    """Return a console on standard error, or ``stream``, for a display that writes over itself: on
+    a screen alone.
 
     ``FORCE_COLOR`` does not make a screen of a file.
     """
@@ -154,7 +173,9 @@ def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = 
 
 @contextmanager
 def counting(every: int) -> Generator[Callable[[int, str], None]]:
-    """Show a line on standard error that counts, if that is a terminal; takes the number and the line's words."""
+    """Show a line on standard error that counts, if that is a terminal; takes the number and the
+    line's words.
+    """
     with progress_console(highlight=False).status("reading") as status:
 
         def show(done: int, words: str) -> None:
@@ -167,8 +188,9 @@ def counting(every: int) -> Generator[Callable[[int, str], None]]:
 def fitted(text: str, width: int) -> str:
     """``text`` with rows filled up to ``width``, so that a terminal breaks it between words.
 
-    A row that would be broken in a word gets blanks up to its end, and no end of line: the terminal goes on below, and
-    what is copied from it, a command for instance, is still one line. A word longer than a row is broken.
+    A row that would be broken in a word gets blanks up to its end, and no end of line: the terminal
+    goes on below, and what is copied from it, a command for instance, is still one line. A word
+    longer than a row is broken.
     """
     return "\n".join("".join(_rows(line, width)) for line in text.split("\n"))
 
@@ -181,7 +203,8 @@ def broken(text: str, width: int) -> str:
 def _rows(line: str, width: int) -> list[str]:
     rows: list[str] = []
     while len(line) >= width > 1:
-        # The last column stays empty, so that there is a blank between two words when what is shown is copied.
+        # The last column stays empty, so that there is a blank between two words when what is shown
+        # is copied.
         place = line.rfind(" ", 0, width)
         if line[: place + 1].strip():
             rows.append(line[:place].ljust(width))
@@ -199,7 +222,9 @@ def echo(text: str) -> None:
 
 
 def row_width(console: Console) -> int | None:
-    """Return the width of the rows on which ``console`` shows lines; ``None`` where a line may be as long as it is."""
+    """Return the width of the rows on which ``console`` shows lines; ``None`` where a line may be
+    as long as it is.
+    """
     return console.width if console.is_terminal or is_read_live(console.file) else None
 
 
@@ -225,7 +250,8 @@ def fitted_to(file: int, text: str) -> str:
 
 
 class _Spoken(io.FileIO):
-    """A file descriptor for words on which nothing depends: those that cannot be written are lost without an error.
+    """A file descriptor for words on which nothing depends: those that cannot be written are lost
+    without an error.
 
     ``lost`` is the first error of them.
     """
@@ -241,7 +267,9 @@ class _Spoken(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Open what this process was started without (``>&-``), so that no file of ours gets its number and our words."""
+    """Open what this process was started without (``>&-``), so that no file of ours gets its number
+    and our words.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -255,19 +283,26 @@ def stream_of(number: int, stream: TextIO | None) -> TextIO:
 
 
 def keep_going(stream: TextIO) -> TextIO:
-    """``stream`` as one into which writing never fails, for a command whose result is not its words."""
+    """``stream`` as one into which writing never fails, for a command whose result is not its
+    words.
+    """
     stream.flush()
     raw = _Spoken(stream.fileno(), "w", closefd=False)
-    # A line at a time, too, where Python was asked to write at once (PYTHONUNBUFFERED). With a buffer, threads that log
-    # at the same time may write what is no text: CPython before 3.11.10 and 3.12.4 does not lock it (its issue 119506).
-    lines = stream.isatty() or any(getattr(stream, name, False) for name in ("line_buffering", "write_through"))
+    # A line at a time, too, where Python was asked to write at once (PYTHONUNBUFFERED). With a
+    # buffer, threads that log at the same time may write what is no text: CPython before 3.11.10
+    # and 3.12.4 does not lock it (its issue 119506).
+    lines = stream.isatty() or any(
+        getattr(stream, name, False) for name in ("line_buffering", "write_through")
+    )
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
     )
 
 
 def tell_lost_words() -> None:
-    """Say on standard error that words to a stream of :func:`keep_going` were lost, and that nothing else is amiss."""
+    """Say on standard error that words to a stream of :func:`keep_going` were lost, and that
+    nothing else is amiss.
+    """
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, _Spoken):
         return
@@ -275,4 +310,6 @@ def tell_lost_words() -> None:
     # Of a reader that has gone (a pager, head) nobody need be told.
     if raw.lost is not None and not isinstance(raw.lost, BrokenPipeError):
         reason = raw.lost.strerror or raw.lost
-        tell(f"allhands: note: standard output cannot be written ({reason}): words were lost, nothing else was")
+        tell(
+            f"allhands: note: standard output cannot be written ({reason}): words were lost, nothing else was"
+        )

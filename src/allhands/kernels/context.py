@@ -1,10 +1,11 @@
 """Attention over rows whose token positions are divided over ranks (context parallel).
 
-A rank computes two pieces of each row, as rows of their own: (2 B, P) tokens, the first pieces of all rows before the
-second ones (:class:`~allhands.data.pieces.Pieces`). mlx_lm's models ask their key-value cache for the position of their
-first token, for the mask, and for the keys and values of all that a token sees. :class:`ContextRow` takes the cache's
-place: it gives each piece its own position, and gathers keys and values over the ranks. In the backward pass their
-gradients are added up over the ranks, and each rank keeps those of its own positions.
+A rank computes two pieces of each row, as rows of their own: (2 B, P) tokens, the first pieces of
+all rows before the second ones (:class:`~allhands.data.pieces.Pieces`). mlx_lm's models ask their
+key-value cache for the position of their first token, for the mask, and for the keys and values of
+all that a token sees. :class:`ContextRow` takes the cache's place: it gives each piece its own
+position, and gathers keys and values over the ranks. In the backward pass their gradients are added
+up over the ranks, and each rank keeps those of its own positions.
 """
 
 from __future__ import annotations
@@ -35,14 +36,20 @@ class ContextRow:
     # No dictionary of attributes: recomputation would take it apart for its arrays.
     __slots__ = ("_documents", "_group", "length", "offset", "places", "rows", "windowed")
 
-    def __init__(self, group: Communicator, rows: int, piece: int, documents: mx.array | None) -> None:
-        """``rows`` B of 2 N pieces with ``piece`` P tokens; ``documents``: (B, 2 N P) number of each place's."""
+    def __init__(
+        self, group: Communicator, rows: int, piece: int, documents: mx.array | None
+    ) -> None:
+        """``rows`` B of 2 N pieces with ``piece`` P tokens; ``documents``: (B, 2 N P) number of
+        each place's.
+        """
         numbers = Pieces(group.rank, group.size).numbers
         self._group, self.rows = group, rows
         self._documents = None if documents is None else DocumentRow(documents)
         self.length = 2 * group.size * piece
         self.places = tuple(range(number * piece, (number + 1) * piece) for number in numbers)
-        self.offset = mx.array([places.start for places in self.places for _ in range(rows)], dtype=mx.int32)
+        self.offset = mx.array(
+            [places.start for places in self.places for _ in range(rows)], dtype=mx.int32
+        )
         self.windowed = False
 
     @property
@@ -51,7 +58,9 @@ class ContextRow:
         return None if self._documents is None else self._documents.starts
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
-        """(2 B, 1, P, 2 N P) bool: whether the place of the row (third axis) sees that of the column."""
+        """(2 B, 1, P, 2 N P) bool: whether the place of the row (third axis) sees that of the
+        column.
+        """
         everyone = mx.arange(self.length)
         own = mx.stack([mx.arange(places.start, places.stop) for places in self.places])
         distance = own[:, :, None] - everyone
@@ -67,13 +76,16 @@ class ContextRow:
         return visible.reshape(2 * self.rows, 1, piece, self.length)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """(2 B, heads, P, D) -> (2 B, heads, 2 N P, D): the keys and values of whole rows, for each of their pieces."""
+        """(2 B, heads, P, D) -> (2 B, heads, 2 N P, D): the keys and values of whole rows, for each
+        of their pieces.
+        """
         whole = self.joined(keys.swapaxes(1, 2), values.swapaxes(1, 2))
         first, second = (mx.concatenate([each, each]).swapaxes(1, 2) for each in whole)
         return first, second
 
     def joined(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """(2 B, P, ..., D) of each rank -> (B, 2 N P, ..., D) in the order of positions, for keys and for values.
+        """(2 B, P, ..., D) of each rank -> (B, 2 N P, ..., D) in the order of positions, for keys
+        and for values.
 
         They travel together. The gradient is this rank's part of the sum over ranks.
         """
@@ -81,7 +93,9 @@ class ContextRow:
         def forward(*own: mx.array) -> list[mx.array]:
             return self.joined_of(own)
 
-        def backward(_primals: Any, cotangents: Sequence[mx.array], _outputs: Any) -> list[mx.array]:
+        def backward(
+            _primals: Any, cotangents: Sequence[mx.array], _outputs: Any
+        ) -> list[mx.array]:
             return self.own_of(cotangents)
 
         function: Any = mx.custom_function(forward)
@@ -117,7 +131,9 @@ def _apart(joined: mx.array, width: int) -> list[mx.array]:
     return [mx.contiguous(joined[..., :width]), mx.contiguous(joined[..., width:])]
 
 
-def caches_across(num_layers: int, tokens: mx.array, documents: mx.array | None, group: Communicator) -> list[Any]:
+def caches_across(
+    num_layers: int, tokens: mx.array, documents: mx.array | None, group: Communicator
+) -> list[Any]:
     """Return the ``cache`` argument of a model of ``num_layers`` for this rank's pieces of rows.
 
     Args:

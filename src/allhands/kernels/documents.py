@@ -1,9 +1,10 @@
 """Attention that does not cross documents, for rows that hold several.
 
-mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` takes the cache's place: it keeps
-nothing and returns a mask that is block-diagonal by document. Positions need no change: rotary embeddings depend only
-on differences of positions, which do not change with the beginning of a document. Some architectures may differ, so
-:func:`require_isolation` checks that the hidden states of a document equal those of the document alone.
+mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` takes the
+cache's place: it keeps nothing and returns a mask that is block-diagonal by document. Positions
+need no change: rotary embeddings depend only on differences of positions, which do not change with
+the beginning of a document. Some architectures may differ, so :func:`require_isolation` checks that
+the hidden states of a document equal those of the document alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class DocumentRow:
             places = np.arange(documents.shape[1], dtype=np.int32)
             begins = np.ones(documents.shape, dtype=bool)
             begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-            self._starts = np.ascontiguousarray(np.maximum.accumulate(np.where(begins, places, 0), axis=1))
+            self._starts = np.ascontiguousarray(
+                np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            )
         return self._starts
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
@@ -62,7 +65,8 @@ class DocumentRow:
 
 
 def caches_for(num_layers: int, documents: mx.array) -> list[Any]:
-    """Return the ``cache`` argument for a model of ``num_layers``, so that each place sees only its own document.
+    """Return the ``cache`` argument for a model of ``num_layers``, so that each place sees only its
+    own document.
 
     Args:
         documents: (B, T) int32, the number of the document of each place.
@@ -81,19 +85,29 @@ def require_isolation(model: Any, name: str) -> None:
         ConfigError: the architecture does not.
     """
     first, second = [1, 2, 3, 5, 8], [13, 4, 2, 7]
-    # Two rows that are cut in different places: some architectures would apply a mask to the wrong row, or head.
+    # Two rows that are cut in different places: some architectures would apply a mask to the wrong
+    # row, or head.
     rows = mx.array([first + second, second + first])
-    documents = mx.array([[0] * len(first) + [1] * len(second), [0] * len(second) + [1] * len(first)])
+    documents = mx.array(
+        [[0] * len(first) + [1] * len(second), [0] * len(second) + [1] * len(first)]
+    )
     try:
-        alone = mx.concatenate([model(mx.array([second]))[0], model(mx.array([first]))[0]]).astype(mx.float32)
+        alone = mx.concatenate([model(mx.array([second]))[0], model(mx.array([first]))[0]]).astype(
+            mx.float32
+        )
 
         def difference(logits: mx.array) -> mx.array:
             later = mx.concatenate([logits[0, len(first) :], logits[1, len(second) :]])
             return mx.abs(later.astype(mx.float32) - alone).max()
 
         apart = difference(model(rows, cache=caches_for(len(model.layers), documents)))
-        # No more than the rounding of half precision, and little beside what the other document does otherwise.
-        kept_apart = bool(((apart <= 0.02 * mx.abs(alone).max()) & (apart <= 0.2 * difference(model(rows)))).item())
+        # No more than the rounding of half precision, and little beside what the other document
+        # does otherwise.
+        kept_apart = bool(
+            (
+                (apart <= 0.02 * mx.abs(alone).max()) & (apart <= 0.2 * difference(model(rows)))
+            ).item()
+        )
     except (TypeError, ValueError, AttributeError, IndexError, KeyError):
         kept_apart = False
     # Rows are too short here to see that.

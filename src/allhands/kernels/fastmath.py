@@ -1,7 +1,8 @@
-"""SwiGLU for Linux CPUs, where MLX's exponential is a scalar library call and costs a third of a step.
+"""SwiGLU for Linux CPUs, where MLX's exponential is a scalar library call and costs a third of a
+step.
 
-The logistic function is computed from a rational approximation of tanh with nothing but multiplications,
-additions and one division, which vectorise: five times faster at an error of 2e-7.
+The logistic function is computed from a rational approximation of tanh with nothing but
+multiplications, additions and one division, which vectorise: five times faster at an error of 2e-7.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from allhands.kernels import known
 from allhands.kernels.instances import mix_in
 from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, selection_of
 
-# tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
-# 13 / 6, coefficients from the highest power down.
+# tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation
+# of degree 13 / 6, coefficients from the highest power down.
 _P = (
     -2.76076847742355e-16,
     2.00018790482477e-13,
@@ -53,13 +54,17 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 @mx.compile
-def _swiglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+def _swiglu_gradients(
+    gate: mx.array, up: mx.array, cotangent: mx.array
+) -> tuple[mx.array, mx.array]:
     s = sigmoid(gate)
     silu = gate * s
     return cotangent * up * (s + silu * (1.0 - s)), cotangent * silu
 
 
-def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+def _swiglu_vjp(
+    primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
     return _swiglu_gradients(*primals, cotangent)
 
 

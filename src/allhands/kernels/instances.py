@@ -1,7 +1,8 @@
 """Change of the computation of one module: the only place that gives an instance another class.
 
-A form is a subclass of the module's own class. So only this instance computes in another way. Other models of the
-process, the names and values of parameters and the results of ``isinstance`` stay unchanged.
+A form is a subclass of the module's own class. So only this instance computes in another way. Other
+models of the process, the names and values of parameters and the results of ``isinstance`` stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def give_form(module: Any, form: type, **attributes: Any) -> None:
 
 
 def mix_in(module: Any, form: type, **attributes: Any) -> None:
-    """:func:`give_form` of a class that is ``form`` before the module's own, under the name of that."""
+    """:func:`give_form` of a class that is ``form`` before the module's own, under the name of
+    that.
+    """
     kind = type(module)
     give_form(module, type(kind.__name__, (form, kind), {}), **attributes)
 

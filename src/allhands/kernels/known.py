@@ -1,8 +1,10 @@
-"""The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by instance.
+"""The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by
+instance.
 
-A form computes the same as one ``__call__`` in mlx_lm's source, so the list has only classes whose source was read. A
-module counts as known if its class is listed and if all its attributes are named in the list. All other modules compute
-as in mlx_lm. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
+A form computes the same as one ``__call__`` in mlx_lm's source, so the list has only classes whose
+source was read. A module counts as known if its class is listed and if all its attributes are named
+in the list. All other modules compute as in mlx_lm. ``tests/unit/test_known.py`` fails when the
+source of a listed class changes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_IDLE = {"_no_grad", "_training", "_native_forward_only", "_selection"}  # they do not change what a module computes
+_IDLE = {
+    "_no_grad",
+    "_training",
+    "_native_forward_only",
+    "_selection",
+}  # they do not change what a module computes
 
 # ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
 SWIGLU = _names(
@@ -38,10 +45,17 @@ SWIGLU = _names(
     qwen3_moe.MLP qwen3_next.Qwen3NextMLP seed_oss.MLP stablelm.MLP telechat3.Telechat3MLP youtu_llm.YoutuLLMMLP
     """
 )
-_SWIGLU_ATTRIBUTES = {"gate_proj", "up_proj", "down_proj", "config", "hidden_size", "intermediate_size"}
+_SWIGLU_ATTRIBUTES = {
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "config",
+    "hidden_size",
+    "intermediate_size",
+}
 
-# Projections, norms of queries and keys where there are any, rotation, causal attention, projection. The names of the
-# number of heads and of the number of heads of keys and values differ.
+# Projections, norms of queries and keys where there are any, rotation, causal attention,
+# projection. The names of the number of heads and of the number of heads of keys and values differ.
 _SHORT = ("n_heads", "n_kv_heads")
 _NUM = ("num_heads", "num_key_value_heads")
 _LONG = ("num_attention_heads", "num_key_value_heads")
@@ -58,7 +72,13 @@ ATTENTION: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(["minicpm.Attention", "mixtral.MixtralAttention"], _NUM),
     **dict.fromkeys(
-        ["Klear.KlearAttention", "apertus.ApertusAttention", "glm.GLMAttention", "olmo3.Olmo3Attention"], _LONG
+        [
+            "Klear.KlearAttention",
+            "apertus.ApertusAttention",
+            "glm.GLMAttention",
+            "olmo3.Olmo3Attention",
+        ],
+        _LONG,
     ),
     "deepseek.DeepseekAttention": ("num_attention_heads", "num_kv_heads"),
 }
@@ -67,14 +87,23 @@ _NORMS = {"q_norm", "k_norm"}
 _ATTENTION_ATTRIBUTES = {
     *(*_PROJECTIONS, *_NORMS, "rope", "scale", *_SHORT, *_NUM, *_LONG, "num_kv_heads"),
     # Not used by ``__call__``, or only in the constructor.
-    *("args", "config", "head_dim", "hidden_size", "is_sliding", "layer_idx", "n_kv_groups", "num_key_value_groups"),
+    *(
+        "args",
+        "config",
+        "head_dim",
+        "hidden_size",
+        "is_sliding",
+        "layer_idx",
+        "n_kv_groups",
+        "num_key_value_groups",
+    ),
     *("partial_rotary_factor", "repeats", "rope_theta"),
 }
 # Gemma's adds 1 to its weight; like MLX's it norms the last axis of its input.
 _NORM_TYPES = {"gemma3_text.RMSNorm"}
 
-# Rotations whose angles depend on the place alone. Not: rope_utils.DynamicNTKScalingRoPE and internlm3's, whose base
-# follows the length of the row.
+# Rotations whose angles depend on the place alone. Not: rope_utils.DynamicNTKScalingRoPE and
+# internlm3's, whose base follows the length of the row.
 ROTATIONS = _names(
     """
     hunyuan.DynamicNTKAlphaRoPE hunyuan_v1_dense.DynamicNTKAlphaRoPE rope_utils.Llama3RoPE rope_utils.ProportionalRoPE
@@ -82,11 +111,22 @@ ROTATIONS = _names(
     """
 )
 _ROTATION_ATTRIBUTES = {
-    *("dims", "dim", "traditional", "base", "scale", "_freqs", "_scale", "mscale", "max_position_embeddings"),
+    *(
+        "dims",
+        "dim",
+        "traditional",
+        "base",
+        "scale",
+        "_freqs",
+        "_scale",
+        "mscale",
+        "max_position_embeddings",
+    ),
     "original_max_position_embeddings",
 }
 
-# ``x + self_attn(input_layernorm(x), mask, cache)``, then the same with ``mlp`` and ``post_attention_layernorm``.
+# ``x + self_attn(input_layernorm(x), mask, cache)``, then the same with ``mlp`` and
+# ``post_attention_layernorm``.
 BLOCKS = _names(
     """
     Klear.KlearDecoderLayer afm7.TransformerBlock bitnet.TransformerBlock deepseek.DeepseekDecoderLayer
@@ -101,11 +141,20 @@ BLOCKS = _names(
     """
 )
 _BLOCK_ATTRIBUTES = {
-    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "args", "hidden_size", "n_heads"),
+    *(
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "args",
+        "hidden_size",
+        "n_heads",
+    ),
     *("num_attention_heads", "use_sliding", "is_sliding_window"),
 }
 
-# ``lm_head(model(inputs, cache))``; where the embedding is the head, depending on ``args.tie_word_embeddings``.
+# ``lm_head(model(inputs, cache))``; where the embedding is the head, depending on
+# ``args.tie_word_embeddings``.
 _HEAD_BY_ARGS = _names(
     """
     afmoe apertus bitnet dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe glm helium hunyuan_v1_dense internlm3
@@ -120,7 +169,8 @@ _HEAD_IS_LAYER = _names(
     """
 )
 _HEAD_IS_EMBEDDING = _names("gemma hunyuan lfm2 lfm2_moe")
-# The same with another name for the choice, or with logits that are scaled where there is a head of its own.
+# The same with another name for the choice, or with logits that are scaled where there is a head of
+# its own.
 _HEAD_BY_ATTRIBUTE = _names("gemma3_text seed_oss")
 _HEAD_IF_TIED = _names("minicpm minicpm3")
 
@@ -133,10 +183,14 @@ IN_ORDER = SPLIT - {"iquestloopcoder", "nanbeige"} | _names(
 
 
 def name_of(module: Any) -> str:
-    """Module and class within ``mlx_lm.models``, such as ``"llama.MLP"``; empty for classes from elsewhere."""
+    """Module and class within ``mlx_lm.models``, such as ``"llama.MLP"``; empty for classes from
+    elsewhere.
+    """
     kind = type(module)
     return (
-        f"{kind.__module__.removeprefix(_PACKAGE)}.{kind.__qualname__}" if kind.__module__.startswith(_PACKAGE) else ""
+        f"{kind.__module__.removeprefix(_PACKAGE)}.{kind.__qualname__}"
+        if kind.__module__.startswith(_PACKAGE)
+        else ""
     )
 
 
@@ -150,7 +204,9 @@ def is_swiglu(module: Any) -> bool:
 
 
 def is_block(module: Any) -> bool:
-    """Return true if ``module`` is a block of attention and feed-forward part, with a norm before each."""
+    """Return true if ``module`` is a block of attention and feed-forward part, with a norm before
+    each.
+    """
     return name_of(module) in BLOCKS and _only_has(module, _BLOCK_ATTRIBUTES)
 
 
@@ -172,7 +228,9 @@ class Attention:
 
 
 def attention_of(module: Any) -> Attention | None:
-    """Return the sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
+    """Return the sizes of ``module`` if it is a known attention block that rotates whole heads by
+    halves.
+    """
     names = ATTENTION.get(name_of(module))
     if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
         return None
@@ -182,9 +240,17 @@ def attention_of(module: Any) -> Attention | None:
     heads, kv_heads = (int(getattr(module, name)) for name in names)
     queries, keys, values = (_outputs(module[name]) for name in _PROJECTIONS[:3])
     width = keys // kv_heads
-    if keys == 0 or heads % kv_heads or (queries, keys, values) != (heads * width, kv_heads * width, keys):
+    if (
+        keys == 0
+        or heads % kv_heads
+        or (queries, keys, values) != (heads * width, kv_heads * width, keys)
+    ):
         return None
-    return Attention(heads, kv_heads, width, bool(norms)) if _turns_halves(module.rope, width) else None
+    return (
+        Attention(heads, kv_heads, width, bool(norms))
+        if _turns_halves(module.rope, width)
+        else None
+    )
 
 
 def _is_norm(norm: Any) -> bool:
@@ -201,7 +267,9 @@ def _outputs(layer: Any) -> int:
 
 def _turns_halves(rope: Any, width: int) -> bool:
     """Return true if ``rope`` turns the pairs (i, i + width / 2) by angles of the place alone."""
-    if not (type(rope) is nn.RoPE or name_of(rope) in ROTATIONS) or not _only_has(rope, _ROTATION_ATTRIBUTES):
+    if not (type(rope) is nn.RoPE or name_of(rope) in ROTATIONS) or not _only_has(
+        rope, _ROTATION_ATTRIBUTES
+    ):
         return False
     turned = getattr(rope, "dims", None) or getattr(rope, "dim", None)
     return turned == width and width % 2 == 0 and not getattr(rope, "traditional", False)
@@ -210,7 +278,10 @@ def _turns_halves(rope: Any, width: int) -> bool:
 def key_of_rotation(rope: Any) -> Hashable:
     """Equal for two rotations of :func:`attention_of` only if they turn alike."""
     facts = {name: value for name, value in {**vars(rope), **rope}.items() if name not in _IDLE}
-    told = [(name, _bytes(value) if isinstance(value, mx.array) else value) for name, value in facts.items()]
+    told = [
+        (name, _bytes(value) if isinstance(value, mx.array) else value)
+        for name, value in facts.items()
+    ]
     return type(rope), *sorted(told, key=lambda item: item[0])
 
 
@@ -230,8 +301,8 @@ def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
 
 
 def head_of(model: Any) -> Any:
-    """Return the module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if
-    unknown.
+    """Return the module whose weight makes the logits of ``model.model``'s output and nothing else
+    does; ``None`` if unknown.
 
     The module may be an embedding, a linear layer or something that is put around one of them.
     """
@@ -259,7 +330,8 @@ def runs_in_order(model: Any) -> bool:
     return kind == "Model" and family in IN_ORDER
 
 
-# Modules that compute otherwise in a longer row, or at a later place of one, whatever they attend to.
+# Modules that compute otherwise in a longer row, or at a later place of one, whatever they attend
+# to.
 _BY_LENGTH = _names(
     """
     internlm3.DynamicNTKScalingRoPE llama4.Attention ministral3.Attention mistral4.Mistral4Attention
@@ -274,15 +346,21 @@ def follows_length(model: nn.Module) -> bool:
 
 
 def length_that_counts(model: nn.Module) -> int | None:
-    """Return the row length, with padding, from which angles depend on it; ``None`` where they never do."""
-    found = [module for module in model.modules() if name_of(module).endswith(".DynamicNTKScalingRoPE")]
+    """Return the row length, with padding, from which angles depend on it; ``None`` where they
+    never do.
+    """
+    found = [
+        module for module in model.modules() if name_of(module).endswith(".DynamicNTKScalingRoPE")
+    ]
     return min((int(module.max_position_embeddings) for module in found), default=None)
 
 
 def sees_ahead(model: nn.Module) -> int | None:
-    """Return the size of the blocks in which places attend to later ones; ``None`` if they never do.
+    """Return the size of the blocks in which places attend to later ones; ``None`` if they never
+    do.
 
-    phi3small's sparse layers add the causal mask, which is true or false, to the scores as a number.
+    phi3small's sparse layers add the causal mask, which is true or false, to the scores as a
+    number.
     """
     found = [m for m in model.modules() if name_of(m) == "phi3small.Attention" and m.block_sparse]
     return max((int(module.blocksparse_block_size) for module in found), default=None)

@@ -1,8 +1,9 @@
-"""Norms, attention and SwiGLU by the code in ``allhands.runtime.native``, for training on Linux CPUs.
+"""Norms, attention and SwiGLU by the code in ``allhands.runtime.native``, for training on Linux
+CPUs.
 
-MLX's CPU back-end computes one operation after the other, on one thread and one number at a time; norms, rotations,
-softmax and SwiGLU are several passes each. Here each is one pass, on all cores. These operations compute at once: they
-cannot be compiled, and their gradients need values, too.
+MLX's CPU back-end computes one operation after the other, on one thread and one number at a time;
+norms, rotations, softmax and SwiGLU are several passes each. Here each is one pass, on all cores.
+These operations compute at once: they cannot be compiled, and their gradients need values, too.
 """
 
 from __future__ import annotations
@@ -32,17 +33,25 @@ from allhands.kernels.native_arrays import (
 )
 from allhands.kernels.native_experts import NativeExperts
 from allhands.kernels.native_products import AdaptedLinear, Linear
-from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, give_selection, selection_of
+from allhands.kernels.selection import (
+    BY_RULE,
+    PLAIN,
+    SELECTION,
+    KernelSelection,
+    give_selection,
+    selection_of,
+)
 from allhands.runtime.native_calls import at, call, call_checked, pointers
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 
 
 def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
-    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively if they can; return their number.
+    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively if they can;
+    return their number.
 
-    Only instances change, by a subclass of their own class; the names and values of parameters stay. Call it after the
-    choice of trained weights, and not for a model whose step is compiled.
+    Only instances change, by a subclass of their own class; the names and values of parameters
+    stay. Call it after the choice of trained weights, and not for a model whose step is compiled.
     """
     if not available():
         return 0
@@ -68,7 +77,9 @@ def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
         else:
             changed += native_experts.substitute(module, selection)
     blocks: list[nn.Module] = list(getattr(model, "layers", ()))
-    return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
+    return changed + sum(
+        native_products.substitute(module) for block in blocks for module in block.modules()
+    )
 
 
 def is_native(model: nn.Module) -> bool:
@@ -78,7 +89,8 @@ def is_native(model: nn.Module) -> bool:
 
 
 def before_training(model: Any) -> list[Any]:
-    """Return the blocks through which no gradient goes back: those before the first one that is trained.
+    """Return the blocks through which no gradient goes back: those before the first one that is
+    trained.
 
     None of a model that is not known to run each block once, in order.
     """
@@ -94,10 +106,13 @@ def before_training(model: Any) -> list[Any]:
 # --- norm -----------------------------------------------------------------------------------------
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False, trained: bool = False) -> mx.array:
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False, trained: bool = False
+) -> mx.array:
     """:func:`mlx.core.fast.rms_norm` of float32: (..., D), (D,).
 
-    It can be differentiated in ``x``, and in ``weight`` if that is ``trained``; not at all if ``frozen``.
+    It can be differentiated in ``x``, and in ``weight`` if that is ``trained``; not at all if
+    ``frozen``.
     """
     sizes = (ctypes.c_int(x.size // x.shape[-1]), ctypes.c_int(x.shape[-1]))
 
@@ -112,7 +127,12 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False,
         made = [new(*primal.shape) for primal in (primals if trained else primals[:1])]
         outputs = [at(room) for _, room in made]
         call_checked(
-            "allhands_norm_back", *map(at, views), ctypes.c_float(eps), *outputs, *[None] * (2 - len(made)), *sizes
+            "allhands_norm_back",
+            *map(at, views),
+            ctypes.c_float(eps),
+            *outputs,
+            *[None] * (2 - len(made)),
+            *sizes,
         )
         return tuple(array for array, _ in made)
 
@@ -144,9 +164,13 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
     return out
 
 
-def _gated_back(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+def _gated_back(
+    primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
     (in_gate, first), (in_up, second) = new(*cotangent.shape), new(*cotangent.shape)
-    native_arrays.gate_back(floats(primals[0]), floats(primals[1]), floats(cotangent), first, second)
+    native_arrays.gate_back(
+        floats(primals[0]), floats(primals[1]), floats(cotangent), first, second
+    )
     return in_gate, in_up
 
 
@@ -160,7 +184,10 @@ class NativeMlp:
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = self.gate_proj(x), self.up_proj(x)
         selection = selection_of(self)
-        if not gate.dtype == up.dtype == mx.float32 or selection.select("swiglu", "cpu") != "native":
+        if (
+            not gate.dtype == up.dtype == mx.float32
+            or selection.select("swiglu", "cpu") != "native"
+        ):
             return self.down_proj(gated(gate, up, selection))
         return self.down_proj(_gated(gate, up) if forward_only(self) else swiglu(gate, up))
 
@@ -186,7 +213,8 @@ def attention(
         k: (B, T, fewer heads * D), as ``v``.
         turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
         before: number of the place of the first query.
-        starts: (B, T - before) int32, the first place that each sees, where that is not the row's first.
+        starts: (B, T - before) int32, the first place that each sees, where that is not the row's
+            first.
         frozen: whether no gradient is wanted.
 
     Returns:
@@ -201,7 +229,9 @@ def attention(
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
         made = [new(*primal.shape) for primal in primals]
-        computed.backward([floats(each) for each in (*primals, cotangent)], [room for _, room in made])
+        computed.backward(
+            [floats(each) for each in (*primals, cotangent)], [room for _, room in made]
+        )
         return tuple(array for array, _ in made)
 
     return forward(q, k, v) if frozen else with_vjp(forward, backward)(q, k, v)
@@ -215,7 +245,8 @@ def attention_across(
     *,
     frozen: bool = False,
 ) -> mx.array:
-    """:func:`attention` of a rank's two pieces of each row, which see the keys and values of all ranks.
+    """:func:`attention` of a rank's two pieces of each row, which see the keys and values of all
+    ranks.
 
     Args:
         own: q, k and v of (2 B, P, heads * D), the first pieces of all rows before the second ones.
@@ -229,7 +260,9 @@ def attention_across(
     def pieces() -> Iterator[tuple[slice, slice, _Attention]]:
         for number, places in enumerate(row.places):
             starts = None if row.starts is None else row.starts[:, places.start : places.stop]
-            computed = _Attention(turns, scale, places.start, None if starts is None else np.ascontiguousarray(starts))
+            computed = _Attention(
+                turns, scale, places.start, None if starts is None else np.ascontiguousarray(starts)
+            )
             yield slice(number * row.rows, (number + 1) * row.rows), slice(0, places.stop), computed
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
@@ -239,7 +272,10 @@ def attention_across(
         whole[:] = map(floats, joined)
         (out, room), queries = new(*q.shape), floats(q)
         for rows, seen, computed in pieces():
-            computed.forward([queries[rows], *(np.ascontiguousarray(each[:, seen]) for each in whole)], room[rows])
+            computed.forward(
+                [queries[rows], *(np.ascontiguousarray(each[:, seen]) for each in whole)],
+                room[rows],
+            )
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
@@ -273,14 +309,22 @@ class _Attention:
         width, wide = self._widths
         views = [_widened(each, width) for each in inputs]
         tables = self._tables(width, wide)
-        _narrowed([out], width, lambda rooms: self._run([*views, *tables, None], [*rooms, None, None, None], wide))
+        _narrowed(
+            [out],
+            width,
+            lambda rooms: self._run([*views, *tables, None], [*rooms, None, None, None], wide),
+        )
 
     def backward(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """``inputs``: q, k, v and the cotangent; ``outputs``: the gradients in the first three."""
         width, wide = self._widths
         *views, cotangent = (_widened(each, width) for each in inputs)
         tables = self._tables(width, wide)
-        _narrowed(outputs, width, lambda rooms: self._run([*views, *tables, cotangent], [None, *rooms], wide))
+        _narrowed(
+            outputs,
+            width,
+            lambda rooms: self._run([*views, *tables, cotangent], [None, *rooms], wide),
+        )
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -288,14 +332,19 @@ class _Attention:
         return width, _filled_up(width)
 
     def _tables(self, width: int, wide: int) -> list[Array]:
-        return [np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in self.turns]
+        return [
+            np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each
+            for each in self.turns
+        ]
 
     def _run(self, inputs: Sequence[Any], outputs: Sequence[Array | None], wide: int) -> None:
         q, k = inputs[:2]
         heads, kv_heads = (each[0, 0].size // wide for each in (q, k))
         sizes = (ctypes.c_int * 6)(*k.shape[:2], heads, kv_heads, wide, self.before)
         scale = ctypes.c_float(self.scale)
-        call_checked("allhands_attention", pointers(inputs), pointers(outputs), scale, sizes, at(self.starts))
+        call_checked(
+            "allhands_attention", pointers(inputs), pointers(outputs), scale, sizes, at(self.starts)
+        )
 
 
 def _filled_up(width: int) -> int:
@@ -304,7 +353,8 @@ def _filled_up(width: int) -> int:
 
 
 def _widened(heads: Array, width: int) -> Array:
-    """(..., heads * D) with zeros after each half of a head, whose pairs thereby stay pairs; itself if none are needed.
+    """(..., heads * D) with zeros after each half of a head, whose pairs thereby stay pairs; itself
+    if none are needed.
 
     Zeros add nothing to a score, and what comes out of them is zero.
     """
@@ -317,7 +367,9 @@ def _widened(heads: Array, width: int) -> Array:
 
 
 def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array]], None]) -> None:
-    """Let ``fill`` write arrays like :func:`_widened` ones, and put what counts of them into ``rooms``."""
+    """Let ``fill`` write arrays like :func:`_widened` ones, and put what counts of them into
+    ``rooms``.
+    """
     wide = _filled_up(width)
     if wide == width:
         return fill(rooms)
@@ -371,7 +423,9 @@ def _use_attention(
     turns: dict[Hashable, dict[str, tuple[Array, Array]]],
     selection: KernelSelection,
 ) -> None:
-    """Give a known attention block the native form; ``turns`` are the tables of each rotation so far."""
+    """Give a known attention block the native form; ``turns`` are the tables of each rotation so
+    far.
+    """
     shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})
     needed = {"_native_sizes": sizes, "_native_turns": shared, SELECTION: selection}
     mix_in(module, NativeAttention, **needed)

@@ -28,7 +28,9 @@ def available() -> bool:
 
 
 def forward_only(module: Any) -> bool:
-    """Return true if no gradient goes back through ``module``; then nothing needs to be kept for one."""
+    """Return true if no gradient goes back through ``module``; then nothing needs to be kept for
+    one.
+    """
     return bool(getattr(module, FORWARD_ONLY, False))
 
 
@@ -58,7 +60,8 @@ def rows(array: mx.array) -> Array:
 def new(*shape: int) -> tuple[mx.array, Array]:
     """Return an array of anything, and the view through which it is filled.
 
-    It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its sake.
+    It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its
+    sake.
     """
     size = math.prod(shape)
     if size < _LARGE or min(shape[-1], size // shape[-1]) < 2:
@@ -69,14 +72,17 @@ def new(*shape: int) -> tuple[mx.array, Array]:
 
 
 class Unwritten:
-    """Makes arrays that nobody has written: products of a factor for which the native code leaves products out.
+    """Makes arrays that nobody has written: products of a factor for which the native code leaves
+    products out.
 
-    A copy or a fill costs a pass over the memory on one thread: of full training 9 % of a step. Should MLX hand over
-    another pointer, or multiply otherwise, the product of ones is there, which is overwritten as well.
+    A copy or a fill costs a pass over the memory on one thread: of full training 9 % of a step.
+    Should MLX hand over another pointer, or multiply otherwise, the product of ones is there, which
+    is overwritten as well.
 
     Attributes:
-        ones: the factor; as long as it is known to the native code it must be held. ``None`` before the first use: an
-            operation while modules are imported would have MLX read its variables before a run sets them.
+        ones: the factor; as long as it is known to the native code it must be held. ``None`` before
+            the first use: an operation while modules are imported would have MLX read its variables
+            before a run sets them.
     """
 
     def __init__(self) -> None:
@@ -130,7 +136,15 @@ def multiply(
     integers = [ctypes.c_int(each) for each in (*forms, height, columns, inner)]
     factors = (at(x), ctypes.c_int(x.shape[1]), at(y), ctypes.c_int(y.shape[1]))
     beta = ctypes.c_float(1.0 if into is not None and add else 0.0)
-    call("cblas_sgemm", *integers, ctypes.c_float(scale), *factors, beta, at(out), ctypes.c_int(columns))
+    call(
+        "cblas_sgemm",
+        *integers,
+        ctypes.c_float(scale),
+        *factors,
+        beta,
+        at(out),
+        ctypes.c_int(columns),
+    )
     return out
 
 

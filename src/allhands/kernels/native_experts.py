@@ -1,7 +1,8 @@
 """Mixtures of experts whose products are computed at once: for training on Linux CPUs.
 
-MLX computes a separate product for each place on a CPU, and keeps every intermediate result for the backward pass. Here
-the places are sorted by expert, each expert is one product, and only the two halves of SwiGLU are kept.
+MLX computes a separate product for each place on a CPU, and keeps every intermediate result for the
+backward pass. Here the places are sorted by expert, each expert is one product, and only the two
+halves of SwiGLU are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelectio
 
 
 class _Layer:
-    """A linear layer of each expert: a dense one, or one in few bits, of which one expert's at a time is made dense.
+    """A linear layer of each expert: a dense one, or one in few bits, of which one expert's at a
+    time is made dense.
 
     Attributes:
         outputs: features of its results.
@@ -38,14 +40,20 @@ class _Layer:
         self.trained: list[mx.array] = [layer.weight] if dense and "weight" not in frozen else []
 
     def _weight(self, expert: int) -> Array:
-        return floats(rows_of(self._layer, expert).dense()) if self._whole is None else self._whole[expert]
+        return (
+            floats(rows_of(self._layer, expert).dense())
+            if self._whole is None
+            else self._whole[expert]
+        )
 
     def run(self, x: Array, expert: int, into: Array) -> None:
         """The product of (n, in) rows with one expert's (out, in) weight, transposed."""
         multiply(x, self._weight(expert), right=True, into=into, add=False)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        """Return the gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
+        """Return the gradient in the rows; those of ``trained`` are written to ``grads`` for this
+        expert.
+        """
         if grads:
             multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
         return multiply(cotangent, self._weight(expert))
@@ -85,7 +93,10 @@ def _layer_of(layer: Any) -> _Layer | None:
     # Where something is dropped, allhands.model.dropout has put a class of its own.
     if type(layer) is not LoRASwitchLinear or type(layer.dropout) is not nn.Dropout:
         return None
-    if not layer.lora_a.dtype == layer.lora_b.dtype == mx.float32 or (below := _layer_of(layer.linear)) is None:
+    if (
+        not layer.lora_a.dtype == layer.lora_b.dtype == mx.float32
+        or (below := _layer_of(layer.linear)) is None
+    ):
         return None
     # Weights below an adapter that are trained with it: not by this.
     return None if below.trained else _AdaptedExperts(layer)
@@ -97,7 +108,11 @@ class NativeExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         layers = [_layer_of(each) for each in (self.gate_proj, self.up_proj, self.down_proj)]
         known = [each for each in layers if each is not None]
-        if x.dtype != mx.float32 or len(known) < len(layers) or selection_of(self).select("swiglu", "cpu") == PLAIN:
+        if (
+            x.dtype != mx.float32
+            or len(known) < len(layers)
+            or selection_of(self).select("swiglu", "cpu") == PLAIN
+        ):
             return super().__call__(x, indices)
         return experts(x, indices, known, self.gate_proj.num_experts, frozen=forward_only(self))
 
@@ -110,7 +125,9 @@ def substitute(module: Any, selection: KernelSelection = BY_RULE) -> bool:
     return True
 
 
-def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int, *, frozen: bool) -> mx.array:
+def experts(
+    x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int, *, frozen: bool
+) -> mx.array:
     """(..., k, D) results of the experts that each place goes to, not yet weighted.
 
     Args:
@@ -169,7 +186,9 @@ def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int
             in_mine += up.back(mine, in_other, expert, wanted[first:second])
             each[order[part]] = in_mine
         in_x, room = new(*given[0].shape)
-        np.sum(each.reshape(-1, chosen, each.shape[-1]), axis=1, out=room.reshape(-1, each.shape[-1]))
+        np.sum(
+            each.reshape(-1, chosen, each.shape[-1]), axis=1, out=room.reshape(-1, each.shape[-1])
+        )
         halves.clear()
         return in_x, *(array for array, _ in made)
 

@@ -1,7 +1,9 @@
-"""Linear layers whose products are computed at once, also in the backward pass: for training on Linux CPUs.
+"""Linear layers whose products are computed at once, also in the backward pass: for training on
+Linux CPUs.
 
-While MLX differentiates, it keeps all results of its own operations on a trained weight, including every intermediate
-result of the backward pass: that was more than half of a step's memory. MLX does not see the products here.
+While MLX differentiates, it keeps all results of its own operations on a trained weight, including
+every intermediate result of the backward pass: that was more than half of a step's memory. MLX does
+not see the products here.
 """
 
 from __future__ import annotations
@@ -17,12 +19,22 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.instances import give_form
-from allhands.kernels.native_arrays import Array, available, floats, forward_only, multiply, new, rows
+from allhands.kernels.native_arrays import (
+    Array,
+    available,
+    floats,
+    forward_only,
+    multiply,
+    new,
+    rows,
+)
 from allhands.kernels.selection import PLAIN, selection_of
 from allhands.runtime.native_calls import at, call, call_checked
 
 _LEAST_GROUP = 16
-_BLOCK_BYTES = 1 << 18  # that are unpacked at a time: what is made of them stays in the processor's cache
+_BLOCK_BYTES = (
+    1 << 18
+)  # that are unpacked at a time: what is made of them stays in the processor's cache
 
 
 class FrozenProduct(Protocol):
@@ -55,14 +67,20 @@ class CodedProduct:
 
 
 def multiply_codes(
-    x: Array, held: Sequence[Array], to: Array, *, back: bool, rows: tuple[int, int] | None = None, add: bool = False
+    x: Array,
+    held: Sequence[Array],
+    to: Array,
+    *,
+    back: bool,
+    rows: tuple[int, int] | None = None,
+    add: bool = False,
 ) -> None:
     """Write ``x @ w.T``, or with ``back`` ``x @ w``, to ``to``.
 
     Args:
         held: codes, scales and biases, as :class:`CodedProduct` takes them.
-        rows: the first that they are of, and the number of all, of a larger weight; the product is then written to its
-            columns of ``to``, or taken of its columns of ``x``.
+        rows: the first that they are of, and the number of all, of a larger weight; the product is
+            then written to its columns of ``to``, or taken of its columns of ``x``.
         add: whether the product is added to what is there.
     """
     outputs, groups, group = held[0].shape
@@ -72,23 +90,35 @@ def multiply_codes(
     offset = first * x.itemsize
     source = ctypes.c_void_p(x.ctypes.data + (offset if back else 0))
     target = ctypes.c_void_p(to.ctypes.data + (0 if back else offset))
-    call_checked("allhands_coded_product", source, tokens, *map(at, held), sizes, int(back), int(add), target)
+    call_checked(
+        "allhands_coded_product", source, tokens, *map(at, held), sizes, int(back), int(add), target
+    )
 
 
 def coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes, scales and biases of an affine layer, or of rows of one, for :class:`CodedProduct`."""
+    """Return codes, scales and biases of an affine layer, or of rows of one, for
+    :class:`CodedProduct`.
+    """
     shape = *source.scales.shape, source.group_size
     scales, biases = (each.astype(mx.float32)[..., None] for each in (source.scales, source.biases))
     if source.bits in (4, 8):
         packed = np.asarray(source.weight).view(np.uint8)
-        return mx.array((_nibbles(packed) if source.bits == 4 else packed).reshape(shape)), scales, biases
+        return (
+            mx.array((_nibbles(packed) if source.bits == 4 else packed).reshape(shape)),
+            scales,
+            biases,
+        )
     ones = mx.ones_like(source.scales, dtype=mx.float32)
-    integers = mx.dequantize(source.weight, ones, mx.zeros_like(ones), group_size=source.group_size, bits=source.bits)
+    integers = mx.dequantize(
+        source.weight, ones, mx.zeros_like(ones), group_size=source.group_size, bits=source.bits
+    )
     return integers.astype(mx.uint8).reshape(shape), scales, biases
 
 
 def _nibbles(packed: Array) -> Array:
-    """(out, 2 N) halves of (out, N) bytes, the lower one first: ten times as fast as MLX makes them there."""
+    """(out, 2 N) halves of (out, N) bytes, the lower one first: ten times as fast as MLX makes them
+    there.
+    """
     made = np.empty((len(packed), 2 * packed.shape[1]), dtype=np.uint8)
     step = max(1, _BLOCK_BYTES // packed.shape[1])
     for start in range(0, len(packed), step):
@@ -98,7 +128,9 @@ def _nibbles(packed: Array) -> Array:
 
 
 def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """(out, in) float32, which (out, groups, group size) uint8 stand for; the rest as for :class:`CodedProduct`."""
+    """(out, in) float32, which (out, groups, group size) uint8 stand for; the rest as for
+    :class:`CodedProduct`.
+    """
     outputs, groups, group = codes.shape
     sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
     out, room = new(outputs, groups * group)
@@ -115,7 +147,9 @@ class DenseProduct:
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
         out, room = new(*x.shape[:-1], self._weight.shape[int(back)])
-        multiply(rows(x), self._weight, right=not back, into=room.reshape(-1, room.shape[-1]), add=False)
+        multiply(
+            rows(x), self._weight, right=not back, into=room.reshape(-1, room.shape[-1]), add=False
+        )
         return out
 
 
@@ -125,16 +159,24 @@ def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
 
 
 def applied(layer: Any, product: FrozenProduct, x: mx.array) -> mx.array:
-    """Return the product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the
-    layer.
+    """Return the product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes
+    back through the layer.
     """
     return product.run(x) if forward_only(layer) else differentiable(product, x)
 
 
 def adapted(
-    product: FrozenProduct, x: mx.array, a: mx.array, b: mx.array, scale: float, *, frozen: bool = False
+    product: FrozenProduct,
+    x: mx.array,
+    a: mx.array,
+    b: mx.array,
+    scale: float,
+    *,
+    frozen: bool = False,
 ) -> mx.array:
-    """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``; not these if ``frozen``."""
+    """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``; not
+    these if ``frozen``.
+    """
     inner: list[Array] = []
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
@@ -180,7 +222,9 @@ class CodedLayer:
     coded: FrozenProduct | None = None
 
     def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
-        """Return the native product for ``x``, alone or within the operation ``name``; ``None`` if MLX multiplies."""
+        """Return the native product for ``x``, alone or within the operation ``name``; ``None`` if
+        MLX multiplies.
+        """
         if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
             return None
         return self.coded
@@ -191,7 +235,10 @@ class AdaptedLinear(LoRALinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         # Where something is dropped, allhands.model.dropout has put a class of its own.
-        plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
+        plain = (
+            type(self.dropout) is nn.Dropout
+            and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
+        )
         product = _product_of(self.linear, x) if plain else None
         if product is None:
             return super().__call__(x)
@@ -223,7 +270,9 @@ def substitute(module: Any) -> bool:
     """Give a linear layer, adapted or not, the native form; whether it has one."""
     if type(module) is nn.Linear:
         give_form(module, Linear)
-    elif type(module) is LoRALinear and (type(module.linear) in (nn.Linear, Linear) or _is_coded(module.linear)):
+    elif type(module) is LoRALinear and (
+        type(module.linear) in (nn.Linear, Linear) or _is_coded(module.linear)
+    ):
         give_form(module, AdaptedLinear)
     else:
         return False

@@ -1,7 +1,9 @@
-"""Quantised layers that stay packed, for CPUs with little memory: blocks of rows are decoded while they multiply.
+"""Quantised layers that stay packed, for CPUs with little memory: blocks of rows are decoded while
+they multiply.
 
-Scales and biases keep the type in which they are stored. If the mode is affine and operations compute at once, products
-are those of :class:`native_products.CodedProduct`, otherwise MLX's own with dense blocks.
+Scales and biases keep the type in which they are stored. If the mode is affine and operations
+compute at once, products are those of :class:`native_products.CodedProduct`, otherwise MLX's own
+with dense blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from allhands.kernels import native_products
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.native_arrays import floats, forward_only, new
 
-# Size of a block: codes that stay in the processor's cache, and as many rows as a product needs to be fast.
+# Size of a block: codes that stay in the processor's cache, and as many rows as a product needs to
+# be fast.
 _BLOCK_VALUES, _LEAST_ROWS = 1 << 20, 256
 # Up to so many tokens MLX's slow product takes less time than making codes.
 _FEW_TOKENS = 4
@@ -46,7 +49,10 @@ class QuantizedRows:
         """(rows, width) float32."""
         scales, biases = self.scales, self.biases
         if self.mode == "affine":  # MLX would compute in the type of the scales, and round to it
-            scales, biases = scales.astype(mx.float32), None if biases is None else biases.astype(mx.float32)
+            scales, biases = (
+                scales.astype(mx.float32),
+                None if biases is None else biases.astype(mx.float32),
+            )
         how: Any = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         return mx.dequantize(self.weight, scales, biases, **how).astype(mx.float32)
 
@@ -81,7 +87,9 @@ class PackedProduct:
         for first, block in blocks_of_rows(self._layer):
             held = [np.asarray(each) for each in native_products.coded(block)]
             rows = first, self.shape[0]
-            native_products.multiply_codes(values, held, room, back=back, rows=rows, add=back and first > 0)
+            native_products.multiply_codes(
+                values, held, room, back=back, rows=rows, add=back and first > 0
+            )
         return out
 
 
@@ -100,10 +108,14 @@ class _PackedLayer(native_products.CodedLayer):
         x = x.astype(mx.float32)
         if x.size // x.shape[-1] <= _FEW_TOKENS and forward_only(self) and self.mode == "affine":
             parts = self.weight, self.scales.astype(mx.float32), self.biases.astype(mx.float32)
-            return mx.quantized_matmul(x, *parts, transpose=True, group_size=self.group_size, bits=self.bits)
+            return mx.quantized_matmul(
+                x, *parts, transpose=True, group_size=self.group_size, bits=self.bits
+            )
         if (product := self.native_product(x)) is not None:
             return native_products.applied(self, product, x)
-        return with_vjp(partial(_by_blocks, self), lambda _x, cotangent, _y: _by_blocks_back(self, cotangent))(x)
+        return with_vjp(
+            partial(_by_blocks, self), lambda _x, cotangent, _y: _by_blocks_back(self, cotangent)
+        )(x)
 
 
 def _by_blocks(layer: Any, x: mx.array) -> mx.array:
@@ -140,7 +152,9 @@ PACKED = (PackedLinear, PackedEmbedding)
 
 
 class PackedDoRALinear(DoRALinear):
-    """mlx_lm's DoRALinear over a packed layer, whose dense weight is never kept: not for the backward pass either."""
+    """mlx_lm's DoRALinear over a packed layer, whose dense weight is never kept: not for the
+    backward pass either.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         z = (self.dropout(x) @ self.lora_a) @ self.lora_b

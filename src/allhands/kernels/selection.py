@@ -1,7 +1,7 @@
 """Selection of the form of each operation: by rule, or by ``ALLHANDS_KERNELS``.
 
-:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and its training
-functions share; two models of a process may compute in different forms.
+:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and
+its training functions share; two models of a process may compute in different forms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ Kind = Literal["cpu", "metal", "cuda"]
 # A quantised weight is made dense from so many tokens on; below, MLX's quantised product is faster.
 DENSE_FROM_TOKENS = 200
 
-# For each kind of device the forms of an operation, that of the rule first. What has one form only is no choice.
-# ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of the logits.
+# For each kind of device the forms of an operation, that of the rule first. What has one form only
+# is no choice. ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of
+# the logits.
 FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "rms_norm": {"cpu": ("native", PLAIN), "cuda": ("fused", PLAIN)},
     "swiglu": {"cpu": ("native", "polynomial", PLAIN), "cuda": ("fused", PLAIN)},
     "rope": {"cuda": ("fused", PLAIN)},
     "attention": {"cpu": ("native", PLAIN)},
-    "quantized_linear": {"cpu": ("native", PLAIN), "cuda": ("dense", PLAIN), "metal": (PLAIN, "dense")},
+    "quantized_linear": {
+        "cpu": ("native", PLAIN),
+        "cuda": ("dense", PLAIN),
+        "metal": (PLAIN, "dense"),
+    },
     "adapted_linear": {"cpu": ("native", PLAIN)},
     "dequantize": {"cuda": ("fused", PLAIN)},
     "cross_entropy": {"cuda": ("fused", PLAIN)},
@@ -40,7 +45,9 @@ QUANTISED = ("quantized_linear", "adapted_linear", "dequantize")
 
 
 def forms(name: str, kind: Kind, tokens: int) -> tuple[str, ...]:
-    """Return the forms of an operation on a kind of device, that of the rule first; none if it is no choice there."""
+    """Return the forms of an operation on a kind of device, that of the rule first; none if it is
+    no choice there.
+    """
     found = FORMS[name].get(kind, ())
     if name == "quantized_linear" and kind == "cuda" and tokens < DENSE_FROM_TOKENS:
         return tuple(reversed(found))
@@ -51,18 +58,24 @@ class KernelSelection:
     """Selects the forms of one model's operations.
 
     Attributes:
-        requested: requested form of each operation; the key ``""`` has that of all others. It may be replaced until
-            functions are compiled with it.
+        requested: requested form of each operation; the key ``""`` has that of all others. It may
+            be replaced until functions are compiled with it.
         missing: forms that other devices of this kind have, but this process does not.
     """
 
-    def __init__(self, requested: Mapping[str, str] | None = None, missing: Collection[str] = ()) -> None:
+    def __init__(
+        self, requested: Mapping[str, str] | None = None, missing: Collection[str] = ()
+    ) -> None:
         self.requested = dict(requested or {})
         self.missing = frozenset(missing)
 
     def select(self, name: str, kind: Kind, tokens: int = 0) -> str:
-        """Return the form in which to compute an operation for so many tokens, one of :func:`forms`."""
-        return self.explain(name, kind, tokens)[0] if self.requested else forms(name, kind, tokens)[0]
+        """Return the form in which to compute an operation for so many tokens, one of
+        :func:`forms`.
+        """
+        return (
+            self.explain(name, kind, tokens)[0] if self.requested else forms(name, kind, tokens)[0]
+        )
 
     def explain(self, name: str, kind: Kind, tokens: int = 0) -> tuple[str, str]:
         """Return the form in which to compute an operation, and why."""
@@ -71,7 +84,9 @@ class KernelSelection:
         for form in (self.requested.get(name), self.requested.get("")):
             if form in here:
                 return form, f"asked for by {VARIABLE}"
-        return here[0], f"rule for {kind}" if here == list(found) else f"rule for {kind} without {found[0]} operations"
+        return here[0], f"rule for {kind}" if here == list(
+            found
+        ) else f"rule for {kind} without {found[0]} operations"
 
 
 def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[str, str]:
@@ -81,7 +96,9 @@ def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[
         ConfigError: an operation or form that there is not.
     """
     here = {
-        name: [each for each in kinds[kind] if each not in missing] for name, kinds in FORMS.items() if kind in kinds
+        name: [each for each in kinds[kind] if each not in missing]
+        for name, kinds in FORMS.items()
+        if kind in kinds
     }
     requested: dict[str, str] = {}
     for part in (each.strip() for each in text.split(",")):
@@ -91,7 +108,9 @@ def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[
         if part == PLAIN:
             requested[""] = PLAIN
         elif name in requested:
-            raise ConfigError(f"{name} is given twice: {text}", where=VARIABLE, hint="keep one of them")
+            raise ConfigError(
+                f"{name} is given twice: {text}", where=VARIABLE, hint="keep one of them"
+            )
         elif not equals or form not in here.get(name, ()):
             ways = "; ".join(f"{key}={'|'.join(values)}" for key, values in here.items())
             raise ConfigError(

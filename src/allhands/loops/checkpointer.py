@@ -1,4 +1,6 @@
-"""For a person's own loop: model, optimizer and other objects with a state, saved and restored together."""
+"""For a person's own loop: model, optimizer and other objects with a state, saved and restored
+together.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,17 @@ class Checkpointer:
         """Reads and writes nothing yet.
 
         Args:
-            directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``, or of the variable
-                ``ALLHANDS_CHECKPOINT_DIR``.
+            directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``,
+                or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
             model: all its parameters are saved unchanged.
-            optimizer: its whole state is saved, including the step. A constant learning rate stays that of the
-                optimizer at the call of :meth:`restore`; a schedule goes on from the step.
+            optimizer: its whole state is saved, including the step. A constant learning rate stays
+                that of the optimizer at the call of :meth:`restore`; a schedule goes on from the
+                step.
             keep_last: number of checkpoints to keep.
-            frozen: also save parameters that are not trained; without them the model must be loaded as before.
-            **others: objects with ``state_dict`` and ``load_state_dict``, by names of your choice, such as a loader.
+            frozen: also save parameters that are not trained; without them the model must be loaded
+                as before.
+            **others: objects with ``state_dict`` and ``load_state_dict``, by names of your choice,
+                such as a loader.
 
         Raises:
             ConfigError: an argument is not what it should be.
@@ -72,9 +77,13 @@ class Checkpointer:
             lacks = [each for each in has if not hasattr(given, each)]
             if given is not None and (name == "random" or isinstance(given, type) or lacks):
                 hint = f"give {wanted}, or leave it out; plain values go into save(step, values={{...}})"
-                raise ConfigError(f"{name} ({given!r}) has no {' and '.join(has)}", where=_WHERE, hint=hint)
+                raise ConfigError(
+                    f"{name} ({given!r}) has no {' and '.join(has)}", where=_WHERE, hint=hint
+                )
         if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last} keeps no checkpoint", where=_WHERE, hint="give 1 or more")
+            raise ConfigError(
+                f"keep_last={keep_last} keeps no checkpoint", where=_WHERE, hint="give 1 or more"
+            )
         self._directory, self._keep_last, self._frozen = directory, keep_last, frozen
         self._model, self._optimizer, self._others = model, optimizer, others
         self.values: dict[str, Any] = {}
@@ -115,17 +124,19 @@ class Checkpointer:
         return True
 
     def restore(self) -> int:
-        """Restore the state of the latest whole checkpoint; call it on every rank, before the first step.
+        """Restore the state of the latest whole checkpoint; call it on every rank, before the first
+        step.
 
-        MLX's random state is restored, too: rank 0's on all ranks. A constant learning rate of the optimizer stays as
-        it is now. A loop that changes its learning rate by hand has to set it again.
+        MLX's random state is restored, too: rank 0's on all ranks. A constant learning rate of the
+        optimizer stays as it is now. A loop that changes its learning rate by hand has to set it
+        again.
 
         Returns:
             The number of completed steps; 0 if there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others. None of them was
-                changed then, unless one of the others refuses its state.
+            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others.
+                None of them was changed then, unless one of the others refuses its state.
         """
         saved = last_checkpoint(directory=self._directory)
         if saved is None:
@@ -178,11 +189,14 @@ def _described(optimizer: optim.Optimizer) -> str:
 
 def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
     """Refuse the state of another optimizer; ``kind``: its class, where the checkpoint has it."""
-    shared = isinstance(stored, dict) and isinstance(cast("dict[str, Any]", stored).get("states"), list)
+    shared = isinstance(stored, dict) and isinstance(
+        cast("dict[str, Any]", stored).get("states"), list
+    )
     own = _described(optimizer)
     if (kind or own) != own or shared != hasattr(optimizer, "optimizers"):
         raise _unfit(step, f"its optimizer is {kind or 'another'}, the one here is {own}", _HINT)
-    # An optimizer gets its state for each parameter with its first update: before, there is nothing to compare.
+    # An optimizer gets its state for each parameter with its first update: before, there is nothing
+    # to compare.
     if all(getattr(part, "_initialized", False) for part in _parts(optimizer)):
         _require_same(step, stored, optimizer.state, "optimizer")
 
@@ -208,7 +222,9 @@ def _require_same(step: int, stored: Any, here: Any, owner: str) -> None:
 
     was = {name: array.shape for name, array in flatten(stored)}
     now = {name: array.shape for name, array in flatten(here)}
-    if differing := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+    if differing := sorted(
+        name for name in was.keys() | now.keys() if was.get(name) != now.get(name)
+    ):
         name, more = differing[0], f" (and {len(differing) - 1} more)" if differing[1:] else ""
         what = f"{name} is {_shape(was.get(name))} there and {_shape(now.get(name))} in the {owner}{more}"
         raise _unfit(step, what, _HINT)
@@ -223,4 +239,6 @@ def _names(names: set[str]) -> str:
 
 
 def _unfit(step: int, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint of step {step} does not fit: {what}", where=_WHERE, hint=hint)
+    return CheckpointError(
+        f"the checkpoint of step {step} does not fit: {what}", where=_WHERE, hint=hint
+    )

@@ -1,4 +1,6 @@
-"""For a person's own loop: each rank reads its own part of a dataset, in one global order for any number of ranks."""
+"""For a person's own loop: each rank reads its own part of a dataset, in one global order for any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,24 @@ def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
     ...
 
 
-def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Sequence[T] | Iterable[T]:
-    """Return this rank's samples: those whose number, counted from 0, has remainder ``rank`` by the number of ranks.
+def shard(
+    dataset: Indexable[T] | Iterable[T], world: World | None = None
+) -> Sequence[T] | Iterable[T]:
+    """Return this rank's samples: those whose number, counted from 0, has remainder ``rank`` by the
+    number of ranks.
 
-    The parts of the ranks are disjoint and cover the dataset; some ranks have one sample more than others. A loop that
-    sums over ranks in each step needs the same number of steps on all ranks: use :class:`DistributedLoader` for it.
+    The parts of the ranks are disjoint and cover the dataset; some ranks have one sample more than
+    others. A loop that sums over ranks in each step needs the same number of steps on all ranks:
+    use :class:`DistributedLoader` for it.
 
     Args:
-        dataset: an indexable dataset, of which only this rank's samples are read; or an iterable, which is read
-            completely, and the samples of other ranks are dropped.
+        dataset: an indexable dataset, of which only this rank's samples are read; or an iterable,
+            which is read completely, and the samples of other ranks are dropped.
         world: default: :func:`allhands.init`.
 
     Returns:
-        For an indexable dataset a lazy sequence; for an iterable an iterable, repeatable if the dataset is.
+        For an indexable dataset a lazy sequence; for an iterable an iterable, repeatable if the
+        dataset is.
     """
     place = _world(world)
     if _is_indexable(dataset):
@@ -96,8 +103,8 @@ class DistributedLoader(Generic[T]):
         """Create the loader; nothing is read yet.
 
         Args:
-            dataset: indexable, or an iterable: then every rank reads all of it, and keeps its share of two batches at
-                most.
+            dataset: indexable, or an iterable: then every rank reads all of it, and keeps its share
+                of two batches at most.
             batch_size: samples per batch, over all ranks.
             shuffle: ``None``: shuffle an indexable dataset; an iterable keeps its own order.
             seed: of the shuffle, 0 or more.
@@ -106,7 +113,8 @@ class DistributedLoader(Generic[T]):
             world: default: :func:`allhands.init`.
 
         Raises:
-            ConfigError: an argument is not what it should be, or a rank's part of a batch would be empty.
+            ConfigError: an argument is not what it should be, or a rank's part of a batch would be
+                empty.
         """
         self._world = _world(world)
         self._indexable = cast("Indexable[T]", dataset) if _is_indexable(dataset) else None
@@ -138,8 +146,12 @@ class DistributedLoader(Generic[T]):
         return len(_sizes(len(self._indexable), self._batch_size, self._drop_last))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of this epoch. The state counts a batch as soon as it is yielded."""
-        batches = self._of_stream() if self._indexable is None else self._of_numbers(self._indexable)
+        """Yield the remaining batches of this epoch. The state counts a batch as soon as it is
+        yielded.
+        """
+        batches = (
+            self._of_stream() if self._indexable is None else self._of_numbers(self._indexable)
+        )
         for size, samples in batches:
             self._consumed += size
             yield samples if self._collate is None else self._collate(samples)
@@ -157,17 +169,28 @@ class DistributedLoader(Generic[T]):
                 empty = False
                 yield batch
             if empty:
-                raise DataError("an epoch without a single batch", where=_LOADER, hint="give more data")
+                raise DataError(
+                    "an epoch without a single batch", where=_LOADER, hint="give more data"
+                )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, the same on every rank; it is valid for any number of ranks."""
-        return {"seed": self._seed, "epoch": self._epoch, "consumed": self._consumed, "batch_size": self._batch_size}
+        """Return the position as JSON values, the same on every rank; it is valid for any number of
+        ranks.
+        """
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "consumed": self._consumed,
+            "batch_size": self._batch_size,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the samples that ``state`` counts as consumed; the number of ranks may have changed.
+        """Go on after the samples that ``state`` counts as consumed; the number of ranks may have
+        changed.
 
         Raises:
-            CheckpointError: it is not a state, or of a loader with another seed, or too far on in its epoch.
+            CheckpointError: it is not a state, or of a loader with another seed, or too far on in
+                its epoch.
         """
         try:
             given = {name: operator.index(state[name]) for name in self.state_dict()}
@@ -248,7 +271,9 @@ class DistributedLoader(Generic[T]):
 
     def _too_few(self, samples: int, where: str) -> ConfigError:
         size = self._world.size
-        text = f"{where} has {samples} sample{'s' * (samples != 1)} for {size} rank{'s' * (size != 1)}"
+        text = (
+            f"{where} has {samples} sample{'s' * (samples != 1)} for {size} rank{'s' * (size != 1)}"
+        )
         advice = f"batch_size={2 * size} or more, drop_last=True, more data, or fewer ranks"
         if self._drop_last:
             advice = f"a batch_size from {size} to the number of samples, drop_last=False, or fewer ranks"
@@ -290,7 +315,9 @@ class _Every(Iterable[T]):
 
 
 def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
-    """Samples of each batch of an epoch of ``count``: full ones, of which the last shares with what is left over."""
+    """Samples of each batch of an epoch of ``count``: full ones, of which the last shares with what
+    is left over.
+    """
     full, rest = divmod(count, batch_size)
     if not rest or drop_last:
         return [batch_size] * full
@@ -309,7 +336,11 @@ def _taken(held: list[tuple[int, T]], end: int) -> list[T]:
 
 def _is_indexable(dataset: Any) -> bool:
     # A dictionary has both, but not by number.
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+    return (
+        hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+        and not isinstance(dataset, Mapping)
+    )
 
 
 def _no_dataset(dataset: object, where: str) -> ConfigError:
@@ -334,5 +365,7 @@ def _whole(value: int, name: str, least: int) -> int:
     except TypeError:
         number = least - 1
     if number < least:
-        raise ConfigError(f"{name} is {value!r}", where=_LOADER, hint=f"give a whole number, {least} or more")
+        raise ConfigError(
+            f"{name} is {value!r}", where=_LOADER, hint=f"give a whole number, {least} or more"
+        )
     return number

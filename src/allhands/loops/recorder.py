@@ -12,7 +12,14 @@ from allhands.errors import ConfigError, Interrupted
 from allhands.io.names import METRICS_FILE
 from allhands.io.paths import local_path
 from allhands.loops.supervised import whole_step
-from allhands.observe.metrics.events import UNKNOWN, Logged, RunEnded, RunStarted, TrainReport, ValidReport
+from allhands.observe.metrics.events import (
+    UNKNOWN,
+    Logged,
+    RunEnded,
+    RunStarted,
+    TrainReport,
+    ValidReport,
+)
 from allhands.observe.metrics.sinks import JsonlSink
 
 if TYPE_CHECKING:
@@ -51,8 +58,8 @@ class Metrics:
 
         Args:
             directory: of the run.
-            first_step: number of steps done before, as ``Checkpointer.restore()`` returns it: earlier entries of later
-                steps no longer count.
+            first_step: number of steps done before, as ``Checkpointer.restore()`` returns it:
+                earlier entries of later steps no longer count.
             show: function such as ``print`` that also gets each line as text, on rank 0.
             world: default: :func:`allhands.init`.
 
@@ -94,14 +101,17 @@ class Metrics:
         Args:
             step: number of completed steps; not less than in the call before.
             values: numbers or MLX arrays of one element, by name.
-            reduce: reduction over ranks; then every rank must call it, with the same names. ``None``: rank 0's numbers.
-            weight: of this rank in the mean, such as its number of tokens; with weight 0 its values do not matter.
+            reduce: reduction over ranks; then every rank must call it, with the same names.
+                ``None``: rank 0's numbers.
+            weight: of this rank in the mean, such as its number of tokens; with weight 0 its values
+                do not matter.
 
         Returns:
             The numbers; they are the same on all ranks if they were reduced.
 
         Raises:
-            ConfigError: a value is not a number, the step is none or lies before the last one, or the file is closed.
+            ConfigError: a value is not a number, the step is none or lies before the last one, or
+                the file is closed.
         """
         step = self._checked(step, values)
         if reduce not in (None, "mean", "sum"):
@@ -110,7 +120,10 @@ class Metrics:
         if self._sink is not None:
             self._write(self._sink, step, numbers)
             if self._show is not None:
-                self._show(f"step {step}: " + ", ".join(f"{name} {number:.6g}" for name, number in numbers.items()))
+                self._show(
+                    f"step {step}: "
+                    + ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
+                )
         self._step = step
         return numbers
 
@@ -124,7 +137,9 @@ class Metrics:
             hint = 'give numbers by name: {"loss": 1.5}'
             raise ConfigError(f"{values!r} are no values", where=_WHERE, hint=hint)
         if self._ended:
-            raise ConfigError("it is closed", where=_WHERE, hint="log within the `with` block, before close()")
+            raise ConfigError(
+                "it is closed", where=_WHERE, hint="log within the `with` block, before close()"
+            )
         if step < self._step:
             raise ConfigError(
                 f"step {step} comes after step {self._step}",
@@ -133,26 +148,43 @@ class Metrics:
             )
         return step
 
-    def _reduced(self, values: Mapping[str, Number], reduce: str | None, weight: Number) -> dict[str, float]:
+    def _reduced(
+        self, values: Mapping[str, Number], reduce: str | None, weight: Number
+    ) -> dict[str, float]:
         if reduce is None or self._world.is_alone:
-            return {name: _number(value, name) for name, value in values.items()} if self._world.is_main else {}
+            return (
+                {name: _number(value, name) for name, value in values.items()}
+                if self._world.is_main
+                else {}
+            )
         import mlx.core as mx
 
-        together = mx.array([_number(value, name) for name, value in values.items()], dtype=mx.float32)
-        result = self._world.mean(together, weight) if reduce == "mean" else self._world.all_sum(together)
+        together = mx.array(
+            [_number(value, name) for name, value in values.items()], dtype=mx.float32
+        )
+        result = (
+            self._world.mean(together, weight)
+            if reduce == "mean"
+            else self._world.all_sum(together)
+        )
         return dict(zip(values, cast("list[float]", result.tolist()), strict=True))
 
     def _write(self, sink: JsonlSink, step: int, numbers: dict[str, float]) -> None:
         now = time.monotonic()
         elapsed, since = now - self._begin, now - self._last
         self._last = now
-        more = {name: number for name, number in numbers.items() if name not in (*_KNOWN, "valid_loss")}
+        more = {
+            name: number for name, number in numbers.items() if name not in (*_KNOWN, "valid_loss")
+        }
         if "loss" in numbers:
             known = {name: _typed(name, numbers[name]) for name in _KNOWN if name in numbers}
             report = _train(step, known, elapsed, since / max(step - self._step, 1))
             sink.emit(report, more, without=UNKNOWN.keys() - known.keys())
         elif len(numbers) > ("valid_loss" in numbers):
-            sink.emit(Logged(step, elapsed), {name: n for name, n in numbers.items() if name != "valid_loss"})
+            sink.emit(
+                Logged(step, elapsed),
+                {name: n for name, n in numbers.items() if name != "valid_loss"},
+            )
         if "valid_loss" in numbers:
             loss = numbers["valid_loss"]
             sink.emit(ValidReport(step, loss, 0, elapsed, 0.0, loss < self._best))
@@ -166,7 +198,9 @@ class Metrics:
 
 
 def _started(name: str, world: World, first_step: int) -> RunStarted:
-    """The line by which a reader tells a restart; what only a run of ``allhands train`` has is empty."""
+    """The line by which a reader tells a restart; what only a run of ``allhands train`` has is
+    empty.
+    """
     unknown: dict[str, Any] = dict.fromkeys(
         ("batch_size", "total_steps", "trainable_params", "total_params", "num_train_examples"), 0
     )
@@ -192,7 +226,9 @@ def _typed(name: str, number: float) -> Any:
     return (int(number),) if isinstance(usual, tuple) else int(number)
 
 
-def _train(step: int, known: Mapping[str, Any], elapsed_s: float, step_time_s: float) -> TrainReport:
+def _train(
+    step: int, known: Mapping[str, Any], elapsed_s: float, step_time_s: float
+) -> TrainReport:
     given: dict[str, Any] = {**UNKNOWN, **known}
     return TrainReport(step=step, step_time_s=step_time_s, elapsed_s=elapsed_s, **given)
 

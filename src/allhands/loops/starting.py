@@ -20,7 +20,15 @@ _RUN_NAME = "__allhands_rank__"
 _WHERE = "allhands.launch"
 # Those of the command `allhands launch`, beside the number of ranks.
 _OPTIONS = (
-    *("hostfile", "hosts", "backend", "cores_per_rank", "min_ranks", "max_restarts", "hang_timeout_s"),
+    *(
+        "hostfile",
+        "hosts",
+        "backend",
+        "cores_per_rank",
+        "min_ranks",
+        "max_restarts",
+        "hang_timeout_s",
+    ),
     *("start_timeout_s", "stop_grace_s", "log_dir", "checkpoints", "tag_output"),
 )
 
@@ -69,14 +77,20 @@ def launch(
     if interrupted or code == Interrupted.exit_code:
         raise Interrupted("stopped by Ctrl-C", where=_WHERE)
     if code:
-        raise DistributedError(f"the ranks ended with code {code}", where=_WHERE, hint="see what was said before")
+        raise DistributedError(
+            f"the ranks ended with code {code}", where=_WHERE, hint="see what was said before"
+        )
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             near = difflib.get_close_matches(name, ("arguments", "num_ranks", *_OPTIONS), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are num_ranks, {', '.join(_OPTIONS)}"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"there are num_ranks, {', '.join(_OPTIONS)}"
+            )
             raise ConfigError(f"there is no argument {name}", where=_WHERE, hint=hint)
 
 
@@ -94,14 +108,18 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 def _script(target: object, arguments: Sequence[object] | Mapping[str, Any]) -> list[str]:
     if not isinstance(target, str | Path):
-        raise ConfigError(f"{target!r} cannot be started", where=_WHERE, hint="give a script's path or a function")
+        raise ConfigError(
+            f"{target!r} cannot be started", where=_WHERE, hint="give a script's path or a function"
+        )
     if isinstance(arguments, Mapping | str):
         hint = 'give its words: ["--steps", "100"]'
         raise ConfigError("the arguments of a script are a list", where=_WHERE, hint=hint)
     return [sys.executable, local_path(target, _WHERE), *map(str, arguments)]
 
 
-def _call(function: Callable[..., object], arguments: Sequence[object] | Mapping[str, Any]) -> list[str]:
+def _call(
+    function: Callable[..., object], arguments: Sequence[object] | Mapping[str, Any]
+) -> list[str]:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     file = getattr(sys.modules.get(str(module)), "__file__", None)
     if name is None or file is None or not str(name).isidentifier():
@@ -111,10 +129,14 @@ def _call(function: Callable[..., object], arguments: Sequence[object] | Mapping
             hint="each rank imports it: write it with `def` at the left margin of a script or module",
         )
     try:
-        text = json.dumps(dict(arguments) if isinstance(arguments, Mapping) else list(arguments), allow_nan=False)
+        text = json.dumps(
+            dict(arguments) if isinstance(arguments, Mapping) else list(arguments), allow_nan=False
+        )
     except (TypeError, ValueError) as error:
         hint = "give texts, numbers, lists and dictionaries"
-        raise ConfigError(f"an argument is not a JSON value: {error}", where=_WHERE, hint=hint) from None
+        raise ConfigError(
+            f"an argument is not a JSON value: {error}", where=_WHERE, hint=hint
+        ) from None
     # A module of a package is known by its name only, a script or single file by its path.
     place = str(module) if "." in str(module) else str(Path(file).resolve())
     return [sys.executable, "-m", __name__, place, str(name), text]

@@ -1,7 +1,8 @@
 """For a person's own MLX program: reports of progress, requests to stop, and checkpoints.
 
-With two lines a program survives its machines under ``allhands launch``: :func:`last_checkpoint` before the loop and
-``if allhands.progress(step): break`` in it. Both also work under other launchers and without one, without restarts.
+With two lines a program survives its machines under ``allhands launch``: :func:`last_checkpoint`
+before the loop and ``if allhands.progress(step): break`` in it. Both also work under other
+launchers and without one, without restarts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, quick_step, write_checkpoint
+from allhands.checkpoints import (
+    checkpoint_path,
+    checkpoints_in,
+    latest,
+    prune,
+    quick_step,
+    write_checkpoint,
+)
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
@@ -56,17 +64,18 @@ class Saved:
 def progress(step: int, *, together: bool = True) -> bool:
     """Tell the supervisor that ``step`` steps are done; return whether to save and end now.
 
-    Call it on every rank, after each step, in the thread that trains. The first call ends the start-up. From then on
-    Ctrl-C and SIGTERM do not end the program. Instead this function returns ``True``, on all ranks at the same step. It
-    also does so if the supervisor wants to go on with other computers. The program's exit code is then that of a stop
-    (130, 143, or 75 to the supervisor), and the program counts as unfinished. A second Ctrl-C ends it at once.
+    Call it on every rank, after each step, in the thread that trains. The first call ends the
+    start-up. From then on Ctrl-C and SIGTERM do not end the program. Instead this function returns
+    ``True``, on all ranks at the same step. It also does so if the supervisor wants to go on with
+    other computers. The program's exit code is then that of a stop (130, 143, or 75 to the
+    supervisor), and the program counts as unfinished. A second Ctrl-C ends it at once.
 
     It may be called again for the same step, as a heartbeat within a long validation.
 
     Args:
         step: number of steps done so far.
-        together: ranks agree, by a sum of one number over the group. ``False``: each rank gets its own answer, for
-            programs whose ranks do not take the same steps.
+        together: ranks agree, by a sum of one number over the group. ``False``: each rank gets its
+            own answer, for programs whose ranks do not take the same steps.
 
     Raises:
         ConfigError: ``step`` is not a whole number from 0.
@@ -83,17 +92,19 @@ def save_checkpoint(
     directory: str | Path | None = None,
     keep_last: int = 2,
 ) -> None:
-    """Write a checkpoint that is whole or absent, whatever happens meanwhile; call it on every rank.
+    """Write a checkpoint that is whole or absent, whatever happens meanwhile; call it on every
+    rank.
 
     Rank 0 writes and returns when it is on the disk; the others return at once.
 
     Args:
         step: steps done.
-        arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their parameters), such as
-            ``{"model": model, "optimizer": optimizer.state, "random": mx.random.state}``.
+        arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their
+            parameters), such as ``{"model": model, "optimizer": optimizer.state, "random":
+            mx.random.state}``.
         values: further state, as JSON values.
-        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
-            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or
+            else its log directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
         keep_last: number of checkpoints to keep; older ones are removed.
 
     Raises:
@@ -102,7 +113,11 @@ def save_checkpoint(
         CheckpointError: the directory has later checkpoints, from which this program did not go on.
     """
     if keep_last < 1:
-        raise ConfigError(f"keep_last={keep_last} keeps no checkpoint", where="save_checkpoint", hint="give 1 or more")
+        raise ConfigError(
+            f"keep_last={keep_last} keeps no checkpoint",
+            where="save_checkpoint",
+            hint="give 1 or more",
+        )
     from allhands.io.nested import check_plain, take_apart
 
     plain = dict(values or {})
@@ -115,14 +130,15 @@ def save_checkpoint(
 
 
 def last_checkpoint(*, directory: str | Path | None = None, together: bool = True) -> Saved | None:
-    """Return the content of the latest whole checkpoint, or ``None`` if there is none; call it on every rank.
+    """Return the content of the latest whole checkpoint, or ``None`` if there is none; call it on
+    every rank.
 
-    If ranks are on several computers, a rank with the latest checkpoint reads it and sends it to the others over MLX's
-    group, so they need not share files.
+    If ranks are on several computers, a rank with the latest checkpoint reads it and sends it to
+    the others over MLX's group, so they need not share files.
 
     Args:
-        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
-            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or
+            else its log directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
         together: ``False``: every rank looks for a checkpoint and reads it alone.
 
     Raises:
@@ -170,7 +186,9 @@ def _session() -> _Session:
     """The one of this process."""
     launch = launch_here()
     run_dir, log_dir = os.environ.get("ALLHANDS_RUN_DIR"), os.environ.get("ALLHANDS_LOG_DIR")
-    context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
+    context = WorkerContext(
+        launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None
+    )
     return _Session(launch, context, os.environ.get("ALLHANDS_RUN_ID") or secrets.token_hex(8))
 
 
@@ -216,7 +234,8 @@ class _Session:
 
         worker = self.take_over()
         worker.beat("save", contents.step)
-        # On all ranks: what is not computed yet may need all of them, and must not be left to rank 0 alone.
+        # On all ranks: what is not computed yet may need all of them, and must not be left to rank
+        # 0 alone.
         mx.eval(list(contents.arrays.values()))
         if self.launch.rank == 0:
             self._write(contents, directory, keep_last)
@@ -235,7 +254,11 @@ class _Session:
         group = self._communicator(worker) if together else None
         if group is None or group.size == 1:
             found = self._found(directory)
-            return None if found is None else _saved(found.state["program"], local_arrays(found, _ARRAYS))
+            return (
+                None
+                if found is None
+                else _saved(found.state["program"], local_arrays(found, _ARRAYS))
+            )
         leader = self._leader(group, directory)
         if leader is None:
             return None
@@ -245,7 +268,9 @@ class _Session:
         return None if described is None else _saved(described, shared_arrays(led, found, _ARRAYS))
 
     def _leader(self, group: Communicator, directory: Path) -> int | None:
-        """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same on all ranks."""
+        """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same
+        on all ranks.
+        """
         import mlx.core as mx
 
         # By sizes alone: the sums are computed by the one that reads.
@@ -256,11 +281,17 @@ class _Session:
         return steps.index(max(steps)) if max(steps) >= 0 else None
 
     def take_over(self) -> WorkerContext:
-        """Return the contact with the supervisor, which sees to signals and uncaught errors from the first call on.
+        """Return the contact with the supervisor, which sees to signals and uncaught errors from
+        the first call on.
 
-        Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is.
+        Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what
+        it is.
         """
-        if not self.installed and threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
+        if (
+            not self.installed
+            and threading.current_thread() is threading.main_thread()
+            and not hasattr(sys, "ps1")
+        ):
             self.installed = True
             self.context = contact()
         return self.context
@@ -295,7 +326,9 @@ class _Session:
             _refuse_later(directory, step)
             self.seen.add(directory)
         state, tensors = {"program": contents.described()}, {_ARRAYS: tensors_of(contents.arrays)}
-        written = write_checkpoint(checkpoint_path(directory, step), step, self.run_id, state, tensors)
+        written = write_checkpoint(
+            checkpoint_path(directory, step), step, self.run_id, state, tensors
+        )
         removed = prune(directory, keep_last, None, (), written)
         if removed and directory in self.inherited:
             # There are enough of this run: those that it went on from are older than all of them.
@@ -321,15 +354,18 @@ class _Session:
         return found
 
     def _leave_at_end(self) -> None:
-        """See to it that the code of the stop becomes the program's, whose own end it may be unaware of."""
+        """See to it that the code of the stop becomes the program's, whose own end it may be
+        unaware of.
+        """
         atexit.unregister(self._leave)
         atexit.register(self._leave)
 
     def _leave(self) -> NoReturn:
         """End with that code, after everything else that was to be done at the end.
 
-        Python calls this before what was registered earlier. (What the program registered since would be called
-        once more: it is registered again with each call of ours, to be among the first.)
+        Python calls this before what was registered earlier. (What the program registered since
+        would be called once more: it is registered again with each call of ours, to be among the
+        first.)
         """
         atexit.unregister(self._leave)
         try:
@@ -341,7 +377,9 @@ class _Session:
 
 
 def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
-    """The content that a person gave, as a checkpoint has it; its arrays are read now, one after the other."""
+    """The content that a person gave, as a checkpoint has it; its arrays are read now, one after
+    the other.
+    """
     from allhands.io.nested import put_together
 
     read = {name: stored.read() for name, stored in arrays.items()}
@@ -349,7 +387,9 @@ def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]
 
 
 def _refuse_later(directory: Path, step: int) -> None:
-    """Refuse to begin anew beside later checkpoints: after the next fault the program would go on from those."""
+    """Refuse to begin anew beside later checkpoints: after the next fault the program would go on
+    from those.
+    """
     later = [path for path in checkpoints_in(directory) if int(path.name.rpartition("-")[2]) > step]
     if later:
         raise CheckpointError(
@@ -371,7 +411,9 @@ def whole_step(step: int, where: str) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise ConfigError(f"step is {step!r}", where=where, hint="give the number of steps done: 0, 1, 2, ...")
+        raise ConfigError(
+            f"step is {step!r}", where=where, hint="give the number of steps done: 0, 1, 2, ..."
+        )
     return number
 
 

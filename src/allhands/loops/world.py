@@ -21,15 +21,18 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, and this process's place among them; :func:`init` returns it.
+    """The processes that train together, and this process's place among them; :func:`init` returns
+    it.
 
     Attributes:
         rank: number of this process, from 0.
         size: number of processes on all computers.
         local_rank: number of this process among those of this computer.
         local_size: number of processes on this computer.
-        backend: library that connects them: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"``, or ``"none"`` for one.
-        launcher: program that started them: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ..., or ``"single"``.
+        backend: library that connects them: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"``, or
+            ``"none"`` for one.
+        launcher: program that started them: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ...,
+            or ``"single"``.
     """
 
     rank: int
@@ -52,7 +55,9 @@ class World:
 
     @property
     def group(self) -> Any:
-        """The group of ``mx.distributed`` for MLX's own functions; ``None`` (no group to them) if alone."""
+        """The group of ``mx.distributed`` for MLX's own functions; ``None`` (no group to them) if
+        alone.
+        """
         return getattr(self.communicator, "group", None)
 
     def by_itself(self) -> World:
@@ -62,19 +67,23 @@ class World:
         return World(0, 1, 0, 1, "none", self.launcher, SingleProcess())
 
     def all_sum(self, value: mx.array | float) -> mx.array:
-        """Return the element-wise sum over ranks; every rank must call it, with the same shape and dtype."""
+        """Return the element-wise sum over ranks; every rank must call it, with the same shape and
+        dtype.
+        """
         return self.communicator.all_sum(_array(value))
 
     def all_gather(self, value: mx.array | float) -> mx.array:
-        """Return the arrays of all ranks joined along the first axis; a number counts as an array of one."""
+        """Return the arrays of all ranks joined along the first axis; a number counts as an array
+        of one.
+        """
         array = _array(value)
         return self.communicator.all_gather(array.reshape(1) if array.ndim == 0 else array)
 
     def mean(self, value: mx.array | float, weight: mx.array | float = 1.0) -> mx.array:
         """Return the weighted mean over ranks in float32; every rank must call it.
 
-        ``weight`` is for example the rank's number of tokens. The value of a rank with weight 0 does not matter. If all
-        weights are 0, the mean is 0.
+        ``weight`` is for example the rank's number of tokens. The value of a rank with weight 0
+        does not matter. If all weights are 0, the mean is 0.
         """
         import mlx.core as mx
 
@@ -82,10 +91,14 @@ class World:
         array = _array(value).astype(mx.float32)
         total = self.all_sum(mx.where(share > 0, array * share, mx.zeros_like(array)))
         weights = self.all_sum(share)
-        return mx.where(weights > 0, total / mx.where(weights > 0, weights, 1.0), mx.zeros_like(total))
+        return mx.where(
+            weights > 0, total / mx.where(weights > 0, weights, 1.0), mx.zeros_like(total)
+        )
 
     def barrier(self) -> None:
-        """Wait until every rank has called it. Then another thread may exchange, if all earlier arrays are computed."""
+        """Wait until every rank has called it. Then another thread may exchange, if all earlier
+        arrays are computed.
+        """
         from allhands.distributed.backend import finish_exchanges
         from allhands.distributed.reduce import barrier
 
@@ -94,19 +107,21 @@ class World:
 
 
 def init(size: int | None = None) -> World:
-    """Return the world of this process. The first call joins the ranks and checks the group; every rank must make it.
+    """Return the world of this process. The first call joins the ranks and checks the group; every
+    rank must make it.
 
-    ``allhands launch``, ``mpirun``, ``mlx.launch``, ``srun``, ``torchrun`` and cloud platforms are recognised by the
-    variables that they set. The group is accepted only after a correct sum over all ranks, so a program that was
-    started with four processes never trains alone by mistake. Without a launcher the world has one process.
+    ``allhands launch``, ``mpirun``, ``mlx.launch``, ``srun``, ``torchrun`` and cloud platforms are
+    recognised by the variables that they set. The group is accepted only after a correct sum over
+    all ranks, so a program that was started with four processes never trains alone by mistake.
+    Without a launcher the world has one process.
 
     Args:
         size: the required number of processes; ``None``: any.
 
     Raises:
         ConfigError: there are more or fewer than ``size``.
-        DistributedError: the launcher's variables contradict each other, the ranks cannot connect, or the group has
-            another size than the launcher has promised.
+        DistributedError: the launcher's variables contradict each other, the ranks cannot connect,
+            or the group has another size than the launcher has promised.
     """
     launch = launch_here()
     if size is not None and size != launch.size:
@@ -144,7 +159,10 @@ def world_of(launch: Launch, communicator: Communicator) -> World:
 
 def _check_tokens(num_tokens: object, reduction: str) -> None:
     if reduction not in ("mean", "sum"):
-        raise _wrong(f"reduction={reduction!r}", "use 'mean' or 'sum', as the loss is over this rank's tokens")
+        raise _wrong(
+            f"reduction={reduction!r}",
+            "use 'mean' or 'sum', as the loss is over this rank's tokens",
+        )
     if num_tokens is None and reduction == "sum":
         raise _wrong("a sum over tokens, but not of how many", "give num_tokens=...")
     if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
@@ -199,7 +217,10 @@ def average_gradients(
     if isinstance(communication_stream, mx.Dtype):  # its place in earlier versions of MLX
         raise _wrong("communication_stream is a dtype", "write communication_type=... before it")
     if communication_type is not None and not mx.issubdtype(communication_type, mx.floating):
-        raise _wrong(f"{communication_type} cannot hold gradients", "use mx.float32, mx.bfloat16 or mx.float16")
+        raise _wrong(
+            f"{communication_type} cannot hold gradients",
+            "use mx.float32, mx.bfloat16 or mx.float16",
+        )
     _check_tokens(num_tokens, reduction)
     if isinstance(group, World):
         communicator = group.communicator

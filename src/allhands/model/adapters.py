@@ -1,4 +1,6 @@
-"""Trainable parameters: LoRA and DoRA adapters or the weights themselves, saved as mlx_lm reads them."""
+"""Trainable parameters: LoRA and DoRA adapters or the weights themselves, saved as mlx_lm reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Trainable:
     Attributes:
         num_layers: blocks that are trained, counted from the last; -1 for all.
         parameters: number of trained parameters.
-        total_parameters: of the whole model; a quantised weight counts its values, not its packed words.
+        total_parameters: of the whole model; a quantised weight counts its values, not its packed
+            words.
         unmatched: adapter keys that name nothing.
     """
 
@@ -47,11 +50,13 @@ class Trainable:
 
 
 def make_trainable(model: Any, config: TrainConfig) -> Trainable:
-    """Freeze ``model`` and make the parameters of ``config``'s method trainable; nothing is computed or read yet.
+    """Freeze ``model`` and make the parameters of ``config``'s method trainable; nothing is
+    computed or read yet.
 
     Raises:
-        ConfigError: more layers than the model has, adapter keys that match nothing (in a resumed run, or for an
-            adapter that is only tested, a note names them), full fine-tuning of quantised weights.
+        ConfigError: more layers than the model has, adapter keys that match nothing (in a resumed
+            run, or for an adapter that is only tested, a note names them), full fine-tuning of
+            quantised weights.
         ModelError: no layer can have an adapter.
     """
     total = count_parameters(model)
@@ -66,9 +71,13 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
         mx.random.seed(config.seed)
         use_dora = config.fine_tune_type == "dora"
         try:
-            linear_to_lora_layers(model, num_layers, config.lora_parameters.model_dump(), use_dora=use_dora)
+            linear_to_lora_layers(
+                model, num_layers, config.lora_parameters.model_dump(), use_dora=use_dora
+            )
         except ValueError as error:
-            raise ConfigError(str(error), where="--lora-parameters", hint="choose other keys") from None
+            raise ConfigError(
+                str(error), where="--lora-parameters", hint="choose other keys"
+            ) from None
     trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
         raise no_such_keys(config, names, config.lora_parameters.keys or ())
@@ -81,20 +90,32 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
 def untrained(model: Any) -> Trainable:
     """Freeze a model that is not trained."""
     for _, module in model.named_modules():
-        if "_no_grad" not in vars(module):  # recurrent_gemma of mlx_lm leaves MLX's own initialisation out
+        if "_no_grad" not in vars(
+            module
+        ):  # recurrent_gemma of mlx_lm leaves MLX's own initialisation out
             module._no_grad = set()
     model.freeze()
     return Trainable(0, 0, count_parameters(model))
 
 
-def no_such_keys(config: TrainConfig, names: Iterable[str], unmatched: Sequence[str]) -> AllhandsError:
+def no_such_keys(
+    config: TrainConfig, names: Iterable[str], unmatched: Sequence[str]
+) -> AllhandsError:
     """Return the error for ``unmatched`` adapter keys; ``names`` are the linear layers of blocks."""
     if not config.lora_parameters.keys:
         problem = "mlx_lm finds no layer in this model that could have an adapter"
         full = use_of(config.model_copy(update={"fine_tune_type": "full"}))
-        hint = "take another model" if full is None or fails(full) else "train it in full: --fine-tune-type full"
+        hint = (
+            "take another model"
+            if full is None or fails(full)
+            else "train it in full: --fine-tune-type full"
+        )
         return ModelError(problem, where=config.model, hint=hint)
-    blocks = "any block" if config.num_layers in (None, -1) else f"the last {counted(config.num_layers, 'block')}"
+    blocks = (
+        "any block"
+        if config.num_layers in (None, -1)
+        else f"the last {counted(config.num_layers, 'block')}"
+    )
     return ConfigError(
         f"adapter keys that name no layer of {blocks}: {', '.join(unmatched)}",
         where="--lora-parameters",
@@ -107,7 +128,11 @@ def _unmatched(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, .
     keys = config.lora_parameters.keys if config.fine_tune_type != "full" else None
     if not keys:
         return ()
-    known = {name for part in (*model.layers[-max(num_layers, 0) :], model) for name, _ in part.named_modules()}
+    known = {
+        name
+        for part in (*model.layers[-max(num_layers, 0) :], model)
+        for name, _ in part.named_modules()
+    }
     return tuple(key for key in keys if key not in known)
 
 
@@ -159,7 +184,9 @@ def _unfreeze(model: Any, num_layers: int) -> None:
 
 
 def _require_rank(model: Any, num_layers: int, rank: int) -> None:
-    """A matrix has no larger rank than its sides are long; far beyond, memory ends before anything is said."""
+    """A matrix has no larger rank than its sides are long; far beyond, memory ends before anything
+    is said.
+    """
     sides: list[int] = []
     for block in model.layers[-max(num_layers, 0) :]:
         for _, module in block.named_modules():
@@ -167,20 +194,32 @@ def _require_rank(model: Any, num_layers: int, rank: int) -> None:
                 sides += weight_shape(module)
     if rank > max(sides, default=rank):
         problem = f"the rank {rank} is more than the longest side of any layer, {max(sides)}"
-        hint = "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
+        hint = (
+            "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
+        )
         raise ConfigError(problem, where="--lora-parameters", hint=hint)
 
 
 def weight_shape(module: Any) -> tuple[int, int]:
-    """Return (out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
+    """Return (out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised
+    or not.
+    """
     rows, columns = module.weight.shape[-2:]
     return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
 
 
 def _linear_names(model: Any, num_layers: int) -> list[str]:
     """Return the linear layers of all trained blocks, which may be of several kinds."""
-    modules = [pair for block in reversed(model.layers[-max(num_layers, 0) :]) for pair in block.named_modules()]
-    return list(dict.fromkeys(name for name, module in modules if isinstance(module, nn.Linear | nn.QuantizedLinear)))
+    modules = [
+        pair
+        for block in reversed(model.layers[-max(num_layers, 0) :])
+        for pair in block.named_modules()
+    ]
+    return list(
+        dict.fromkeys(
+            name for name, module in modules if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        )
+    )
 
 
 def trained_weights(model: nn.Module) -> dict[str, mx.array]:
@@ -193,7 +232,8 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
 
     Args:
         new: True if the model is trained from scratch, so that other options give it another shape.
-        tested: True if the weights are an adapter that is only tested, made trainable as its own directory says.
+        tested: True if the weights are an adapter that is only tested, made trainable as its own
+            directory says.
 
     Raises:
         ModelError: unreadable file, or names or shapes that do not fit.
@@ -203,10 +243,14 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
     except (RuntimeError, ValueError, OSError) as error:
         reason = "no such file" if not path.exists() else f"it cannot be read ({error})"
         raise ModelError(
-            f"adapter weights: {reason}", where=str(path), hint=meant(path, "check --resume-adapter-file")
+            f"adapter weights: {reason}",
+            where=str(path),
+            hint=meant(path, "check --resume-adapter-file"),
         ) from None
     trained = trained_weights(model)
-    wanted, there = ({name: tuple(value.shape) for name, value in each.items()} for each in (trained, loaded))
+    wanted, there = (
+        {name: tuple(value.shape) for name, value in each.items()} for each in (trained, loaded)
+    )
     if problem := _difference(wanted, there):
         if tested:
             raise unfit(problem, path.parent)
@@ -233,7 +277,9 @@ def _difference(wanted: Shapes, there: Shapes) -> str | None:
 def unfit(problem: str, directory: Path) -> ModelError:
     """Return the error for an adapter in ``directory`` that belongs to another model."""
     hint = "use the model that the adapter was trained on (see adapter_config.json)"
-    return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=hint)
+    return ModelError(
+        f"the adapter does not fit the model: {problem}", where=str(directory), hint=hint
+    )
 
 
 def adapter_config(
@@ -243,13 +289,16 @@ def adapter_config(
     dated: datetime | None = None,
     stop_tokens: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved.
+    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads
+    resolved.
 
     Args:
         dated: the moment whose date the chat template wrote; ``None`` if it writes none.
         stop_tokens: tokens that end the trained answers, if the model itself does not stop there.
     """
-    values = config.model_dump(mode="json") | ({} if dated is None else {DATE_KEY: dated.isoformat()})
+    values = config.model_dump(mode="json") | (
+        {} if dated is None else {DATE_KEY: dated.isoformat()}
+    )
     values.update(num_layers=num_layers, model=model_path, stop_tokens=list(stop_tokens))
     if config.fine_tune_type == "full":
         values["lora_parameters"] = None
@@ -257,10 +306,11 @@ def adapter_config(
 
 
 def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
-    """``config`` with the method, layers and adapter shape that the adapter in ``directory`` was trained with.
+    """``config`` with the method, layers and adapter shape that the adapter in ``directory`` was
+    trained with.
 
-    So an adapter can be tested without repeating its options. A directory without ``adapter_config.json`` changes
-    nothing.
+    So an adapter can be tested without repeating its options. A directory without
+    ``adapter_config.json`` changes nothing.
 
     Raises:
         ModelError: the file is unreadable or has impossible values.
@@ -281,8 +331,8 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def dated_as(directory: Path) -> datetime | None:
-    """Return the moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says
-    so.
+    """Return the moment whose date the chat template wrote when the adapter in ``directory`` was
+    trained, if it says so.
     """
     try:
         said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
@@ -300,12 +350,16 @@ def adapter_config_text(values: dict[str, Any]) -> str:
 
 
 def save_template(text: str | None, directory: Path) -> None:
-    """Write the chat template that an adapter was trained with beside it, or remove that of an earlier one."""
+    """Write the chat template that an adapter was trained with beside it, or remove that of an
+    earlier one.
+    """
     file = directory / TEMPLATE_FILE
     if text is None:
         file.unlink(missing_ok=True)
     else:
-        write_whole(file, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True)
+        write_whole(
+            file, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True
+        )
 
 
 def save_adapter_config(values: dict[str, Any], directory: Path) -> None:

@@ -1,8 +1,9 @@
 """Balanced experts of a mixture: without balancing a router soon sends all tokens to a few experts.
 
-The loss is that of Shazeer et al. and the Switch Transformer (arXiv 2101.03961, equation 4). It is computed separately
-for each text, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): over a whole batch it would depend on the ranks'
-shares. It is added in the backward pass only, so that the reported loss stays that of the text.
+The loss is that of Shazeer et al. and the Switch Transformer (arXiv 2101.03961, equation 4). It is
+computed separately for each text, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): over a whole
+batch it would depend on the ranks' shares. It is added in the backward pass only, so that the
+reported loss stays that of the text.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from allhands.kernels.instances import give_form
 
 
 def balance_experts(model: nn.Module, coefficient: float) -> int:
-    """Let the routers of ``model`` learn to send the same number of tokens to each expert; return their number.
+    """Let the routers of ``model`` learn to send the same number of tokens to each expert; return
+    their number.
 
-    Only instances change, by a subclass of their own class; the names and values of parameters stay.
+    Only instances change, by a subclass of their own class; the names and values of parameters
+    stay.
 
     Args:
         coefficient: of the loss, beside a mean over tokens; 0 changes nothing.
@@ -27,15 +30,20 @@ def balance_experts(model: nn.Module, coefficient: float) -> int:
     changed = 0
     for module in model.modules():
         gate, chosen = getattr(module, "gate", None), getattr(module, "num_experts_per_tok", None)
-        if coefficient and type(gate) is nn.Linear and isinstance(chosen, int) and "switch_mlp" in module:
+        if (
+            coefficient
+            and type(gate) is nn.Linear
+            and isinstance(chosen, int)
+            and "switch_mlp" in module
+        ):
             give_form(gate, _Router, _balance=(chosen, coefficient))
             changed += 1
     return changed
 
 
 def balance_together(module: nn.Module, num_ranks: int) -> None:
-    """Let ``module``'s router, if it learns this loss, learn a part of it on each of so many ranks, whose gradients of
-    the router are added up.
+    """Let ``module``'s router, if it learns this loss, learn a part of it on each of so many ranks,
+    whose gradients of the router are added up.
     """
     if isinstance(gate := module.get("gate"), _Router):
         chosen, coefficient = getattr(gate, "_balance")  # noqa: B009 - not a parameter of the module
@@ -59,7 +67,8 @@ class _Router(nn.Linear):
 
 
 def imbalance(logits: mx.array, chosen: int) -> mx.array:
-    """Return (B,) imbalances of (B, T, E) router logits with ``chosen`` experts a token: 1 if all experts are equal.
+    """Return (B,) imbalances of (B, T, E) router logits with ``chosen`` experts a token: 1 if all
+    experts are equal.
 
     The gradient goes through the mean probabilities, not through the choice.
     """
@@ -75,7 +84,9 @@ def _identity(logits: mx.array, loss: mx.array) -> mx.array:
     return logits
 
 
-def _add_gradient(_primals: Any, cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
+def _add_gradient(
+    _primals: Any, cotangent: mx.array, _output: mx.array
+) -> tuple[mx.array, mx.array]:
     # As if the loss had been added to what is differentiated.
     return cotangent, mx.ones(())
 

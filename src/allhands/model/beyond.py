@@ -1,7 +1,8 @@
 """Limits of mlx_lm with a model, distinguished from defects of allhands.
 
-An error from the middle of a model does not help a person. So the pass is repeated with mlx_lm alone: its loader, its
-adapters, one row, and nothing of allhands. Only if that fails, too, it is a limit of mlx_lm.
+An error from the middle of a model does not help a person. So the pass is repeated with mlx_lm
+alone: its loader, its adapters, one row, and nothing of allhands. Only if that fails, too, it is a
+limit of mlx_lm.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from allhands.model.sources import first_line, resolve
 from allhands.runtime.versions import version_of
 
 _LENGTHS = (8, 512)  # tokens of the rows that are tried
-_TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value
+_TRACED = (
+    "during function transformations"  # how MLX ends where a compiled function asks for a value
+)
 # How MLX ends where CUDA, Metal or the computer has no more memory to give.
 _NO_MEMORY = "out of memory", "Unable to allocate", "Attempting to allocate", "Insufficient Memory"
-_NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
+_NOT_OURS = (
+    AllhandsError,
+    OSError,
+    MemoryError,
+)  # the disk's, the computer's: they say themselves what they are
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,9 @@ class Use:
         """The use in words."""
         if self.fine_tune_type is None:
             return "compute"
-        return {"full": "train in full", "lora": "train with LoRA", "dora": "train with DoRA"}[self.fine_tune_type]
+        return {"full": "train in full", "lora": "train with LoRA", "dora": "train with DoRA"}[
+            self.fine_tune_type
+        ]
 
 
 def use_of(config: TrainConfig) -> Use | None:
@@ -89,13 +98,17 @@ def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = Fal
 
 @contextmanager
 def limits_told(use: Use | None) -> Generator[None]:
-    """Turn full memory, and errors of mlx_lm's own model, into a :class:`ModelError`; let other errors pass."""
+    """Turn full memory, and errors of mlx_lm's own model, into a :class:`ModelError`; let other
+    errors pass.
+    """
     try:
         yield
     except _NOT_OURS:
         raise
     except Exception as error:
-        if any(each in str(error) for each in _NO_MEMORY):  # tried beside what is there, any model would fail so
+        if any(
+            each in str(error) for each in _NO_MEMORY
+        ):  # tried beside what is there, any model would fail so
             raise _memory_is_full(use, error) from error
         limit = None if use is None else limit_of(use, error)
         if limit is None:
@@ -111,11 +124,15 @@ def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
             "lower --batch-size or --max-seq-length, compute in parts (--micro-batch-tokens, --grad-checkpoint), or "
             "divide the model among computers (--strategy pipeline)"
         )
-    return ModelError(f"there is not enough memory: {first_line(error)}", where=use and use.model, hint=hint)
+    return ModelError(
+        f"there is not enough memory: {first_line(error)}", where=use and use.model, hint=hint
+    )
 
 
 def limit_of(use: Use, error: Exception) -> ModelError | None:
-    """``error`` as a limit of mlx_lm, if its unmodified model fails in the same ``use``; ``None`` if it does not."""
+    """``error`` as a limit of mlx_lm, if its unmodified model fails in the same ``use``; ``None``
+    if it does not.
+    """
     try:
         path = resolve(use.model)
     except AllhandsError:
@@ -153,7 +170,8 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
     """Return the error of mlx_lm alone; ``None`` if all goes well.
 
     Args:
-        error: the error to compare with: one that comes in computing, not before, counts only if it is the same.
+        error: the error to compare with: one that comes in computing, not before, counts only if it
+            is the same.
     """
     try:
         model: Any = mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]
@@ -198,8 +216,12 @@ def _error_in_computing(model: Any, use: Use, length: int) -> Exception | None:
 
 
 def _kind(error: Exception) -> str:
-    """An error's first line without sizes, and without the function of CUDA in which a launch failed."""
-    return re.sub(r"\d+", "0", re.sub(r"^cu[A-Z]\w*\(.*\) failed", "CUDA failed", first_line(error)))
+    """An error's first line without sizes, and without the function of CUDA in which a launch
+    failed.
+    """
+    return re.sub(
+        r"\d+", "0", re.sub(r"^cu[A-Z]\w*\(.*\) failed", "CUDA failed", first_line(error))
+    )
 
 
 def _passed(model: Any, use: Use, length: int) -> Any:
@@ -217,7 +239,9 @@ def _prepare(model: Any, use: Use) -> None:
         for block in model.layers[-max(use.num_layers, 0) :]:
             block.unfreeze()
     else:
-        linear_to_lora_layers(model, use.num_layers, use.lora or {}, use_dora=use.fine_tune_type == "dora")
+        linear_to_lora_layers(
+            model, use.num_layers, use.lora or {}, use_dora=use.fine_tune_type == "dora"
+        )
     if not flatten(model.trainable_parameters()):
         raise ValueError("it finds no layer that it could train")
 

@@ -1,8 +1,9 @@
 """Architectures whose rows may be divided over ranks by token positions.
 
-A rank computes pieces of rows as if they were rows, and what passes between positions goes through the cache of
-:mod:`allhands.kernels.context`. So a block may mix positions in attention alone, and only by what that cache gives.
-Only architectures that have been compared with mlx_lm's own in one process are divided: :data:`CAN_DIVIDE_ROWS`.
+A rank computes pieces of rows as if they were rows, and what passes between positions goes through
+the cache of :mod:`allhands.kernels.context`. So a block may mix positions in attention alone, and
+only by what that cache gives. Only architectures that have been compared with mlx_lm's own in one
+process are divided: :data:`CAN_DIVIDE_ROWS`.
 """
 
 from __future__ import annotations

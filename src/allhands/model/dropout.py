@@ -1,8 +1,10 @@
-"""Dropout by sample: the same values are dropped on any number of ranks, for any division of batches.
+"""Dropout by sample: the same values are dropped on any number of ranks, for any division of
+batches.
 
-A place of the batch has the name (seed, batch number, example number, position in its window). The name is hashed to a
-key of 64 bits, the layer mixes in its own name, and the bits for the features come from Threefry, MLX's own generator.
-So a mask does not depend on the rank, on micro-batches, on padding or on earlier random numbers.
+A place of the batch has the name (seed, batch number, example number, position in its window). The
+name is hashed to a key of 64 bits, the layer mixes in its own name, and the bits for the features
+come from Threefry, MLX's own generator. So a mask does not depend on the rank, on micro-batches, on
+padding or on earlier random numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from allhands.errors import ConfigError
 from allhands.io.trees import unflatten
 from allhands.kernels.instances import give_form
 
-# A feature's fate is decided by 16 bits, which costs less than a number of 32 and errs by 1/131,072 at most.
+# A feature's fate is decided by 16 bits, which costs less than a number of 32 and errs by 1/131,072
+# at most.
 _LEVELS = 1 << 16
 # An odd number without pattern, 2**64 divided by the golden ratio: keeps neighbouring places apart.
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DropoutKeys:
-    """The keys of the micro-batch that is being computed; all dropout layers of a model hold the same object."""
+    """The keys of the micro-batch that is being computed; all dropout layers of a model hold the
+    same object.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -58,7 +63,9 @@ class DropoutKeys:
 
     @contextmanager
     def using(self, keys: mx.array) -> Generator[None]:
-        """Let the layers draw from ``keys`` inside of the block, in its forward and its backward pass."""
+        """Let the layers draw from ``keys`` inside of the block, in its forward and its backward
+        pass.
+        """
         self._keys = keys
         try:
             yield
@@ -94,7 +101,8 @@ class DropoutKeys:
             self._keys = before
 
     def for_input(self, x: mx.array, layer: str) -> tuple[mx.array, tuple[int, ...]]:
-        """Keys (N, 2) of the places of ``x``, and the shape in which a mask (N, features) fits on it.
+        """Keys (N, 2) of the places of ``x``, and the shape in which a mask (N, features) fits on
+        it.
 
         Raises:
             ConfigError: the axes of ``x`` are not those of the batch.
@@ -127,8 +135,9 @@ class DropoutKeys:
 class SampleDropout(nn.Module):
     """Stand-in for :class:`mlx.nn.Dropout` with the same probability; see the module's text.
 
-    The last axes of its input, after those of the batch, are features, each dropped on its own. Copies of a place, one
-    for each expert, lose the same features. A layer that a model calls twice in a pass drops the same both times.
+    The last axes of its input, after those of the batch, are features, each dropped on its own.
+    Copies of a place, one for each expert, lose the same features. A layer that a model calls twice
+    in a pass drops the same both times.
     """
 
     def __init__(self, p: float, name: str, keys: DropoutKeys) -> None:
@@ -147,7 +156,9 @@ class SampleDropout(nn.Module):
         return self._keys
 
     def draw_part(self, part: int, count: int) -> None:
-        """Drop as the ``part``-th of so many equal parts of the features, where ranks have divided these."""
+        """Drop as the ``part``-th of so many equal parts of the features, where ranks have divided
+        these.
+        """
         self._part = part, count
 
     def _extra_repr(self) -> str:
@@ -168,7 +179,8 @@ class SampleDropout(nn.Module):
     def _mask(self, keys: mx.array, features: int) -> mx.array:
         """(N, features) bool: which to keep, for (N, 2) keys of the places."""
         pairs = -(-features // 4)
-        # "Splitting" a key is MLX's way to its generator's raw bits: (pairs, 2) words, each good for two features.
+        # "Splitting" a key is MLX's way to its generator's raw bits: (pairs, 2) words, each good
+        # for two features.
         words = mx.vmap(lambda key: mx.random.split(key, pairs))(keys ^ mx.array(self._own))
         bits = words.reshape(len(keys), -1).view(mx.uint16)[:, :features]
         return bits < mx.array(self._kept, dtype=mx.uint16)
@@ -178,7 +190,8 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
     """Replace every :class:`mlx.nn.Dropout` that drops anything, after adapters are made.
 
     Returns:
-        The keys that a training step sets for each micro-batch; ``None`` if nothing is ever dropped.
+        The keys that a training step sets for each micro-batch; ``None`` if nothing is ever
+        dropped.
     """
     keys = DropoutKeys(seed)
     modules = list(model.named_modules())
@@ -187,11 +200,14 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
         return None
     for name, p in found:
         new = SampleDropout(p, name, keys)
-        # Adapters begin in training mode even where the model is not, and what probes it would meet dropout.
+        # Adapters begin in training mode even where the model is not, and what probes it would meet
+        # dropout.
         new.train(model.training)
         model.update_modules(unflatten([(name, new)]))
     for _, module in modules:
-        if isinstance(module, SwitchGLU | SwitchMLP) and any(_drops(child) for child in module.children().values()):
+        if isinstance(module, SwitchGLU | SwitchMLP) and any(
+            _drops(child) for child in module.children().values()
+        ):
             give_form(module, _routing(type(module), keys))
     return keys
 
@@ -212,7 +228,9 @@ def _drops(child: Any) -> bool:
 
 
 def _routing(base: Any, keys: DropoutKeys) -> Any:
-    """A class of experts that tells ``keys`` how it sorts its input: by expert, as mlx_lm's ``_gather_sort`` does."""
+    """A class of experts that tells ``keys`` how it sorts its input: by expert, as mlx_lm's
+    ``_gather_sort`` does.
+    """
 
     def call(self: nn.Module, x: mx.array, indices: mx.array) -> Any:
         if not self.training:

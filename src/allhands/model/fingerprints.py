@@ -21,10 +21,12 @@ Block = tuple[Path, int]
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 over names, sizes and contents of the weight files of the model in the directory ``path``.
+    """SHA-256 over names, sizes and contents of the weight files of the model in the directory
+    ``path``.
 
-    Contents are hashed in blocks of :data:`BLOCK_BYTES`, side by side: one hash over a file of 15 GB takes 8 seconds
-    and more. The list beside the files has the hashes of those that are not there.
+    Contents are hashed in blocks of :data:`BLOCK_BYTES`, side by side: one hash over a file of 15
+    GB takes 8 seconds and more. The list beside the files has the hashes of those that are not
+    there.
 
     Raises:
         ModelError: a file cannot be read.
@@ -37,9 +39,13 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprints(path: Path) -> dict[str, str]:
-    """Return a hash for each weight file: SHA-256 of its content, or of its size and blocks if it has several."""
+    """Return a hash for each weight file: SHA-256 of its content, or of its size and blocks if it
+    has several.
+    """
     return {
-        name: blocks[0] if len(blocks) == 1 else hashlib.sha256("\n".join((str(size), *blocks)).encode()).hexdigest()
+        name: blocks[0]
+        if len(blocks) == 1
+        else hashlib.sha256("\n".join((str(size), *blocks)).encode()).hexdigest()
         for name, (size, blocks) in _contents(path).items()
     }
 
@@ -61,7 +67,11 @@ def _contents(path: Path) -> dict[str, tuple[int, list[str]]]:
 
 def blocks_of(files: Sequence[Path]) -> dict[Path, list[str]]:
     """SHA-256 of each block of these files; OSError if one cannot be read."""
-    blocks = [(file, start) for file in files for start in range(0, max(file.stat().st_size, 1), BLOCK_BYTES)]
+    blocks = [
+        (file, start)
+        for file in files
+        for start in range(0, max(file.stat().st_size, 1), BLOCK_BYTES)
+    ]
     digests = side_by_side(_digest, blocks, min(_MOST_THREADS, available_cores()))
     found: dict[Path, list[str]] = {file: [] for file in files}
     for (file, _), digest in zip(blocks, digests, strict=True):

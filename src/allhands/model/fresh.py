@@ -1,4 +1,6 @@
-"""A model to train from scratch: its shape and tokenizer in place of files, and its directory after training."""
+"""A model to train from scratch: its shape and tokenizer in place of files, and its directory after
+training.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class FreshModel(LoadedModel):
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the facts that determine its first weights."""
-        return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.config, self.seed], sort_keys=True).encode()
+        ).hexdigest()
 
     def is_recorded(self, recorded: str) -> bool:
         """Return true if ``recorded`` is :attr:`fingerprint`."""
@@ -47,7 +51,8 @@ class FreshModel(LoadedModel):
 
 
 def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig:
-    """``config`` with the length of its rows, if it was not given: the shape's block size, at most :data:`_ROW`.
+    """``config`` with the length of its rows, if it was not given: the shape's block size, at most
+    :data:`_ROW`.
 
     Raises:
         ConfigError: as :func:`shape_of`.
@@ -58,7 +63,9 @@ def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig
     return config.model_copy(update={"max_seq_length": rows})
 
 
-def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator) -> FreshModel:
+def new_model(
+    config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator
+) -> FreshModel:
     """Return the model of ``config``, with first weights that follow from its seed.
 
     Raises:
@@ -69,9 +76,13 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     if dtype == "auto":
         dtype = "float32" if accelerator.kind == "cpu" else "bfloat16"
     elif dtype != "float32" and accelerator.kind == "cpu":
-        raise ConfigError("a CPU computes in float32", where=f"--dtype {dtype}", hint="leave it out")
+        raise ConfigError(
+            "a CPU computes in float32", where=f"--dtype {dtype}", hint="leave it out"
+        )
     wrapped: Any = tokenizer.tokenizer
-    ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
+    ids = TokenIds(
+        wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None)
+    )
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
     # Balanced routers belong to the model: a check of the gradient compares with them.
@@ -81,7 +92,8 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
 
 
 def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
-    """Return the shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
+    """Return the shape that ``config`` names, with room for the tokenizer's tokens and for the
+    rows.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
@@ -125,8 +137,12 @@ class ModelFiles:
     template: str | None = None
 
     @classmethod
-    def of(cls, loaded: LoadedModel, mark: Json, template: str | None, stop_tokens: Sequence[str]) -> ModelFiles:
-        """Collect the files of a model; ``stop_tokens`` end its answers, and generation stops there."""
+    def of(
+        cls, loaded: LoadedModel, mark: Json, template: str | None, stop_tokens: Sequence[str]
+    ) -> ModelFiles:
+        """Collect the files of a model; ``stop_tokens`` end its answers, and generation stops
+        there.
+        """
         tokenizer: Any = loaded.tokenizer
         config = loaded.config
         for token in stop_tokens:
@@ -134,7 +150,8 @@ class ModelFiles:
         return cls(config, loaded.path, mark, template)
 
     def write(self, target: Path, weights: Sequence[Sequence[Tensor]]) -> None:
-        """Make ``target`` the model with these weights, in place of what it was: whole at any instant.
+        """Make ``target`` the model with these weights, in place of what it was: whole at any
+        instant.
 
         Args:
             weights: by the file that they come into; with an index, if these are several.
@@ -167,4 +184,6 @@ def _write_weights(directory: Path, weights: Sequence[Sequence[Tensor]]) -> None
         size += sum(tensor.num_bytes for tensor in part)
     if len(weights) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )

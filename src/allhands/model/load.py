@@ -1,7 +1,7 @@
 """Load a model into memory, or write it anew in another precision (``model get``).
 
-mlx_lm reads and quantises. This module reports every fault of a model in one sentence, refuses options that cannot take
-effect, and keeps a written directory whole or absent.
+mlx_lm reads and quantises. This module reports every fault of a model in one sentence, refuses
+options that cannot take effect, and keeps a written directory whole or absent.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class LoadedModel:
     config: Json
     path: Path
 
-    hashing: Future[str] | None = None  # the fingerprint, where it was begun while the weights were read
+    hashing: Future[str] | None = (
+        None  # the fingerprint, where it was begun while the weights were read
+    )
     notes: tuple[str, ...] = ()  # what a person should know who talks with it
 
     @cached_property
@@ -85,17 +87,23 @@ class LoadedModel:
         return rows_of_embedding(self.model)
 
     def is_recorded(self, recorded: str) -> bool:
-        """Return true if ``recorded`` is this model's fingerprint, by this version or an earlier one."""
+        """Return true if ``recorded`` is this model's fingerprint, by this version or an earlier
+        one.
+        """
         return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
 
 
 def rows_of_embedding(model: nn.Module) -> int | None:
     """Return the rows of the largest embedding; ``None`` if there is none."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    ]
     return max((int(table.weight.shape[0]) for table in tables), default=None)
 
 
-# --- loading ----------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -115,8 +123,8 @@ def load_model(
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
         tokenizer: the model's, if it has been loaded already.
         hashed: compute the fingerprint in the background, because it will be needed soon.
-        lazy: read parameters only when they are needed. Missing files are then no error, as long as the list of
-            :mod:`allhands.model.weight_files` has them.
+        lazy: read parameters only when they are needed. Missing files are then no error, as long as
+            the list of :mod:`allhands.model.weight_files` has them.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -130,28 +138,36 @@ def load_model(
         cast_parameters(model, dtype, path)
     if not lazy:
         mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing)
+    return LoadedModel(
+        model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing
+    )
 
 
 def read_weights(model: nn.Module) -> None:
     """Evaluate the parameters of a lazily read model, one module after the other.
 
-    The source of other arrays, such as the dense weights of DoRA's magnitudes, then is in memory once at a time.
+    The source of other arrays, such as the dense weights of DoRA's magnitudes, then is in memory
+    once at a time.
     """
     for module in model.modules():
         mx.eval([value for value in module.values() if isinstance(value, mx.array)])
     mx.eval(model.parameters())
 
 
-def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False) -> tuple[nn.Module, Json]:
-    """Return the model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
+def build(
+    path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False
+) -> tuple[nn.Module, Json]:
+    """Return the model of a directory and its config; parameters are not read yet, or may be where
+    all are ``wanted``.
 
     ``partly``: files may be missing that the list of the model's files has.
     """
     read_config(path)
     files = _check_weights(path, partly=partly)
     missing = absent(path)
-    made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
+    made: Json = (
+        {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
+    )
     if missing:
         made = {"get_model_classes": classes_without(missing)}
     try:
@@ -165,14 +181,18 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: 
             hint = "pass --trust-remote-code if you trust its author"
         elif "not supported" in str(error):
             hint = "mlx_lm has no such architecture; see its models folder for those it has"
-        raise ModelError(f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint) from error
+        raise ModelError(
+            f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint
+        ) from error
 
 
 def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
     """The files of weights: each that there should be is there, and as long as its header says."""
     files = present(path)
     listed = set(absent(path))
-    missing = (indexed(path) | listed) - {file.name for file in files} - (listed if partly else set())
+    missing = (
+        (indexed(path) | listed) - {file.name for file in files} - (listed if partly else set())
+    )
     if missing or not files:
         part = (
             "these are the files of some stages. allhands cluster sync brings the others; train, eval, generate, "
@@ -204,7 +224,8 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
-    """Check the largest token id of some text: for ids beyond its table an embedding silently returns garbage.
+    """Check the largest token id of some text: for ids beyond its table an embedding silently
+    returns garbage.
 
     Raises:
         ModelError: the model has no such token.
@@ -221,8 +242,9 @@ def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
 def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
     """Give the floating-point parameters ``dtype`` where the model allows it.
 
-    bfloat16 has 8 bits of precision where scales made for float16 have 11: rounding these shifts all the
-    weights of a group together, and costs a 4-bit model far more than rounding its unpacked weights.
+    bfloat16 has 8 bits of precision where scales made for float16 have 11: rounding these shifts
+    all the weights of a group together, and costs a 4-bit model far more than rounding its unpacked
+    weights.
     """
     target: mx.Dtype = getattr(mx, dtype)
     finer = any(
@@ -251,16 +273,20 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
 def overflow(name: str, where: str, hint: str) -> ModelError:
     """Return the error of a weight that float16 cannot hold; ``hint``: what can."""
     largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
-    return ModelError(f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint)
+    return ModelError(
+        f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint
+    )
 
 
 def check_dtype(dtype: str | None) -> None:
     """Refuse a name that is not in DTYPES (ConfigError)."""
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}"
+        )
 
 
-# --- writing ----------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -268,7 +294,8 @@ class Conversion:
     """The changes to a model: unpack first, then cast, then quantize. Checked when made.
 
     Attributes:
-        quantize_bits: bits of a weight (BITS); a model that is quantized already needs ``dequantize`` too.
+        quantize_bits: bits of a weight (BITS); a model that is quantized already needs
+            ``dequantize`` too.
         group_size: weights that share a scale (GROUP_SIZES); ``None`` is 64.
         dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
         dtype: of the floating-point parameters (DTYPES); ``None`` keeps the source's.
@@ -286,10 +313,16 @@ class Conversion:
         check_dtype(self.dtype)
         if self.quantize_bits is not None and self.quantize_bits not in BITS:
             raise ConfigError(
-                f"cannot quantize to {self.quantize_bits} bits", where="--quantize", hint=f"one of {BITS}"
+                f"cannot quantize to {self.quantize_bits} bits",
+                where="--quantize",
+                hint=f"one of {BITS}",
             )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise ConfigError(f"no group size {self.group_size}", where="--group-size", hint=f"one of {GROUP_SIZES}")
+            raise ConfigError(
+                f"no group size {self.group_size}",
+                where="--group-size",
+                hint=f"one of {GROUP_SIZES}",
+            )
         if self.group_size is not None and self.quantize_bits is None:
             raise ConfigError(
                 "a group size without quantization does nothing",
@@ -342,23 +375,36 @@ def get_model(
         if same_files(staged, target):
             say(f"{target} holds this model already")
         elif holds_files(target) and not force:
-            raise ConfigError("another model is there already", where=str(out), hint="add --force to replace it")
+            raise ConfigError(
+                "another model is there already", where=str(out), hint="add --force to replace it"
+            )
         else:
             publish(staged, target)
     return target
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse a place for a model that is something else's (ConfigError); ``force`` is only for the hint."""
+    """Refuse a place for a model that is something else's (ConfigError); ``force`` is only for the
+    hint.
+    """
     if target == source or target in source.parents or source in target.parents:
-        raise ConfigError("the output overlaps the source", where=str(target), hint="choose another output directory")
+        raise ConfigError(
+            "the output overlaps the source",
+            where=str(target),
+            hint="choose another output directory",
+        )
     if target.exists() and not target.is_dir():
-        raise ConfigError("there is a file of that name", where=str(target), hint="choose another output directory")
+        raise ConfigError(
+            "there is a file of that name",
+            where=str(target),
+            hint="choose another output directory",
+        )
     if holds_files(target) and not (target / "config.json").is_file():
         raise ConfigError(
             "the directory holds something that is not a model",
             where=str(target),
-            hint="choose another output directory" + (": --force replaces models only" if force else ""),
+            hint="choose another output directory"
+            + (": --force replaces models only" if force else ""),
         )
 
 
@@ -368,7 +414,9 @@ def holds_files(directory: Path) -> bool:
 
 
 def copy_files(source: Path, target: Path, *, weights: bool) -> None:
-    """Copy the files of the model; without ``weights``, only those that a conversion does not change."""
+    """Copy the files of the model; without ``weights``, only those that a conversion does not
+    change.
+    """
     for file in {file for pattern in _KEPT_PATTERNS for file in source.glob(pattern)}:
         rewritten = file.suffix == ".safetensors" or file.name in _REWRITTEN
         if file.is_file() and (weights or not rewritten):
@@ -392,10 +440,18 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
 
 
 def unpack(model: nn.Module, path: Path) -> str:
-    """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most part."""
-    floating = [(name, value) for name, value in flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)]
+    """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most
+    part.
+    """
+    floating = [
+        (name, value)
+        for name, value in flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating)
+    ]
     if not _is_quantized(model):
-        raise ModelError("the model is not quantized", where=str(path), hint="leave --dequantize out")
+        raise ModelError(
+            "the model is not quantized", where=str(path), hint="leave --dequantize out"
+        )
     model.update(unflatten([(name, value.astype(mx.float32)) for name, value in floating]))
     mlx_lm.dequantize_model(model)
     usual = Counter(str(value.dtype) for _, value in floating).most_common(1)[0][0]
@@ -412,11 +468,15 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
         model, config = mlx_lm.quantize_model(model, config, group_size, wanted.quantize_bits)
     if not _is_quantized(model):
         hint = f"choose another of {GROUP_SIZES}"
-        raise ModelError(f"no layer can be cut into groups of {group_size}", where="--group-size", hint=hint)
+        raise ModelError(
+            f"no layer can be cut into groups of {group_size}", where="--group-size", hint=hint
+        )
     say(said.getvalue().strip().removeprefix("[INFO] "))
     dense = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]
     if dense:
-        say(f"{counted(len(dense), 'layer')} left dense, as groups of {group_size} do not divide them: {dense[0]}, ...")
+        say(
+            f"{counted(len(dense), 'layer')} left dense, as groups of {group_size} do not divide them: {dense[0]}, ..."
+        )
     return config
 
 
@@ -425,7 +485,9 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def save_weights(model: nn.Module, config: Json, out: Path) -> None:
-    """Write weights, their index and ``config.json``; ``model`` is empty afterwards. StorageError if it cannot be."""
+    """Write weights, their index and ``config.json``; ``model`` is empty afterwards. StorageError
+    if it cannot be.
+    """
     keep_vision = "vision_tower" in getattr(model, "model", {})
     try:
         mlx_lm.save_model(out, model, donate_model=True)

@@ -1,4 +1,5 @@
-"""Context managers for a pass of mlx_lm's own model: with fewer blocks, without dropout, uncompiled.
+"""Context managers for a pass of mlx_lm's own model: with fewer blocks, without dropout,
+uncompiled.
 
 Each of them leaves the model unchanged.
 """
@@ -24,9 +25,11 @@ from allhands.model.dropout import SampleDropout
 
 @contextmanager
 def one_pass(model: nn.Module, blocks: int) -> Generator[None]:
-    """A pass of training through the last ``blocks`` blocks, with adapters that have an effect, without dropout.
+    """A pass of training through the last ``blocks`` blocks, with adapters that have an effect,
+    without dropout.
 
-    Trained arrays have their values again afterwards: differentiation leaves placeholders in the model.
+    Trained arrays have their values again afterwards: differentiation leaves placeholders in the
+    model.
     """
     with last_blocks(model, blocks), _without_dropout(model), _with_adapters(model), _uncompiled():
         weights = model.trainable_parameters()
@@ -99,7 +102,9 @@ def _with_adapters(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Generator[None]:
-    """Compute in float32, and quantised layers by their dense weights, because other ways are slow on a CPU."""
+    """Compute in float32, and quantised layers by their dense weights, because other ways are slow
+    on a CPU.
+    """
     before = flatten(model.parameters())
     half = [(name, array) for name, array in before if array.dtype in (mx.float16, mx.bfloat16)]
     quantised = [module for module in model.modules() if type(module) in _DENSE]
@@ -138,7 +143,9 @@ _DENSE: dict[type, type] = {
 
 @contextmanager
 def _uncompiled() -> Generator[None]:
-    """Compute what models compile by operations that are there already: each kernel made for it takes seconds."""
+    """Compute what models compile by operations that are there already: each kernel made for it
+    takes seconds.
+    """
     if "MLX_DISABLE_COMPILE" in os.environ:
         yield
         return
@@ -151,9 +158,13 @@ def _uncompiled() -> Generator[None]:
 
 @contextmanager
 def last_places(model: Any, length: int, count: int) -> Generator[None]:
-    """Let the body of ``model`` give the last ``count`` of ``length`` hidden states, from which it makes logits."""
+    """Let the body of ``model`` give the last ``count`` of ``length`` hidden states, from which it
+    makes logits.
+    """
     outer = getattr(model, "language_model", model)
-    body: Any = next((outer[name] for name in ("model", "transformer", "backbone") if name in outer), None)
+    body: Any = next(
+        (outer[name] for name in ("model", "transformer", "backbone") if name in outer), None
+    )
     if not isinstance(body, nn.Module):
         yield
         return

@@ -1,8 +1,10 @@
-"""Passes that prepare a model of mlx_lm for training, evaluation or generation: one list, in one order.
+"""Passes that prepare a model of mlx_lm for training, evaluation or generation: one list, in one
+order.
 
-A pass replaces the form of single modules, by :mod:`allhands.kernels.instances`. It changes known types only, instance
-by instance; names and values of parameters stay. :data:`PASSES` has the order and its reasons. Every caller applies the
-whole list (:func:`apply_passes`), and each pass decides by the model and the :class:`PassContext` whether it applies.
+A pass replaces the form of single modules, by :mod:`allhands.kernels.instances`. It changes known
+types only, instance by instance; names and values of parameters stay. :data:`PASSES` has the order
+and its reasons. Every caller applies the whole list (:func:`apply_passes`), and each pass decides
+by the model and the :class:`PassContext` whether it applies.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class PassContext:
     """The facts by which passes apply, beside the model and its trainable parameters.
 
     Attributes:
-        purpose: "train" and "evaluate" compute many tokens at a time, with adapters beside the weights; "generate"
-            computes one at a time.
+        purpose: "train" and "evaluate" compute many tokens at a time, with adapters beside the
+            weights; "generate" computes one at a time.
         at_once: True if operations compute at once, on a CPU, instead of making a graph.
         longest: largest number of tokens of a row.
         seed: seed of dropout.
@@ -86,11 +88,13 @@ class Pass:
     Attributes:
         name: name for people, in ``-v``.
         why_not: returns the reason why it does not apply here; ``None`` if it does.
-        apply: changes the model and returns the number of changed modules; ConfigError if this model cannot do what a
-            person has asked for.
-        explain: its effect and reason; ``{}`` is the number of modules. Or a function that returns this text.
-        stage: time of its application: "made" comes before all else, so that its additions belong to the model;
-            "adapted" after the choice of trained weights; "agreed" after all ranks select the same kernels.
+        apply: changes the model and returns the number of changed modules; ConfigError if this
+            model cannot do what a person has asked for.
+        explain: its effect and reason; ``{}`` is the number of modules. Or a function that returns
+            this text.
+        stage: time of its application: "made" comes before all else, so that its additions belong
+            to the model; "adapted" after the choice of trained weights; "agreed" after all ranks
+            select the same kernels.
     """
 
     name: str
@@ -147,13 +151,19 @@ def _why_not_native(context: PassContext) -> Reason:
     if not context.in_passes:
         return "for many tokens at a time"
     if not context.at_once:
-        return "for Linux CPUs" if context.kind != "cpu" else "a compiled step is a graph (--compile on)"
+        return (
+            "for Linux CPUs"
+            if context.kind != "cpu"
+            else "a compiled step is a graph (--compile on)"
+        )
     return None if native.available() else "no native code here"
 
 
 def _recompute(model: Any, _: PassContext) -> int:
     if not known.calls_blocks(model):
-        message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
+        message = (
+            "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
+        )
         hint = "leave it out; a smaller --batch-size saves memory"
         raise ConfigError(message, where="--grad-checkpoint", hint=hint)
     checkpoint_layers(model.layers, at_once=native.is_native(model))
@@ -174,12 +184,16 @@ def _kept(model: Any, _: PassContext) -> str:
 def _why_not_recomputed(context: PassContext) -> Reason:
     if not (context.grad_checkpoint and context.in_passes):
         return "not asked for (--grad-checkpoint)"
-    return "done with the weights that are fetched for the backward pass" if context.fetched else None
+    return (
+        "done with the weights that are fetched for the backward pass" if context.fetched else None
+    )
 
 
 def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
     """Return the condition of a pass for whole rows on one kind of device."""
-    return lambda c: "for many tokens at a time" if not c.in_passes else None if c.kind == kind else reason
+    return lambda c: (
+        "for many tokens at a time" if not c.in_passes else None if c.kind == kind else reason
+    )
 
 
 # The order, and why each stands where it does.
@@ -192,7 +206,8 @@ PASSES = (
         "{} routers learn to keep their experts equally busy (--router-aux-loss)",
         "made",
     ),
-    # Exact types of mlx and mlx_lm are looked for: before any other pass has made subclasses of them.
+    # Exact types of mlx and mlx_lm are looked for: before any other pass has made subclasses of
+    # them.
     Pass(
         "ordered embeddings",
         lambda c: (
@@ -205,7 +220,8 @@ PASSES = (
         lambda model, _: make_deterministic(model),
         "{} trained embeddings add their rows' gradients in order, so that equal runs have equal results",
     ),
-    # Likewise; and a layer that drops something is left alone by the passes below, which look for that.
+    # Likewise; and a layer that drops something is left alone by the passes below, which look for
+    # that.
     Pass(
         "dropout by sample",
         lambda c: None if c.in_passes else "nothing is trained",
@@ -269,7 +285,9 @@ PASSES = (
 )
 
 
-def apply_passes(model: nn.Module, context: PassContext, stage: Stage = "adapted") -> tuple[Applied, ...]:
+def apply_passes(
+    model: nn.Module, context: PassContext, stage: Stage = "adapted"
+) -> tuple[Applied, ...]:
     """Apply all passes of a stage to ``model``, in order.
 
     Returns:

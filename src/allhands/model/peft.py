@@ -1,12 +1,14 @@
 """Adapters as Hugging Face PEFT keeps them, made of mlx_lm's, and the reverse.
 
-Both are LoRA (and DoRA): an update ``scale * B A`` beside a linear layer, where PEFT stores A as (rank, in) and B as
-(out, rank), mlx_lm both transposed, and PEFT says ``lora_alpha / r`` for the scale. Formats: ``LoraConfig`` and
-``get_peft_model_state_dict`` of https://github.com/huggingface/peft, ``mlx_lm.tuner.utils.load_adapters``.
+Both are LoRA (and DoRA): an update ``scale * B A`` beside a linear layer, where PEFT stores A as
+(rank, in) and B as (out, rank), mlx_lm both transposed, and PEFT says ``lora_alpha / r`` for the
+scale. Formats: ``LoraConfig`` and ``get_peft_model_state_dict`` of
+https://github.com/huggingface/peft, ``mlx_lm.tuner.utils.load_adapters``.
 
-Three things differ. Modules have the names that transformers gives them. Experts are stacked in mlx_lm and one module
-each for PEFT, which joins them again where transformers has them joined. And where the output layer is the embedding,
-an adapter of the embedding in MLX reaches both, in PEFT only with ``ensure_weight_tying``.
+Three things differ. Modules have the names that transformers gives them. Experts are stacked in
+mlx_lm and one module each for PEFT, which joins them again where transformers has them joined. And
+where the output layer is the embedding, an adapter of the embedding in MLX reaches both, in PEFT
+only with ``ensure_weight_tying``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Adapter:
     config: dict[str, Any]
 
 
-def require_adapter(config: Mapping[str, Any], base: PeftBase | None = None, where: str | None = None) -> None:
+def require_adapter(
+    config: Mapping[str, Any], base: PeftBase | None = None, where: str | None = None
+) -> None:
     """Refuse what mlx_lm's ``adapter_config.json`` does not call LoRA or DoRA (ModelError)."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
@@ -51,7 +55,8 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
     """Return an adapter of mlx_lm's as PEFT reads it.
 
     Raises:
-        ModelError: it is no LoRA or DoRA adapter, does not belong to ``base``, or adapts what PEFT cannot.
+        ModelError: it is no LoRA or DoRA adapter, does not belong to ``base``, or adapts what PEFT
+            cannot.
     """
     kind = adapter.config.get("fine_tune_type", "lora")
     require_adapter(adapter.config, base)
@@ -63,7 +68,9 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
     for name, value in adapter.weights.items():
         module, _, leaf = name.rpartition(".")
         if leaf not in _PARTS or not module:
-            raise ModelError(f"{name} is not a part of an adapter", hint="PEFT holds LoRA and DoRA adapters")
+            raise ModelError(
+                f"{name} is not a part of an adapter", hint="PEFT holds LoRA and DoRA adapters"
+            )
         by_module.setdefault(module, {})[leaf] = value
     base.require_adaptable(by_module)
     for module, parts in by_module.items():
@@ -115,9 +122,17 @@ def _of_module(module: str, parts: Mapping[str, mx.array], base: PeftBase) -> di
 
 
 def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
-    """Return the settings by which PEFT finds the modules: short names, if these name the same modules."""
-    in_full = {"target_modules": sorted(adapted), "layers_to_transform": None, "layers_pattern": None}
-    if base.architecture is not None and not base.architecture.whole:  # of other parts the names are not known here
+    """Return the settings by which PEFT finds the modules: short names, if these name the same
+    modules.
+    """
+    in_full = {
+        "target_modules": sorted(adapted),
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+    if (
+        base.architecture is not None and not base.architecture.whole
+    ):  # of other parts the names are not known here
         return in_full
     short = sorted({name.rpartition(".")[2] for name in adapted})
     named = {name for name in base.modules_of_transformers if name.rpartition(".")[2] in short}
@@ -130,7 +145,9 @@ def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
 
 
 def _layers_of(adapted: Collection[str], named: Collection[str]) -> tuple[list[int], str] | None:
-    """The layers, and the name of their list, of which all that is ``named`` is ``adapted``; ``None`` if not all is."""
+    """The layers, and the name of their list, of which all that is ``named`` is ``adapted``;
+    ``None`` if not all is.
+    """
     places = {name: match for name in named if (match := LAYER.match(name)) is not None}
     layers = {int(places[name]["number"]) for name in adapted if name in places}
     within = {name for name, match in places.items() if int(match["number"]) in layers}

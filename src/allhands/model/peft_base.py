@@ -1,4 +1,6 @@
-"""Model below an adapter in PEFT: names of its modules in transformers, and the modules that PEFT can adapt."""
+"""Model below an adapter in PEFT: names of its modules in transformers, and the modules that PEFT
+can adapt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from allhands.model.reading import opened
 HEAD = "lm_head"  # the output layer's name in every architecture that shares it with the embedding
 _LINEAR = (nn.Linear, nn.QuantizedLinear)
 _EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
-# Largest difference of a weight to the same in fewer bits, as a part of its size: that of 4 bits, with room to spare.
+# Largest difference of a weight to the same in fewer bits, as a part of its size: that of 4 bits,
+# with room to spare.
 _ROUNDING = 0.25
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
@@ -36,11 +39,13 @@ class PeftBase:
         name: name under which transformers loads it.
         kind: its ``model_type``.
         architecture: its names and layouts in transformers; ``None`` if they are not known.
-        shapes: (out, in) of every module that could be adapted, by mlx_lm's names; (rows, dims) of embeddings.
+        shapes: (out, in) of every module that could be adapted, by mlx_lm's names; (rows, dims) of
+            embeddings.
         embeddings: those of them that are embeddings.
         experts: the number of experts of those that are stacks of them.
         tied: whether the output layer is the embedding.
-        proved: modules whose weights a checkpoint of transformers holds under the very names that mlx_lm has.
+        proved: modules whose weights a checkpoint of transformers holds under the very names that
+            mlx_lm has.
         tables: weights of embeddings and output layer.
     """
 
@@ -58,7 +63,11 @@ class PeftBase:
     def of(cls, loaded: LoadedModel, name: str) -> PeftBase:
         """Describe a model in memory that transformers loads as ``name``."""
         model = loaded.model
-        found = {n: m for n, m in model.named_modules() if isinstance(m, (*_LINEAR, *_EMBEDDING, *_EXPERTS))}
+        found = {
+            n: m
+            for n, m in model.named_modules()
+            if isinstance(m, (*_LINEAR, *_EMBEDDING, *_EXPERTS))
+        }
         embeddings = {n for n, m in found.items() if isinstance(m, _EMBEDDING)}
         shapes = {n: weight_shape(m) for n, m in found.items()}
         architecture = architecture_of(loaded.config)
@@ -82,7 +91,8 @@ class PeftBase:
         return other_way(self.architecture)
 
     def names(self, module: str) -> list[str]:
-        """Return the modules of transformers that are this module of mlx_lm's: one, or one for each expert.
+        """Return the modules of transformers that are this module of mlx_lm's: one, or one for each
+        expert.
 
         Raises:
             ModelError: there is no such module, or none in transformers is the same.
@@ -108,7 +118,9 @@ class PeftBase:
         theirs = self.architecture.module_name(module)
         if theirs is None:
             return []
-        return [theirs.format(i) for i in range(self.experts[module])] if "{}" in theirs else [theirs]
+        return (
+            [theirs.format(i) for i in range(self.experts[module])] if "{}" in theirs else [theirs]
+        )
 
     @cached_property
     def modules_of_transformers(self) -> dict[str, str]:
@@ -123,7 +135,9 @@ class PeftBase:
         return found
 
     def holds(self, module: str, value: mx.array) -> bool:
-        """Return true if ``value`` is, up to rounding, the weight of transformers' embedding or output layer."""
+        """Return true if ``value`` is, up to rounding, the weight of transformers' embedding or
+        output layer.
+        """
         ours = self.modules_of_transformers.get(module)
         table = self.tables.get(ours or next(iter(self.embeddings), ""))
         if ours is None or table is None or table.shape != value.shape:
@@ -149,14 +163,18 @@ class PeftBase:
 
     def _reason(self, module: str, parts: Collection[str], adapted: Collection[str]) -> str | None:
         if module in self.embeddings and "m" in parts:
-            return "PEFT's DoRA has a magnitude for each column of an embedding, mlx_lm's for each row"
+            return (
+                "PEFT's DoRA has a magnitude for each column of an embedding, mlx_lm's for each row"
+            )
         if module not in self.experts:
             pattern, why = (self.architecture and self.architecture.unadapted) or ("$^", "")
             return why if re.search(pattern, module) else None
         if self.architecture is None or not self.architecture.adapted_experts:
             return f"transformers 5 joins the experts of {self.kind}, and PEFT cannot join adapters of them"
         stack = module.rpartition(".")[0]
-        if missing := sorted(n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted):
+        if missing := sorted(
+            n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted
+        ):
             return f"PEFT reads adapters of experts only if all their matrices have one, and {missing[0]} has none"
         return None
 
@@ -171,13 +189,19 @@ def _dense(module: Any) -> mx.array:
 
 
 def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:
-    """Modules whose weight the files in ``path``, if PyTorch wrote them, hold under the same name, bit by bit."""
+    """Modules whose weight the files in ``path``, if PyTorch wrote them, hold under the same name,
+    bit by bit.
+    """
     proved: set[str] = set()
     for tensors, metadata in opened(path):
         if metadata.get("format") != "pt":
             continue
         for name, module in modules.items():
             theirs = tensors.get(f"{name}.weight")
-            if theirs is not None and theirs.shape == module.weight.shape and mx.array_equal(theirs, module.weight):
+            if (
+                theirs is not None
+                and theirs.shape == module.weight.shape
+                and mx.array_equal(theirs, module.weight)
+            ):
                 proved.add(name)
     return frozenset(proved)

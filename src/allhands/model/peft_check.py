@@ -1,7 +1,7 @@
 """Check a written PEFT adapter: read it back from its files and compare it with its source.
 
-:func:`from_peft` has the rules of PEFT's products. This module finds the modules to which PEFT gives an adapter, by
-``target_modules``, ``layers_to_transform`` and ``layers_pattern``.
+:func:`from_peft` has the rules of PEFT's products. This module finds the modules to which PEFT
+gives an adapter, by ``target_modules``, ``layers_to_transform`` and ``layers_pattern``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def check_peft(written: Adapter, ours: Adapter, base: PeftBase) -> None:
 
 def _targeted(config: Mapping[str, Any], base: PeftBase) -> set[str]:
     """The modules that PEFT gives an adapter."""
-    targets, layers, pattern = (config[key] for key in ("target_modules", "layers_to_transform", "layers_pattern"))
+    targets, layers, pattern = (
+        config[key] for key in ("target_modules", "layers_to_transform", "layers_pattern")
+    )
 
     def is_target(name: str) -> bool:
         if name in targets:
@@ -59,4 +61,6 @@ def _targeted(config: Mapping[str, Any], base: PeftBase) -> set[str]:
 
 def _differs(what: str) -> ModelError:
     hint = "free disk space and try again; if it happens again this is a defect: report it"
-    return ModelError(f"what was written for PEFT is not the adapter, and was not kept: {what}", hint=hint)
+    return ModelError(
+        f"what was written for PEFT is not the adapter, and was not kept: {what}", hint=hint
+    )

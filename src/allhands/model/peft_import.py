@@ -1,4 +1,6 @@
-"""Adapters that PEFT has written, as mlx_lm and ``allhands`` read them; the reverse of :mod:`allhands.model.peft`."""
+"""Adapters that PEFT has written, as mlx_lm and ``allhands`` read them; the reverse of
+:mod:`allhands.model.peft`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _HOW = "give the directory that peft's save_pretrained wrote"
 
 @dataclass(frozen=True)
 class _Module:
-    """An adapted module: (in, rank), (rank, out), what the update is multiplied by, and DoRA's (out,) magnitudes.
+    """An adapted module: (in, rank), (rank, out), what the update is multiplied by, and DoRA's
+    (out,) magnitudes.
 
     The factors of stacked experts have one dimension more in front.
     """
@@ -44,10 +47,14 @@ class _Module:
         return int(self.first.shape[-1])
 
     def widened(self, rank: int, scale: float) -> tuple[mx.array, mx.array]:
-        """Return both factors with zeros up to ``rank``; the second one makes up for a difference to ``scale``."""
+        """Return both factors with zeros up to ``rank``; the second one makes up for a difference
+        to ``scale``.
+        """
         spare, stacked = rank - self.rank, [(0, 0)] * (self.first.ndim - 2)
         second = self.second if self.scale == scale else self.second * (self.scale / scale)
-        return mx.pad(self.first, [*stacked, (0, 0), (0, spare)]), mx.pad(second, [*stacked, (0, spare), (0, 0)])
+        return mx.pad(self.first, [*stacked, (0, 0), (0, spare)]), mx.pad(
+            second, [*stacked, (0, spare), (0, 0)]
+        )
 
     def require_shape(self, name: str, shape: tuple[int, int], *, embedding: bool) -> None:
         """Refuse an update of another shape than the weight's (ModelError)."""
@@ -60,7 +67,9 @@ class _Module:
             )
 
     def is_transpose_of(self, other: _Module) -> bool:
-        """Return true if this update of an output layer is that of the embedding with the same weights."""
+        """Return true if this update of an output layer is that of the embedding with the same
+        weights.
+        """
         return (
             self.scale == other.scale
             and self.magnitudes is None
@@ -73,8 +82,8 @@ class _Module:
 def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     """Return an adapter of PEFT's as mlx_lm and ``allhands`` read it.
 
-    Modules of lower rank are filled up with zeros, and those of another scale have it in their second factor: mlx_lm
-    knows one of each.
+    Modules of lower rank are filled up with zeros, and those of another scale have it in their
+    second factor: mlx_lm knows one of each.
 
     Args:
         base: the model below it.
@@ -85,7 +94,9 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     """
     _require_plain(adapter.config, base)
     tensors = _without_base_weights(adapter.weights, base)
-    modules = _in_mlx(_without_tied_head(_modules(tensors, adapter.config), adapter.config, base), base)
+    modules = _in_mlx(
+        _without_tied_head(_modules(tensors, adapter.config), adapter.config, base), base
+    )
     scale = Counter(each.scale for each in modules.values()).most_common(1)[0][0]
     rank = max(each.rank for each in modules.values())
     weights: dict[str, mx.array] = {}
@@ -104,7 +115,8 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     settings = adapter.config
     config = {
         "fine_tune_type": "dora" if settings.get("use_dora") else "lora",
-        # At least one, which mlx_lm takes from the end; what stands outside of the blocks is named in full.
+        # At least one, which mlx_lm takes from the end; what stands outside of the blocks is named
+        # in full.
         "num_layers": max(num_layers - lowest, 1),
         "lora_parameters": {
             "rank": rank,
@@ -139,31 +151,44 @@ _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
 def _merge(base: PeftBase) -> str | None:
-    """Return advice for an adapter that mlx_lm cannot hold; ``None`` if mlx_lm would not read the merged model."""
+    """Return advice for an adapter that mlx_lm cannot hold; ``None`` if mlx_lm would not read the
+    merged model.
+    """
     if base.architecture is None or base.architecture.modules:
         return None
     return "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
 
 
-_TIE = "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
+_TIE = (
+    "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
+)
 
 
 def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
     """Refuse what is more than LoRA or DoRA beside frozen weights."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"it is of PEFT's type {kind}", where=CONFIG_FILE, hint="LORA can be read, DoRA included")
+        raise ModelError(
+            f"it is of PEFT's type {kind}",
+            where=CONFIG_FILE,
+            hint="LORA can be read, DoRA included",
+        )
     for name, value in config.items():
         if value and name not in _HARMLESS:
             reason = _REASONS.get(name, "a setting that is not known here")
             raise ModelError(
-                f"{reason} ({name}), which mlx_lm's adapters cannot hold", where=CONFIG_FILE, hint=_merge(base)
+                f"{reason} ({name}), which mlx_lm's adapters cannot hold",
+                where=CONFIG_FILE,
+                hint=_merge(base),
             )
     begun = config.get("init_lora_weights")
     changed = isinstance(begun, str) and begun.lower() not in _BEGINNINGS
     for wrong, what in (
         (config.get("bias", "none") != "none", f"it trains biases (bias: {config.get('bias')})"),
-        (changed, f"it was trained against changed weights of the model (init_lora_weights: {begun})"),
+        (
+            changed,
+            f"it was trained against changed weights of the model (init_lora_weights: {begun})",
+        ),
     ):
         if wrong:
             message = f"{what}, which mlx_lm's adapters cannot hold"
@@ -171,7 +196,9 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
 
 
 def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
-    """The adapter's tensors without the model's own embeddings, which PEFT saves beside and which must be the same."""
+    """The adapter's tensors without the model's own embeddings, which PEFT saves beside and which
+    must be the same.
+    """
     kept: dict[str, mx.array] = {}
     for name, value in weights.items():
         match = _BASE_WEIGHT.match(name)
@@ -187,8 +214,11 @@ def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> di
     return kept
 
 
-def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], base: PeftBase) -> dict[str, _Module]:
-    """Modules without an output layer that has the same adapter as the embedding it shares its weights with.
+def _without_tied_head(
+    modules: dict[str, _Module], config: Mapping[str, Any], base: PeftBase
+) -> dict[str, _Module]:
+    """Modules without an output layer that has the same adapter as the embedding it shares its
+    weights with.
 
     Raises:
         ModelError: embedding and output layer share their weights, but not the adapter.
@@ -197,7 +227,9 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
         return modules
     head = modules.get(HEAD)
     ours = base.modules_of_transformers
-    embedding = next((each for name, each in modules.items() if ours.get(name) in base.embeddings), None)
+    embedding = next(
+        (each for name, each in modules.items() if ours.get(name) in base.embeddings), None
+    )
     if embedding is None and head is None:
         return modules
     if embedding is None:
@@ -205,7 +237,11 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
     elif head is None:
         is_shared, alone, other = _ties(config, embedding), "the embedding", "the output layer"
     else:
-        is_shared, alone, other = head.is_transpose_of(embedding), "embedding and output layer", "the other"
+        is_shared, alone, other = (
+            head.is_transpose_of(embedding),
+            "embedding and output layer",
+            "the other",
+        )
     if is_shared:
         return {name: each for name, each in modules.items() if name != HEAD}
     raise ModelError(
@@ -248,7 +284,11 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
             )
         if each.magnitudes is not None and (ours in base.embeddings or ours in base.experts):
             what = "an embedding" if ours in base.embeddings else "experts"
-            raise ModelError(f"{name}: mlx_lm has no DoRA of {what} like PEFT's", where=CONFIG_FILE, hint=_merge(base))
+            raise ModelError(
+                f"{name}: mlx_lm has no DoRA of {what} like PEFT's",
+                where=CONFIG_FILE,
+                hint=_merge(base),
+            )
         each.require_shape(name, base.shapes[ours], embedding=ours in base.embeddings)
         if ours in base.experts:
             stacks.setdefault(ours, {})[name] = each
@@ -276,11 +316,15 @@ def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
     for name, value in weights.items():
         match = _TENSOR.match(name)
         if match is None:
-            raise ModelError(f"{name} is not a part of a LoRA adapter", where=WEIGHTS_FILE, hint=_HOW)
+            raise ModelError(
+                f"{name} is not a part of a LoRA adapter", where=WEIGHTS_FILE, hint=_HOW
+            )
         found.setdefault(match["module"], {})[match["part"].removeprefix("embedding_")] = value
     if not found:
         raise ModelError("it holds no adapter", where=WEIGHTS_FILE, hint=_HOW)
-    return {name: _module(name, parts, config) for name, parts in sorted(found.items(), key=_in_order)}
+    return {
+        name: _module(name, parts, config) for name, parts in sorted(found.items(), key=_in_order)
+    }
 
 
 def _in_order(item: tuple[str, Any]) -> tuple[Any, ...]:
@@ -294,12 +338,18 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
     a, b, magnitudes = parts["A"], parts["B"], parts.get("magnitude_vector")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ModelError(f"{name}: factors of shape {shapes} are none of a linear layer", where=WEIGHTS_FILE)
+        raise ModelError(
+            f"{name}: factors of shape {shapes} are none of a linear layer", where=WEIGHTS_FILE
+        )
     if bool(config.get("use_dora")) != (magnitudes is not None):
-        raise ModelError(f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE)
+        raise ModelError(
+            f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE
+        )
     rank = _of_pattern(config.get("rank_pattern"), name, config.get("r", a.shape[0]))
     if rank != a.shape[0]:
-        problem = f"{name} is described as of rank {rank!r}, and its weights are of rank {a.shape[0]}"
+        problem = (
+            f"{name} is described as of rank {rank!r}, and its weights are of rank {a.shape[0]}"
+        )
         raise ModelError(problem, where=CONFIG_FILE, hint=_HOW)
     flat = None if magnitudes is None else magnitudes.reshape(-1)
     scale = _scale(name, int(a.shape[0]), config)

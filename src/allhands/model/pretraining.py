@@ -1,4 +1,6 @@
-"""Models without a past: built from a config.json, with first weights that follow from the seed alone."""
+"""Models without a past: built from a config.json, with first weights that follow from the seed
+alone.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ _STACKED = ".switch_mlp."
 def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """mlx_lm's model of a config, with first weights, evaluated.
 
-    Matrices and embeddings are normal with the config's ``initializer_range``; those that write to the residual stream
-    (``o_proj``, ``down_proj``) are divided by sqrt(2 layers), so that its variance does not grow with the depth
-    (GPT-2); norms are 1. Each array, and of experts each one, is drawn from a generator of its own, whose key is made
-    of ``seed`` and its name: the same on every rank, device and in every order.
+    Matrices and embeddings are normal with the config's ``initializer_range``; those that write to
+    the residual stream (``o_proj``, ``down_proj``) are divided by sqrt(2 layers), so that its
+    variance does not grow with the depth (GPT-2); norms are 1. Each array, and of experts each one,
+    is drawn from a generator of its own, whose key is made of ``seed`` and its name: the same on
+    every rank, device and in every order.
 
     Args:
         config: of :func:`allhands.model.shapes.model_config`.
@@ -65,24 +68,32 @@ def _bare_model(config: Mapping[str, Any]) -> nn.Module:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ModelError(
-            f"no model of type {family!r} is built anew", where="model_type", hint=f"{', '.join(FAMILIES)}"
+            f"no model of type {family!r} is built anew",
+            where="model_type",
+            hint=f"{', '.join(FAMILIES)}",
         )
     module = importlib.import_module(f"mlx_lm.models.{family}")
     try:
         return module.Model(module.ModelArgs.from_dict(dict(config)))
     except (TypeError, ValueError, KeyError) as error:
         hint = "make it with allhands.model.shapes.model_config"
-        raise ModelError(f"no model can be built: {error}", where="config.json", hint=hint) from error
+        raise ModelError(
+            f"no model can be built: {error}", where="config.json", hint=hint
+        ) from error
 
 
-def _first(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: int) -> NDArray[np.float32]:
+def _first(
+    name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: int
+) -> NDArray[np.float32]:
     """The first values of one parameter."""
     std = _std(name, config)
     if std is None:
         return np.ones(shape, dtype=np.float32)
     if _STACKED not in name:
         return _normal(seed, name, shape, std)
-    return np.stack([_normal(seed, f"{name}[{expert}]", shape[1:], std) for expert in range(shape[0])])
+    return np.stack(
+        [_normal(seed, f"{name}[{expert}]", shape[1:], std) for expert in range(shape[0])]
+    )
 
 
 def _std(name: str, config: Mapping[str, Any]) -> float | None:
@@ -106,7 +117,8 @@ def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray
 
 
 def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Parameters under the names of Hugging Face's files, which mlx_lm reads, too: experts one by one.
+    """Parameters under the names of Hugging Face's files, which mlx_lm reads, too: experts one by
+    one.
 
     Args:
         tensors: by mlx_lm's names.
@@ -122,4 +134,6 @@ def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         size = len(data) // experts
         for expert in range(experts):
             name = f"{block}.experts.{expert}.{_EXPERT_NAMES[matrix]}.{kind}"
-            yield Tensor(name, tensor.dtype, tuple(shape), data[expert * size : (expert + 1) * size])
+            yield Tensor(
+                name, tensor.dtype, tuple(shape), data[expert * size : (expert + 1) * size]
+            )

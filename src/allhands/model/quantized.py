@@ -1,9 +1,10 @@
 """Quantised layers on a CPU: multiply by the dequantised weight, which BLAS can.
 
-MLX multiplies quantised weights at 3 GFLOP/s there, and dequantises packed ones slowly. Three substitutes hold
-the same values: the dense weight (fastest, 4 bytes a value); codes of one byte from which the dense weight is
-made at each use (at 350 tokens 7 % slower, 1.25 bytes a value); and the packed weight as it is stored, of which
-blocks of rows are decoded while they are multiplied (0.56 bytes a value with 4 bits), for where memory is short.
+MLX multiplies quantised weights at 3 GFLOP/s there, and dequantises packed ones slowly. Three
+substitutes hold the same values: the dense weight (fastest, 4 bytes a value); codes of one byte
+from which the dense weight is made at each use (at 350 tokens 7 % slower, 1.25 bytes a value); and
+the packed weight as it is stored, of which blocks of rows are decoded while they are multiplied
+(0.56 bytes a value with 4 bits), for where memory is short.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ Form = Literal["dense", "codes", "packed"]
 
 
 class UnpackedLinear(native_products.CodedLayer, nn.Module):
-    """A frozen quantised linear layer that keeps one code a byte and is dense only while it multiplies.
+    """A frozen quantised linear layer that keeps one code a byte and is dense only while it
+    multiplies.
 
-    Made from an affine :class:`mlx.nn.QuantizedLinear`, whose dequantised weight it has bit for bit.
+    Made from an affine :class:`mlx.nn.QuantizedLinear`, whose dequantised weight it has bit for
+    bit.
     """
 
     def __init__(self, source: nn.QuantizedLinear) -> None:
@@ -48,7 +51,9 @@ class UnpackedLinear(native_products.CodedLayer, nn.Module):
     def _dense(self, after: mx.array) -> mx.array:
         """(out, in) float32 weight, made when ``after`` is there."""
         codes = mx.depends(self.codes, after)
-        return (codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
+        return (codes.astype(mx.float32) * self.scales + self.biases).reshape(
+            self.codes.shape[0], -1
+        )
 
     def multiply_at_once(self) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""
@@ -62,16 +67,19 @@ class UnpackedLinear(native_products.CodedLayer, nn.Module):
 
 
 def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) -> int:
-    """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on this device.
+    """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on
+    this device.
 
-    The values, and so the adapters that come out, are those of the quantised model. CPUs need it; with CUDA, which
-    builds its kernels for quantised products when they are first used (a minute and more), it is done for models
-    that are small beside the device's memory, which then hold their weights in the type that they compute in.
+    The values, and so the adapters that come out, are those of the quantised model. CPUs need it;
+    with CUDA, which builds its kernels for quantised products when they are first used (a minute
+    and more), it is done for models that are small beside the device's memory, which then hold
+    their weights in the type that they compute in.
 
     Args:
-        form: on a CPU; "codes" for the blocks' layers in training, where there are many tokens at a time; "dense" in
-            generation, where making the weight for one token would cost more than using it; "packed" where there is
-            no memory for these. A GPU leaves layers as they are with "packed".
+        form: on a CPU; "codes" for the blocks' layers in training, where there are many tokens at a
+            time; "dense" in generation, where making the weight for one token would cost more than
+            using it; "packed" where there is no memory for these. A GPU leaves layers as they are
+            with "packed".
 
     Returns:
         Number of layers replaced.
@@ -89,7 +97,9 @@ def _keep_packed(model: nn.Module) -> int:
     """Give every quantised layer its packed form; returns how many."""
     found = [module for module in model.modules() if _is_quantized(module)]
     for module in found:
-        give_form(module, PackedLinear if isinstance(module, nn.QuantizedLinear) else PackedEmbedding)
+        give_form(
+            module, PackedLinear if isinstance(module, nn.QuantizedLinear) else PackedEmbedding
+        )
     for module in model.modules():
         if type(module) is DoRALinear and isinstance(module.linear, PackedLinear):
             give_form(module, PackedDoRALinear)
@@ -102,22 +112,32 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def bytes_of_form(model: nn.Module, form: Form) -> int:
-    """Return the bytes of ``model`` on a CPU once its quantised layers, not yet replaced, have this form."""
+    """Return the bytes of ``model`` on a CPU once its quantised layers, not yet replaced, have this
+    form.
+    """
     return sum(own_bytes(model, form).values())
 
 
 def own_bytes(model: nn.Module, form: Form, *, on_cpu: bool = True) -> dict[int, int]:
-    """Bytes of each module's own arrays, by its ``id``, once quantised layers, not yet replaced, have this form.
+    """Bytes of each module's own arrays, by its ``id``, once quantised layers, not yet replaced,
+    have this form.
 
     Args:
-        on_cpu: whether dense numbers have four bytes each; a GPU's have two, and other arrays stay as they are.
+        on_cpu: whether dense numbers have four bytes each; a GPU's have two, and other arrays stay
+            as they are.
     """
     adapted = _under_dora(model)
-    return {id(module): _own_bytes(name, module, form, adapted, on_cpu) for name, module in model.named_modules()}
+    return {
+        id(module): _own_bytes(name, module, form, adapted, on_cpu)
+        for name, module in model.named_modules()
+    }
 
 
 def _own_bytes(name: str, module: Any, form: Form, adapted: set[str], on_cpu: bool) -> int:
-    word, arrays = 4 if on_cpu else 2, [value for value in module.values() if isinstance(value, mx.array)]
+    word, arrays = (
+        4 if on_cpu else 2,
+        [value for value in module.values() if isinstance(value, mx.array)],
+    )
     if _is_quantized(module):
         numbers = module.scales.size * module.group_size
         if form == "codes" and _becomes_codes(name, module, adapted):
@@ -125,7 +145,10 @@ def _own_bytes(name: str, module: Any, form: Form, adapted: set[str], on_cpu: bo
         return sum(array.nbytes for array in arrays) if form == "packed" else word * numbers
     if not on_cpu:
         return sum(array.nbytes for array in arrays)
-    return sum(word * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes for array in arrays)
+    return sum(
+        word * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+        for array in arrays
+    )
 
 
 def _under_dora(model: nn.Module) -> set[str]:
@@ -134,18 +157,23 @@ def _under_dora(model: nn.Module) -> set[str]:
 
 
 def _becomes_codes(name: str, module: Any, adapted: set[str]) -> bool:
-    """Return true if a quantised layer of a block can be codes; DoRA and the head need the weight itself."""
+    """Return true if a quantised layer of a block can be codes; DoRA and the head need the weight
+    itself.
+    """
     in_block = ".layers." in f".{name}" and name.rpartition(".")[0] not in adapted
     return in_block and isinstance(module, nn.QuantizedLinear) and module.mode == "affine"
 
 
 def held_dense(parameters: int, memory_bytes: int) -> bool:
-    """Return true if a quantised model of so many parameters is made dense for CUDA, with two bytes each."""
+    """Return true if a quantised model of so many parameters is made dense for CUDA, with two bytes
+    each.
+    """
     return 2 * parameters < _SMALL_SHARE * memory_bytes
 
 
 def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) -> int:
-    """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is possible.
+    """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is
+    possible.
 
     Args:
         dtype: of dense weights, or ``None`` for what the layer computes in.
@@ -157,9 +185,12 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
     found = [(name, module) for name, module in model.named_modules() if _is_quantized(module)]
     count = len(found)
     while found:
-        # One by one and forgotten, so that both forms of the whole model never stand in memory together.
+        # One by one and forgotten, so that both forms of the whole model never stand in memory
+        # together.
         name, module = found.pop()
-        new = _substitute(module, compact=compact and _becomes_codes(name, module, adapted), dtype=dtype)
+        new = _substitute(
+            module, compact=compact and _becomes_codes(name, module, adapted), dtype=dtype
+        )
         mx.eval(new.parameters())
         model.update_modules(unflatten([(name, new)]))
         del module
@@ -167,9 +198,13 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
 
 
 def hold_in_float32(model: nn.Module) -> None:
-    """Let a CPU compute ``model`` in float32, several times as fast there as any other type; packed layers do so."""
+    """Let a CPU compute ``model`` in float32, several times as fast there as any other type; packed
+    layers do so.
+    """
     packed = [module for module in model.modules() if isinstance(module, PACKED)]
-    stored = [{name: module[name] for name in ("scales", "biases") if name in module} for module in packed]
+    stored = [
+        {name: module[name] for name in ("scales", "biases") if name in module} for module in packed
+    ]
     model.set_dtype(mx.float32)
     for module, values in zip(packed, stored, strict=True):
         module.update(values)

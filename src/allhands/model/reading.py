@@ -1,7 +1,8 @@
-"""Read a model's weights: onto an NVIDIA GPU with several threads, and where some of its files are not there.
+"""Read a model's weights: onto an NVIDIA GPU with several threads, and where some of its files are
+not there.
 
-On a GPU MLX reads one array after the other, into memory that is new each time and that one core has to fill: 1.7 GB a
-second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
+On a GPU MLX reads one array after the other, into memory that is new each time and that one core
+has to fill: 1.7 GB a second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def module_of(model_type: str) -> str:
 
 
 def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
-    """Open the weight files in the directory ``path``: yield arrays by name, not read yet, and metadata of each."""
+    """Open the weight files in the directory ``path``: yield arrays by name, not read yet, and
+    metadata of each.
+    """
     for file in present(path):
         content: Any = mx.load(str(file), return_metadata=True)
         yield content
@@ -41,11 +44,16 @@ def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
 def worth_threads(files: Sequence[Path]) -> bool:
     """Return true if :func:`read_arrays` is quicker here than MLX."""
     on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-    return on_cuda and available_cores() > 1 and sum(file.stat().st_size for file in files) >= SMALL_BYTES
+    return (
+        on_cuda
+        and available_cores() > 1
+        and sum(file.stat().st_size for file in files) >= SMALL_BYTES
+    )
 
 
 def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
-    """Return all arrays of safetensors files, in memory; of a name that several files have, the last one's.
+    """Return all arrays of safetensors files, in memory; of a name that several files have, the
+    last one's.
 
     Each thread has a stream of its own and reads about as many bytes as the others.
 
@@ -53,7 +61,9 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
         RuntimeError: a file cannot be read.
     """
     sizes = {name: (file, array.nbytes) for file in files for name, array in _lazy(file).items()}
-    shares: list[list[str]] = [[] for _ in range(max(1, min(threads, available_cores(), len(sizes))))]
+    shares: list[list[str]] = [
+        [] for _ in range(max(1, min(threads, available_cores(), len(sizes))))
+    ]
     held = [0] * len(shares)
     for name in sorted(sizes, key=lambda name: -sizes[name][1]):
         least = held.index(min(held))
@@ -72,13 +82,17 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
 
 
 def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]]:
-    """Return ``get_model_classes`` for ``mlx_lm.utils.load_model`` that gives models arrays in memory."""
+    """Return ``get_model_classes`` for ``mlx_lm.utils.load_model`` that gives models arrays in
+    memory.
+    """
     return _classes(lambda lazy: {**lazy, **read_arrays(files)})
 
 
 def classes_without(missing: Mapping[str, WeightFile]) -> Callable[[Json], tuple[Any, Any]]:
     """Return ``get_model_classes`` that stands in for the arrays of absent files."""
-    arrays = {name: _nothing(facts) for file in missing.values() for name, facts in file.arrays.items()}
+    arrays = {
+        name: _nothing(facts) for file in missing.values() for name, facts in file.arrays.items()
+    }
     return _classes(lambda there: {**arrays, **there})
 
 
@@ -90,17 +104,23 @@ def _nothing(facts: Sequence[Any]) -> mx.array:
 
 
 def list_of_files(files: Sequence[Path]) -> dict[str, WeightFile]:
-    """Return the facts about a model's files for other computers, see :mod:`allhands.model.weight_files`.
+    """Return the facts about a model's files for other computers, see
+    :mod:`allhands.model.weight_files`.
 
     Raises:
         RuntimeError: a file cannot be read.
     """
     blocks = blocks_of(files)
-    return {file.name: WeightFile(file.stat().st_size, blocks[file], _facts_of(file)) for file in files}
+    return {
+        file.name: WeightFile(file.stat().st_size, blocks[file], _facts_of(file)) for file in files
+    }
 
 
 def _facts_of(file: Path) -> dict[str, list[Any]]:
-    return {name: [str(array.dtype).removeprefix("mlx.core."), *array.shape] for name, array in _lazy(file).items()}
+    return {
+        name: [str(array.dtype).removeprefix("mlx.core."), *array.shape]
+        for name, array in _lazy(file).items()
+    }
 
 
 def _classes(change: Callable[[Arrays], Arrays]) -> Callable[[Json], tuple[Any, Any]]:

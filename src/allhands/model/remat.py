@@ -1,8 +1,8 @@
 """Recompute a block's activations in the backward pass instead of keeping them.
 
-A block may be called with arrays in any place: positional or by keyword, in lists, dictionaries or objects such as
-caches, which it may also change. All of them are inputs of the recomputed function, and what the block leaves in them
-is among its outputs.
+A block may be called with arrays in any place: positional or by keyword, in lists, dictionaries or
+objects such as caches, which it may also change. All of them are inputs of the recomputed function,
+and what the block leaves in them is among its outputs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from allhands.kernels.native_arrays import floats, no_gradient_through
 def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> None:
     """Make each of ``layers`` forget its activations after the forward pass.
 
-    Only these instances change (their class becomes a subclass); other models of the process do not.
-    Doing it twice changes nothing.
+    Only these instances change (their class becomes a subclass); other models of the process do
+    not. Doing it twice changes nothing.
 
     Args:
-        at_once: for layers that compute when they are called (:mod:`allhands.kernels.native`), not in a graph.
+        at_once: for layers that compute when they are called (:mod:`allhands.kernels.native`), not
+            in a graph.
     """
     for layer in layers:
         if not hasattr(layer, "_recomputes") and flatten(layer.parameters()):
-            give_form(layer, _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph))
+            give_form(
+                layer, _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph)
+            )
 
 
-def _recomputing(base: type[nn.Module], called: Callable[[_Call], list[mx.array]]) -> type[nn.Module]:
+def _recomputing(
+    base: type[nn.Module], called: Callable[[_Call], list[mx.array]]
+) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         floating_only = called is _called_at_once
         this = _Call(cast("Any", base).__call__, self, (args, kwargs), floating_only=floating_only)
@@ -51,7 +56,9 @@ class _Call:
         weights: its trained arrays.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module, given: Any, *, floating_only: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], layer: nn.Module, given: Any, *, floating_only: bool
+    ) -> None:
         self.layer = layer
         self._function = function
         self._floating_only = floating_only
@@ -74,7 +81,8 @@ class _Call:
         finally:
             self._given(self.inputs, ())
             self._install(self.weights)
-        # A block that passes on what it was given makes nothing, and MLX ends the process where a function does.
+        # A block that passes on what it was given makes nothing, and MLX ends the process where a
+        # function does.
         return outputs or [mx.zeros(())]
 
     def result(self, outputs: Sequence[mx.array]) -> Any:
@@ -90,7 +98,9 @@ def _called_in_a_graph(call: _Call) -> list[mx.array]:
 
 
 def _called_at_once(call: _Call) -> list[mx.array]:
-    """Compute like :func:`mx.checkpoint`, without the memory that MLX would hold until the outer pass ends."""
+    """Compute like :func:`mx.checkpoint`, without the memory that MLX would hold until the outer
+    pass ends.
+    """
     count = len(call.inputs)
 
     def forward(*primals: mx.array) -> Any:
@@ -102,7 +112,10 @@ def _called_at_once(call: _Call) -> list[mx.array]:
         return call(primals[:count], primals[count:])
 
     def backward(primals: Any, cotangents: Any, _: Any) -> Any:
-        inputs, towards = (list(each) if isinstance(each, tuple | list) else [each] for each in (primals, cotangents))
+        inputs, towards = (
+            list(each) if isinstance(each, tuple | list) else [each]
+            for each in (primals, cotangents)
+        )
         made = mx.vjp(again, inputs, towards)[1]
         # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
         return [mx.array(np.asarray(each)) for each in made]
@@ -111,19 +124,23 @@ def _called_at_once(call: _Call) -> list[mx.array]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-# --- arrays in nested values ------------------------------------------------------------------------------
+# --- arrays in nested values ----------------------------------------------------------------------
 
-# Gives a nested value again: of the arrays that were found in it, and of those that a block was given and passes on.
+# Gives a nested value again: of the arrays that were found in it, and of those that a block was
+# given and passes on.
 _Builder = Callable[[Sequence[mx.array], Sequence[mx.array]], Any]
 
 
 class _Parts:
     """Takes nested values apart into ``arrays`` and functions that put them together again.
 
-    Lists, dictionaries and objects keep their identity: they are filled in place, each where it is met first.
+    Lists, dictionaries and objects keep their identity: they are filled in place, each where it is
+    met first.
     """
 
-    def __init__(self, arrays: list[mx.array], *, floating_only: bool, passed_on: Sequence[mx.array] = ()) -> None:
+    def __init__(
+        self, arrays: list[mx.array], *, floating_only: bool, passed_on: Sequence[mx.array] = ()
+    ) -> None:
         self._arrays = arrays
         self._floating_only = floating_only
         self._passed_on = {id(array): number for number, array in enumerate(passed_on)}
@@ -163,7 +180,13 @@ class _Parts:
 
 
 def _is_filled(value: Any) -> bool:
-    """Return true for a container or an object such as a cache, in which a block may read or change arrays."""
+    """Return true for a container or an object such as a cache, in which a block may read or change
+    arrays.
+    """
     if isinstance(value, list | dict):
         return True
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | nn.Module)
+    return (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, type | nn.Module)
+    )

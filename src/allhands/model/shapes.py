@@ -1,7 +1,8 @@
-"""Shapes of models that are trained from scratch: their numbers, checked and counted, and their config.json.
+"""Shapes of models that are trained from scratch: their numbers, checked and counted, and their
+config.json.
 
-A shape is named (:func:`find_shape`) or given by numbers. Nothing here needs MLX; :mod:`allhands.model.pretraining`
-builds the model.
+A shape is named (:func:`find_shape`) or given by numbers. Nothing here needs MLX;
+:mod:`allhands.model.pretraining` builds the model.
 """
 
 from __future__ import annotations
@@ -19,8 +20,21 @@ Family = Literal["llama", "qwen3", "mixtral"]
 FAMILIES: tuple[str, ...] = get_args(Family)
 DTYPES = ("float32", "bfloat16", "float16")
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
-_INTEGERS = ("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size")
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+_INTEGERS = (
+    "layers",
+    "dims",
+    "mlp_dims",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocabulary",
+    "block_size",
+)
 _OTHER_NUMBERS = ("rope_theta", "norm_eps", "init_std")
 
 
@@ -29,7 +43,8 @@ class Shape:
     """The numbers of a decoder-only transformer; checked when made.
 
     Attributes:
-        family: Llama; Qwen 3 (queries and keys are normalised); or Mixtral (a router and experts for the MLP).
+        family: Llama; Qwen 3 (queries and keys are normalised); or Mixtral (a router and experts
+            for the MLP).
         layers: blocks of attention and MLP.
         dims: width of the residual stream.
         mlp_dims: width inside the MLP, or inside each expert.
@@ -67,7 +82,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ConfigError(f"no family {self.family!r}", where="family", hint=f"one of {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"no family {self.family!r}", where="family", hint=f"one of {', '.join(FAMILIES)}"
+            )
         for name in (*_INTEGERS, "experts", "experts_per_token"):
             _check_integer(name, getattr(self, name), 1 if name in _INTEGERS else 0)
         for name in _OTHER_NUMBERS:
@@ -87,8 +104,12 @@ class Shape:
             hint = "rotary positions need pairs: choose dims and heads so that dims / heads is even, or give head_dim"
             raise ConfigError(f"{self.head_dim} is odd", where="head_dim", hint=hint)
         if self.family == "mixtral" and self.heads * self.head_dim != self.dims:
-            message = f"{self.heads} heads of {self.head_dim} are not the {self.dims} dims of a Mixtral"
-            raise ConfigError(message, where="head_dim", hint="leave head_dim out: it is dims / heads")
+            message = (
+                f"{self.heads} heads of {self.head_dim} are not the {self.dims} dims of a Mixtral"
+            )
+            raise ConfigError(
+                message, where="head_dim", hint="leave head_dim out: it is dims / heads"
+            )
 
     def _check_experts(self) -> None:
         if self.family != "mixtral":
@@ -96,54 +117,125 @@ class Shape:
                 hint = "take the family mixtral, or leave experts and experts_per_token out"
                 raise ConfigError(f"a {self.family} has no experts", where="experts", hint=hint)
         elif self.experts < 2:
-            raise ConfigError(f"{self.experts} is too few", where="experts", hint="give at least 2, usually 8")
+            raise ConfigError(
+                f"{self.experts} is too few", where="experts", hint="give at least 2, usually 8"
+            )
         elif not 1 <= self.experts_per_token <= self.experts:
             message = f"{self.experts_per_token} of {self.experts} experts cannot compute a token"
-            raise ConfigError(message, where="experts_per_token", hint=f"give 1 to {self.experts}, usually 2")
+            raise ConfigError(
+                message, where="experts_per_token", hint=f"give 1 to {self.experts}, usually 2"
+            )
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{value!r} is not a number of {name}", where=name, hint=f"give a whole number from {least}")
+        raise ConfigError(
+            f"{value!r} is not a number of {name}",
+            where=name,
+            hint=f"give a whole number from {least}",
+        )
 
 
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError(f"{value!r} is not a positive number", where=name, hint=f"leave {name} out for the usual one")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value < float("inf")
+    ):
+        raise ConfigError(
+            f"{value!r} is not a positive number",
+            where=name,
+            hint=f"leave {name} out for the usual one",
+        )
 
 
-# --- by name or by numbers ----------------------------------------------------------------------------
+# --- by name or by numbers ------------------------------------------------------------------------
 
-# llama2.c (github.com/karpathy/llama2.c): the table of its README, and mlp_dims = 2/3 of 4 dims, rounded up to a
-# multiple of 32, as its model.py has it. The output layer is the embedding.
-_STORIES: dict[str, Any] = {"family": "llama", "vocabulary": 32000, "rope_theta": 10000.0, "norm_eps": 1e-5}
+# llama2.c (github.com/karpathy/llama2.c): the table of its README, and mlp_dims = 2/3 of 4 dims,
+# rounded up to a multiple of 32, as its model.py has it. The output layer is the embedding.
+_STORIES: dict[str, Any] = {
+    "family": "llama",
+    "vocabulary": 32000,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-5,
+}
 # huggingface.co/HuggingFaceTB/SmolLM2-135M and -360M: config.json.
-_SMOLLM2: dict[str, Any] = {"vocabulary": 49152, "block_size": 8192, "rope_theta": 100000.0, "norm_eps": 1e-5}
-_SMOLLM2_135M = _SMOLLM2 | {"layers": 30, "dims": 576, "mlp_dims": 1536, "heads": 9, "kv_heads": 3, "init_std": 1 / 24}
+_SMOLLM2: dict[str, Any] = {
+    "vocabulary": 49152,
+    "block_size": 8192,
+    "rope_theta": 100000.0,
+    "norm_eps": 1e-5,
+}
+_SMOLLM2_135M = _SMOLLM2 | {
+    "layers": 30,
+    "dims": 576,
+    "mlp_dims": 1536,
+    "heads": 9,
+    "kv_heads": 3,
+    "init_std": 1 / 24,
+}
 # huggingface.co/Qwen/Qwen3-0.6B and -1.7B: config.json.
 _QWEN3: dict[str, Any] = {
-    **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 151936},
+    **{
+        "family": "qwen3",
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocabulary": 151936,
+    },
     **{"block_size": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "init_std": 0.02},
 }
 NAMED: Mapping[str, Mapping[str, Any]] = {
-    "llama-15m": _STORIES | {"layers": 6, "dims": 288, "mlp_dims": 768, "heads": 6, "block_size": 256},
-    "llama-42m": _STORIES | {"layers": 8, "dims": 512, "mlp_dims": 1376, "heads": 8, "block_size": 1024},
-    "llama-110m": _STORIES | {"layers": 12, "dims": 768, "mlp_dims": 2048, "heads": 12, "block_size": 1024},
+    "llama-15m": _STORIES
+    | {"layers": 6, "dims": 288, "mlp_dims": 768, "heads": 6, "block_size": 256},
+    "llama-42m": _STORIES
+    | {"layers": 8, "dims": 512, "mlp_dims": 1376, "heads": 8, "block_size": 1024},
+    "llama-110m": _STORIES
+    | {"layers": 12, "dims": 768, "mlp_dims": 2048, "heads": 12, "block_size": 1024},
     "smollm2-135m": _SMOLLM2_135M | {"family": "llama"},
     "smollm2-360m": _SMOLLM2
-    | {"family": "llama", "layers": 32, "dims": 960, "mlp_dims": 2560, "heads": 15, "kv_heads": 5, "init_std": 0.02},
-    # huggingface.co/meta-llama/Llama-3.2-1B: config.json, but for the stretching of positions beyond 8192, which is
-    # added to a model after its pre-training.
+    | {
+        "family": "llama",
+        "layers": 32,
+        "dims": 960,
+        "mlp_dims": 2560,
+        "heads": 15,
+        "kv_heads": 5,
+        "init_std": 0.02,
+    },
+    # huggingface.co/meta-llama/Llama-3.2-1B: config.json, but for the stretching of positions
+    # beyond 8192, which is added to a model after its pre-training.
     "llama-1b": {
-        **{"family": "llama", "layers": 16, "dims": 2048, "mlp_dims": 8192, "heads": 32, "kv_heads": 8},
-        **{"vocabulary": 128256, "block_size": 8192, "rope_theta": 500000.0, "norm_eps": 1e-5, "init_std": 0.02},
+        **{
+            "family": "llama",
+            "layers": 16,
+            "dims": 2048,
+            "mlp_dims": 8192,
+            "heads": 32,
+            "kv_heads": 8,
+        },
+        **{
+            "vocabulary": 128256,
+            "block_size": 8192,
+            "rope_theta": 500000.0,
+            "norm_eps": 1e-5,
+            "init_std": 0.02,
+        },
     },
     "qwen3-0.6b": _QWEN3 | {"dims": 1024, "mlp_dims": 3072},
     "qwen3-1.7b": _QWEN3 | {"dims": 2048, "mlp_dims": 6144},
-    # Our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight experts compute a
-    # token, as in Mixtral-8x7B.
+    # Our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight
+    # experts compute a token, as in Mixtral-8x7B.
     "mixtral-tiny": {
-        **{"family": "mixtral", "layers": 4, "dims": 128, "mlp_dims": 256, "heads": 4, "kv_heads": 2},
+        **{
+            "family": "mixtral",
+            "layers": 4,
+            "dims": 128,
+            "mlp_dims": 256,
+            "heads": 4,
+            "kv_heads": 2,
+        },
         **{"vocabulary": 4096, "block_size": 256, "experts": 4, "experts_per_token": 2},
     },
     "mixtral-8x135m": _SMOLLM2_135M | {"family": "mixtral", "experts": 8, "experts_per_token": 2},
@@ -157,19 +249,23 @@ _REQUIRED = ("layers", "dims", "mlp_dims", "heads", "vocabulary", "block_size")
 
 
 def rows_for(tokens: int) -> int:
-    """Rows of the embedding for a tokenizer with so many tokens: up to a multiple of 64, for the products' sake."""
+    """Rows of the embedding for a tokenizer with so many tokens: up to a multiple of 64, for the
+    products' sake.
+    """
     return -(-tokens // 64) * 64
 
 
 def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
-    """Return the shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
+    """Return the shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of
+    the name's.
 
-    Where they are not given, ``kv_heads`` are ``heads``, ``head_dim`` is ``dims / heads`` and ``init_std`` is
-    sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); the rest has the defaults of the family. A number that is
-    None counts as not given.
+    Where they are not given, ``kv_heads`` are ``heads``, ``head_dim`` is ``dims / heads`` and
+    ``init_std`` is sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); the rest has the
+    defaults of the family. A number that is None counts as not given.
 
     Args:
-        name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), whose numbers are then all to be given.
+        name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), whose numbers are then all
+            to be given.
         numbers: by the names of the fields of :class:`Shape`.
 
     Raises:
@@ -188,7 +284,9 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
         hint = f"give all of {', '.join(_REQUIRED)}, or take one of {', '.join(NAMED)}"
         if "block_size" in missing:
             hint += "; block_size is the longest row that the model will read, and max_seq_length follows it"
-        raise ConfigError(f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint)
+        raise ConfigError(
+            f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint
+        )
     return Shape(**_completed(values))
 
 
@@ -207,8 +305,17 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
     if "head_dim" not in values and dims % heads:
         near = max(dims // heads, 1) * heads
         message = f"{dims} dims cannot be divided among {counted(heads, 'head')}"
-        raise ConfigError(message, where="heads", hint=f"take {near} or {near + heads} dims, or give head_dim, too")
-    return {"kv_heads": heads, "head_dim": dims // heads, "init_std": math.sqrt(2 / (5 * dims)), **values}
+        raise ConfigError(
+            message,
+            where="heads",
+            hint=f"take {near} or {near + heads} dims, or give head_dim, too",
+        )
+    return {
+        "kv_heads": heads,
+        "head_dim": dims // heads,
+        "init_std": math.sqrt(2 / (5 * dims)),
+        **values,
+    }
 
 
 def num_parameters(shape: Shape) -> int:
@@ -220,7 +327,7 @@ def num_parameters(shape: Shape) -> int:
     return tables + shape.layers * (attention + norms + mlp) + shape.dims
 
 
-# --- config.json --------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,25 +340,35 @@ class TokenIds:
 
 
 def model_config(
-    shape: Shape, vocabulary: int | None = None, ids: TokenIds | None = None, *, dtype: str = "float32"
+    shape: Shape,
+    vocabulary: int | None = None,
+    ids: TokenIds | None = None,
+    *,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Return the config.json of a shape, which mlx_lm and transformers both build the same model from.
+    """Return the config.json of a shape, which mlx_lm and transformers both build the same model
+    from.
 
     Args:
         vocabulary: of the tokenizer, in place of the shape's.
         dtype: what the weights will be stored in; one of :data:`DTYPES`.
 
     Raises:
-        ConfigError: a special token is outside the vocabulary, or the dtype or vocabulary cannot be.
+        ConfigError: a special token is outside the vocabulary, or the dtype or vocabulary cannot
+            be.
     """
     shape = shape if vocabulary is None else replace(shape, vocabulary=vocabulary)
     if dtype not in DTYPES:
-        raise ConfigError(f"no dtype {dtype!r}", where="dtype", hint=f"choose one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"no dtype {dtype!r}", where="dtype", hint=f"choose one of {', '.join(DTYPES)}"
+        )
     tokens = asdict(ids or TokenIds())
     for name, number in tokens.items():
         if number is not None and not 0 <= number < shape.vocabulary:
             message = f"token {number} ({name}) is not in a vocabulary of {shape.vocabulary}"
-            raise ConfigError(message, where="vocabulary", hint="give the number of tokens that the tokenizer has")
+            raise ConfigError(
+                message, where="vocabulary", hint="give the number of tokens that the tokenizer has"
+            )
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.family]],
         "model_type": shape.family,
@@ -278,7 +395,12 @@ def model_config(
 
 def _family_keys(shape: Shape) -> dict[str, Any]:
     if shape.family == "mixtral":
-        experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+        experts = {
+            "num_local_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+        }
         return experts | {"sliding_window": None, "output_router_logits": False}
     bias: dict[str, Any] = {"attention_bias": False}
-    return bias | ({"mlp_bias": False} if shape.family == "llama" else {"use_sliding_window": False})
+    return bias | (
+        {"mlp_bias": False} if shape.family == "llama" else {"use_sliding_window": False}
+    )

@@ -1,4 +1,6 @@
-"""A model's modules by its config.json alone, to ask what ranks could divide; no weights are read or computed."""
+"""A model's modules by its config.json alone, to ask what ranks could divide; no weights are read
+or computed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from allhands.errors import ModelError
 
 
 def skeleton(values: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config.json; its arrays have shapes, and nobody is to look at their numbers.
+    """Return the model of a config.json; its arrays have shapes, and nobody is to look at their
+    numbers.
 
     Raises:
         ModelError: no model can be built of it.
@@ -24,11 +27,18 @@ def skeleton(values: Mapping[str, Any]) -> nn.Module:
         model: nn.Module = model_class(arguments.from_dict(dict(values)))
     except Exception as error:  # a config that no class can be built from fails in any of its lines
         hint = "check config.json, or fetch the model again"
-        raise ModelError(f"the model cannot be built: {error}", where="config.json", hint=hint) from error
+        raise ModelError(
+            f"the model cannot be built: {error}", where="config.json", hint=hint
+        ) from error
     quantised: Any = values.get("quantization") or values.get("quantization_config")
     if isinstance(quantised, dict) and "bits" in quantised:
         group, bits = int(quantised.get("group_size", 64)), int(quantised["bits"])
-        nn.quantize(model, group, bits, class_predicate=lambda path, module: _can_be_quantised(module, group))
+        nn.quantize(
+            model,
+            group,
+            bits,
+            class_predicate=lambda path, module: _can_be_quantised(module, group),
+        )
     return model
 
 

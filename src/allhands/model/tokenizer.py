@@ -1,4 +1,6 @@
-"""A model's tokenizer without its weights: with the chat template that was chosen, and the tokens that end answers."""
+"""A model's tokenizer without its weights: with the chat template that was chosen, and the tokens
+that end answers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ _TOKENIZER_FILES = (
 )
 
 # Names of the number of positions in configurations.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,11 @@ def load_bare_tokenizer(
     if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         problem = "there is no such directory"
         if path.exists():
-            problem = "there is no tokenizer in this directory" if path.is_dir() else "this is a file, not a directory"
+            problem = (
+                "there is no tokenizer in this directory"
+                if path.is_dir()
+                else "this is a file, not a directory"
+            )
         raise ModelError(
             problem,
             where=path_or_repo,
@@ -80,17 +93,21 @@ def load_bare_tokenizer(
         raise
 
 
-def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN) -> LoadedTokenizer:
+def load_tokenizer(
+    path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN
+) -> LoadedTokenizer:
     """Load a model's tokenizer without its weights.
 
     Args:
-        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository id.
+        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository
+            id.
         trust_remote_code: let the tokenizer run the Python files that it carries.
         chat: which chat template it gets, where not its own.
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or its tokenizer is missing or torn, or does not go with the chat template.
+        ModelError: the model or its tokenizer is missing or torn, or does not go with the chat
+            template.
     """
     path = resolve(path_or_repo)
     # A tokenizer may stand alone; that there is no model is told by whoever needs one.
@@ -99,22 +116,30 @@ def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False, chat: 
     template = template_text(own, chat)
     if template is None:
         return LoadedTokenizer(own, path)
-    return LoadedTokenizer(tokenizer_of(path, config, trust_remote_code, template), path, template, _notes(own, chat))
+    return LoadedTokenizer(
+        tokenizer_of(path, config, trust_remote_code, template), path, template, _notes(own, chat)
+    )
 
 
 def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
-    """Return a note if system messages are merged on request though the template has a place for them."""
+    """Return a note if system messages are merged on request though the template has a place for
+    them.
+    """
     named = NAMED.get(chat.template or "")
     plain = None if named is None else named.system
     if chat.system == "merge" and chat.chosen() is None and has_chat_template(own):
         plain = ChatTemplate(own).takes_system
     if chat.system != "merge" or not plain:
         return ()
-    return (f"{MERGE}: the chat template has a place for a system message, which is put before the question instead",)
+    return (
+        f"{MERGE}: the chat template has a place for a system message, which is put before the question instead",
+    )
 
 
 def positions_of(config: Json) -> int | None:
-    """Return the most tokens that a model takes at once by its configuration; ``None`` without a bound."""
+    """Return the most tokens that a model takes at once by its configuration; ``None`` without a
+    bound.
+    """
     inner: Any = config.get("text_config")
     known: Json = {**config, **cast("Json", inner)} if isinstance(inner, dict) else config
     most = next((value for name in _POSITIONS if _is_count(value := known.get(name))), None)
@@ -138,7 +163,9 @@ def positions_in(model: Path) -> int | None:
 
 
 def _stands_alone(path: Path) -> bool:
-    return not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
+    return not (path / "config.json").exists() and any(
+        (path / name).is_file() for name in _TOKENIZER_FILES
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -156,10 +183,16 @@ def read_config(path: Path) -> Json:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = "give the directory that holds config.json, model*.safetensors and the tokenizer"
-        made = [folder for name in MODELS_OF_A_RUN if (folder := path / name).joinpath(file.name).is_file()]
+        made = [
+            folder
+            for name in MODELS_OF_A_RUN
+            if (folder := path / name).joinpath(file.name).is_file()
+        ]
         if made:
             hint = f"this is the directory of a run; its models are {' and '.join(map(str, made))}"
-        raise ModelError("no config.json: this is not a model directory", where=str(path), hint=hint) from None
+        raise ModelError(
+            "no config.json: this is not a model directory", where=str(path), hint=hint
+        ) from None
     except (ValueError, OSError) as error:
         raise ModelError(
             f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"
@@ -170,8 +203,8 @@ def read_config(path: Path) -> Json:
 
 
 def eos_ids(path: Path, config: Json) -> list[int]:
-    """Return the tokens at which generation stops, as mlx_lm reads them: generation_config.json comes before
-    config.json.
+    """Return the tokens at which generation stops, as mlx_lm reads them: generation_config.json
+    comes before config.json.
     """
     try:
         generation: Any = json.loads((path / GENERATION_FILE).read_text(encoding="utf-8"))
@@ -183,7 +216,8 @@ def eos_ids(path: Path, config: Json) -> list[int]:
 
 
 def with_stop(config: Json, stop: int, usual: int | None) -> Json:
-    """Return a ``config.json`` or ``generation_config.json`` with one more token at which generation stops.
+    """Return a ``config.json`` or ``generation_config.json`` with one more token at which
+    generation stops.
 
     Args:
         usual: the token at which it stops where the file names none.
@@ -196,14 +230,19 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
 def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
     """Switch off the warning about long texts, which says that the model will fail.
 
-    Whoever asks a model or trains one looks at the length, and says what follows; others only count tokens.
+    Whoever asks a model or trains one looks at the length, and says what follows; others only count
+    tokens.
     """
-    given: dict[str, bool] = getattr(tokenizer, "deprecation_warnings", {})  # those that are not given again
+    given: dict[str, bool] = getattr(
+        tokenizer, "deprecation_warnings", {}
+    )  # those that are not given again
     given["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
-def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: str | None = None) -> TokenizerWrapper:
+def tokenizer_of(
+    path: Path, config: Json, trust_remote_code: bool, template: str | None = None
+) -> TokenizerWrapper:
     """Return the tokenizer in a directory; ``template`` in place of its own chat template.
 
     Raises:
@@ -219,7 +258,10 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
         with importing(path):  # mlx_lm looks for settings of the tokenizer in the model's module
             loaded = mlx_lm.load_tokenizer(
                 path,
-                {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
+                {
+                    "trust_remote_code": trust_remote_code,
+                    **({} if template is None else {"chat_template": template}),
+                },
                 eos_token_ids=eos_ids(path, config) or None,
             )
         return _unwarned(loaded)
@@ -238,12 +280,18 @@ def _unread(path: Path, error: Exception) -> ModelError:
             hint="copy tokenizer.json of the same model there, or save it from transformers with save_pretrained",
         )
     hint = "fetch the model again; --trust-remote-code if it brings its own code and you trust it"
-    if isinstance(error, AttributeError) and str(error).startswith("module "):  # which no file of it can mend
+    if isinstance(error, AttributeError) and str(error).startswith(
+        "module "
+    ):  # which no file of it can mend
         hint = "look for newer versions: pip install -U mlx-lm transformers"
     elif isinstance(error, ImportError):
         hint = "install the package that is named there"
     elif isinstance(error, StrictDataclassError):
         hint = "correct that value in config.json, or fetch it of a conversion that Transformers can read"
-    said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+    said = (
+        " ".join(str(error).split())
+        if isinstance(error, StrictDataclassError)
+        else first_line(error)
+    )
     where = path / "config.json" if isinstance(error, StrictDataclassError) else path
     return ModelError(f"the tokenizer cannot be loaded: {said}", where=str(where), hint=hint)

@@ -1,8 +1,9 @@
 """A model's files of weights, of which a computer may have those of its own stages alone.
 
-A list of all files lies beside the part that is there: their names, sizes and hashes, and the names, shapes and types
-of their arrays. With it the model is built as the whole one is, and has the whole one's fingerprint; arrays of files
-that are not there are not numbers, so that nothing can be computed with them unnoticed.
+A list of all files lies beside the part that is there: their names, sizes and hashes, and the
+names, shapes and types of their arrays. With it the model is built as the whole one is, and has the
+whole one's fingerprint; arrays of files that are not there are not numbers, so that nothing can be
+computed with them unnoticed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def present(path: Path) -> list[Path]:
 
 
 def absent(path: Path) -> dict[str, WeightFile]:
-    """Return the files that belong to the model and are not in the directory ``path``, by name, as its list has them.
+    """Return the files that belong to the model and are not in the directory ``path``, by name, as
+    its list has them.
 
     Raises:
         ModelError: the list cannot be read.
@@ -76,10 +78,16 @@ def absent(path: Path) -> dict[str, WeightFile]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not all(object_of(_LISTED)(each) for each in content.values()):
             raise ValueError
-        return {name: WeightFile(**each) for name, each in sorted(content.items()) if name in named - here}
+        return {
+            name: WeightFile(**each)
+            for name, each in sorted(content.items())
+            if name in named - here
+        }
     except (ValueError, TypeError, AttributeError, OSError) as error:
         hint = "remove it, and bring the model again: allhands cluster sync --stages"
-        raise ModelError("the list of the model's files cannot be read", where=str(file), hint=hint) from error
+        raise ModelError(
+            "the list of the model's files cannot be read", where=str(file), hint=hint
+        ) from error
 
 
 def indexed(path: Path) -> set[str]:
@@ -94,12 +102,16 @@ def indexed(path: Path) -> set[str]:
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError("the index cannot be read", where=str(index), hint="fetch the model again") from error
+        raise ModelError(
+            "the index cannot be read", where=str(index), hint="fetch the model again"
+        ) from error
 
 
 def all_bytes(path: Path) -> int:
     """Return the size of all files of the model, whether or not they are there."""
-    return sum(file.stat().st_size for file in present(path)) + sum(each.bytes for each in absent(path).values())
+    return sum(file.stat().st_size for file in present(path)) + sum(
+        each.bytes for each in absent(path).values()
+    )
 
 
 def names_in(file: Path) -> list[str]:
@@ -112,10 +124,12 @@ def names_in(file: Path) -> list[str]:
         with safe_open(file, framework="numpy") as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
-        raise ModelError("the file of weights is torn", where=str(file), hint="fetch the model again") from error
+        raise ModelError(
+            "the file of weights is torn", where=str(file), hint="fetch the model again"
+        ) from error
 
 
-# --- which files a stage needs ------------------------------------------------------------------------
+# --- which files a stage needs --------------------------------------------------------------------
 
 
 def names_by_file(path: Path) -> dict[str, list[str]]:
@@ -127,8 +141,8 @@ def names_by_file(path: Path) -> dict[str, list[str]]:
 def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dict[str, list[str]]:
     """Return the files that the stages ``parts`` need, each with its needed parts in words.
 
-    The table of tokens belongs to the first stage, and to the last one too where no other array is the head; whatever
-    else is not of a block belongs to the last one.
+    The table of tokens belongs to the first stage, and to the last one too where no other array is
+    the head; whatever else is not of a block belongs to the last one.
 
     Args:
         names: as :func:`names_by_file` has them.
@@ -160,7 +174,9 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
-    """Return the prefix of the blocks' names: of the lists that are long enough, that with most arrays."""
+    """Return the prefix of the blocks' names: of the lists that are long enough, that with most
+    arrays.
+    """
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for name in names:
         before, number = _split(name)

@@ -1,4 +1,6 @@
-"""The next token of every trained place: the summed cross-entropy, at once (Linux CPU) or as a lazy graph."""
+"""The next token of every trained place: the summed cross-entropy, at once (Linux CPU) or as a lazy
+graph.
+"""
 
 from __future__ import annotations
 
@@ -37,31 +39,43 @@ Caches = Callable[..., dict[str, Any]]
 
 
 def _kept_apart(num_layers: int, _inputs: mx.array, *documents: mx.array) -> dict[str, Any]:
-    """Further arguments of a model for rows of several documents; none where there are no numbers of documents."""
+    """Further arguments of a model for rows of several documents; none where there are no numbers
+    of documents.
+    """
     return {"cache": caches_for(num_layers, documents[0])} if documents else {}
 
 
-def _across_ranks(group: Communicator, num_layers: int, inputs: mx.array, *documents: mx.array) -> dict[str, Any]:
+def _across_ranks(
+    group: Communicator, num_layers: int, inputs: mx.array, *documents: mx.array
+) -> dict[str, Any]:
     """Further arguments of a model for this rank's pieces of rows."""
     return {"cache": caches_across(num_layers, inputs, documents[0] if documents else None, group)}
 
 
 class CausalLM:
-    """:class:`~allhands.objectives.base.Objective` of language models: the cross-entropy of the next token."""
+    """:class:`~allhands.objectives.base.Objective` of language models: the cross-entropy of the
+    next token.
+    """
 
     further: tuple[str, ...] = ()
 
     def __init__(self, group: Communicator | None = None) -> None:
-        """``group``: the ranks that have the same rows, of which each computes its own token positions."""
+        """``group``: the ranks that have the same rows, of which each computes its own token
+        positions.
+        """
         self._pieces = None if group is None else Pieces(group.rank, group.size)
         self._caches: Caches = _kept_apart if group is None else partial(_across_ranks, group)
 
     def across(self, group: Communicator) -> CausalLM:
         if group.size == 1:
             return self
-        if type(self) is not CausalLM:  # its sums may call the model without the cache that divides rows
+        if (
+            type(self) is not CausalLM
+        ):  # its sums may call the model without the cache that divides rows
             what = f"the objective {type(self).__name__} is not known to compute pieces of rows"
-            raise ConfigError(what, where="--cp", hint="leave it out, or take the loss of the next token")
+            raise ConfigError(
+                what, where="--cp", hint="leave it out, or take the loss of the next token"
+            )
         return CausalLM(group)
 
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
@@ -97,16 +111,20 @@ CAUSAL_LM = CausalLM()
 
 
 def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
-    """Return the arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
+    """Return the arguments of a :data:`LossFunction`; document numbers only where documents are
+    kept apart.
+    """
     values = (batch.inputs, batch.positions, batch.targets)
     return values if batch.documents is None else (*values, batch.documents)
 
 
-def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True, caches: Caches = _kept_apart) -> LossFunction:
+def make_loss(
+    model: Any, *, cpu_native: bool, with_grad: bool = True, caches: Caches = _kept_apart
+) -> LossFunction:
     """Return the summed cross-entropy of ``model`` at the trained places.
 
-    Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
-    With ``cpu_native`` the result is a value, not to be differentiated.
+    Uses the chunked loss over hidden states where the model can be split, the plain one over logits
+    otherwise. With ``cpu_native`` the result is a value, not to be differentiated.
     """
     parts = split(model)
     if parts is None:
@@ -139,15 +157,21 @@ def _split_loss(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.a
     if isinstance(parts.head_product(), PackedProduct):
         return _loss_of_rows(parts, with_grad, rows, targets)
     weight = parts.head_weight().astype(rows.dtype)
-    return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
+    return linear_cross_entropy(
+        rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection
+    )
 
 
 def _loss_at_once(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.array) -> mx.array:
     """Like :func:`_split_loss`, of a model that computes when it is called, chunk by chunk."""
-    return _loss_of_rows(parts, with_grad, _rows(parts, caches, *batch).astype(mx.float32), batch[2])
+    return _loss_of_rows(
+        parts, with_grad, _rows(parts, caches, *batch).astype(mx.float32), batch[2]
+    )
 
 
-def _loss_of_rows(parts: SplitModel, with_grad: bool, rows: mx.array, targets: mx.array) -> mx.array:
+def _loss_of_rows(
+    parts: SplitModel, with_grad: bool, rows: mx.array, targets: mx.array
+) -> mx.array:
     """Cross-entropy of (N, D) hidden states, at once; differentiable ``with_grad``."""
     values, trained = parts.head_product(), parts.head_is_trained
     how: Any = {"train_weight": trained and with_grad, "selection": parts.selection}
@@ -166,12 +190,14 @@ def _eager_loss(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array
     return eager_linear_cross_entropy(rows, weight, batch[2], **how)[0]
 
 
-def _eager_gradient(model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array) -> tuple[mx.array, Any]:
+def _eager_gradient(
+    model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array
+) -> tuple[mx.array, Any]:
     """Forward through the body, loss and its gradient at the head, then backward through the body.
 
-    The backward graph is built before the head's gradient is known, with a buffer in its place that is
-    filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
-    the activations of frozen layers too, would be kept.
+    The backward graph is built before the head's gradient is known, with a buffer in its place that
+    is filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which
+    everything, the activations of frozen layers too, would be kept.
     """
     if native.available():
         return _gradient_at_once(model, parts, caches, *batch)
@@ -198,7 +224,9 @@ def _eager_gradient(model: nn.Module, parts: SplitModel, caches: Caches, *batch:
     return loss, unflatten(result.items())
 
 
-def _gradient_at_once(model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array) -> tuple[mx.array, Any]:
+def _gradient_at_once(
+    model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array
+) -> tuple[mx.array, Any]:
     """Compute :func:`_eager_gradient` where operations are not lazy, also in the backward pass."""
     trained = dict(flatten(model.trainable_parameters()))
     head = parts.head_product()

@@ -1,10 +1,11 @@
-"""Losses: each returns a *sum* over trained tokens; ``train/step.py`` alone divides by their number.
+"""Losses: each returns a *sum* over trained tokens; ``train/step.py`` alone divides by their
+number.
 
-The vocabulary is by far the widest layer of a small model: logits of 400 tokens over 49,152 words are
-80 MB, several times over in a plain loss. :func:`linear_cross_entropy` therefore takes the hidden states and the
-head's weight, only at the places that are trained, and goes through them in chunks, computing the
-gradient with the loss (both need the same softmax), so that one chunk of logits exists at a time. There are
-two forms of it: a lazy graph, and an eager one for Linux CPUs.
+The vocabulary is by far the widest layer of a small model: logits of 400 tokens over 49,152 words
+are 80 MB, several times over in a plain loss. :func:`linear_cross_entropy` therefore takes the
+hidden states and the head's weight, only at the places that are trained, and goes through them in
+chunks, computing the gradient with the loss (both need the same softmax), so that one chunk of
+logits exists at a time. There are two forms of it: a lazy graph, and an eager one for Linux CPUs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def linear_cross_entropy(
     with_grad: bool = True,
     selection: KernelSelection = BY_RULE,
 ) -> mx.array:
-    """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy graph.
+    """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy
+    graph.
 
     Args:
         hidden: (N, D) hidden states at the trained places.
@@ -69,17 +71,22 @@ def linear_cross_entropy(
         losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, size))
         return sum((each.sum() for each in losses), mx.zeros(()))
 
-    # The forward pass makes the gradients too, outside of what is differentiated: its inputs are stopped.
+    # The forward pass makes the gradients too, outside of what is differentiated: its inputs are
+    # stopped.
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.stop_gradient(primals[0])
         matrix = mx.stop_gradient(primals[1]) if train_weight else weight
         return _graph_of_chunks(rows, matrix, targets, train_weight, selection)
 
     def backward(
-        primals: mx.array | tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+        primals: mx.array | tuple[mx.array, ...],
+        cotangents: tuple[mx.array, ...],
+        outputs: tuple[mx.array, ...],
     ) -> tuple[mx.array, ...]:
         wanted = (primals,) if isinstance(primals, mx.array) else primals
-        return tuple(_scaled(outputs[i + 1], cotangents[0], primal.dtype) for i, primal in enumerate(wanted))
+        return tuple(
+            _scaled(outputs[i + 1], cotangents[0], primal.dtype) for i, primal in enumerate(wanted)
+        )
 
     loss: Any = mx.custom_function(forward)
     loss.vjp(backward)
@@ -104,11 +111,13 @@ def eager_linear_cross_entropy(
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
     """Compute :func:`linear_cross_entropy` at once, chunk by chunk: for Linux CPUs.
 
-    MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's buffers. Not
-    to be called inside ``mx.grad`` or ``mx.compile``. ``weight`` may be what multiplies by one that is not trained.
+    MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's
+    buffers. Not to be called inside ``mx.grad`` or ``mx.compile``. ``weight`` may be what
+    multiplies by one that is not trained.
 
     Returns:
-        Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for what is not wanted.
+        Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for what is
+        not wanted.
     """
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
@@ -119,7 +128,11 @@ def eager_linear_cross_entropy(
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
-            back = matrix.run(grad_logits, back=True) if isinstance(matrix, PackedProduct) else grad_logits @ matrix
+            back = (
+                matrix.run(grad_logits, back=True)
+                if isinstance(matrix, PackedProduct)
+                else grad_logits @ matrix
+            )
             grads.append(back)
         if grad_weight is not None:
             grad_weight = add(grad_weight, grad_logits, rows)
@@ -136,7 +149,9 @@ def _add_product(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
 
 def _add_product_in_place(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
     """The same in the array itself, which is as large as the head, and nobody else's."""
-    native_arrays.multiply(native_arrays.rows(x), native_arrays.rows(y), left=True, into=np.asarray(total))
+    native_arrays.multiply(
+        native_arrays.rows(x), native_arrays.rows(y), left=True, into=np.asarray(total)
+    )
     return total
 
 
@@ -149,18 +164,24 @@ def eager_loss(
     train_weight: bool,
     selection: KernelSelection = BY_RULE,
 ) -> mx.array:
-    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for.
+    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has
+    gradients for.
 
-    ``values`` are those of ``weight`` in an array that is not being differentiated: what is computed of one that is
-    would be kept, logits and all. ``weight`` counts where it is trained alone.
+    ``values`` are those of ``weight`` in an array that is not being differentiated: what is
+    computed of one that is would be kept, logits and all. ``weight`` counts where it is trained
+    alone.
     """
 
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.array(np.asarray(primals[0]))
-        found = eager_linear_cross_entropy(rows, values, targets, train_weight=train_weight, selection=selection)
+        found = eager_linear_cross_entropy(
+            rows, values, targets, train_weight=train_weight, selection=selection
+        )
         return tuple(each for each in found if each is not None)
 
-    def backward(_primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+    def backward(
+        _primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> Any:
         made = outputs[1:]
         if cotangents[0].item() != 1.0:
             made = tuple(output * cotangents[0] for output in made)
@@ -180,7 +201,9 @@ def _chunks(
 
 
 def _rows_of_chunk(weight: mx.array | PackedProduct, selection: KernelSelection) -> int:
-    """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory for their logits."""
+    """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory
+    for their logits.
+    """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
     form = selection.select("loss_chunk", kind)
@@ -192,13 +215,17 @@ def _rows_of_chunk(weight: mx.array | PackedProduct, selection: KernelSelection)
 
 
 def _graph_of_chunks(
-    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool, selection: KernelSelection
+    hidden: mx.array,
+    weight: mx.array,
+    targets: mx.array,
+    train_weight: bool,
+    selection: KernelSelection,
 ) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
     size = _rows_of_chunk(weight, selection)
     if train_weight and kernels.available() and launches_directly():
-        # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
-        # which there is one for each chunk.
+        # The gradient takes the logits' place. Fewer rows would save less than the gradients of the
+        # weight take, of which there is one for each chunk.
         size = max(size, 4 * weight.shape[1])
     losses: list[mx.array] = []
     grads: list[mx.array] = []
@@ -220,7 +247,12 @@ def _graph_of_chunks(
         return found
     # In float32, because several are rounded once then.
     first, *others = parts
-    return (*found, sum((part.astype(mx.float32) for part in others), first.astype(mx.float32)) if others else first)
+    return (
+        *found,
+        sum((part.astype(mx.float32) for part in others), first.astype(mx.float32))
+        if others
+        else first,
+    )
 
 
 def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
@@ -246,7 +278,9 @@ def _chunk_in_graph(
     return mx.where(counts, normaliser - picked, 0.0).squeeze(-1), grad.astype(hidden.dtype)
 
 
-def _chunk_in_numpy(hidden: mx.array, weight: mx.array | PackedProduct, targets: mx.array) -> tuple[mx.array, mx.array]:
+def _chunk_in_numpy(
+    hidden: mx.array, weight: mx.array | PackedProduct, targets: mx.array
+) -> tuple[mx.array, mx.array]:
     logits = weight.run(hidden) if isinstance(weight, PackedProduct) else hidden @ weight.T
     mx.eval(logits, targets)
     # A view of MLX's own buffer: the logits become their gradient in place, nothing is copied.

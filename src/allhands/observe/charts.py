@@ -44,8 +44,8 @@ class Line:
     """One curve, ``width`` pixels wide.
 
     Attributes:
-        colour: a number from 0 among the lines of the same ``kind``: a run, a rank, a process that directs the ranks,
-            a phase, or the plain ink of a total.
+        colour: a number from 0 among the lines of the same ``kind``: a run, a rank, a process that
+            directs the ranks, a phase, or the plain ink of a total.
         x: finite numbers.
         y: heights; ``None`` is a gap, where the number was not finite.
         faint: the raw form of the smoothed line before it, which has no name in legends.
@@ -141,7 +141,11 @@ class Chart:
     def table(self) -> Grid:
         """Heights at every place of the horizontal axis; of many places a selection."""
         followers = (*self.lines[1:], None)
-        lines = [line for line, after in zip(self.lines, followers, strict=True) if not (after and after.faint)]
+        lines = [
+            line
+            for line, after in zip(self.lines, followers, strict=True)
+            if not (after and after.faint)
+        ]
         columns = [dict(zip(line.x, line.y, strict=True)) for line in lines]
         places = sorted({x for line in lines for x in line.x})
         caption = self.title
@@ -163,13 +167,17 @@ class Chart:
 
     def _height(self, y: float | None) -> str:
         if y is None:
-            return NONE if self.unit == "bytes" else "NaN"  # a process that was not there, or a number that is none
+            return (
+                NONE if self.unit == "bytes" else "NaN"
+            )  # a process that was not there, or a number that is none
         return _SHOWN[self.unit](y)
 
 
 def _spread(places: Sequence[float]) -> list[float]:
     count = len(places)
-    return [places[int(at)] for at in np.linspace(0, count - 1, min(count, _MOST_ROWS // 2)).round()]
+    return [
+        places[int(at)] for at in np.linspace(0, count - 1, min(count, _MOST_ROWS // 2)).round()
+    ]
 
 
 def _thinned(line: Line) -> Line:
@@ -187,8 +195,12 @@ def _thinned(line: Line) -> Line:
 
 
 def line_of(label: str, colour: int, pairs: Iterable[tuple[float, float]], **look: Any) -> Line:
-    """Return a line through (place, height) pairs; a non-finite height makes a gap, a non-finite place is left out."""
-    kept = [(float(x), float(y) if math.isfinite(y) else None) for x, y in pairs if math.isfinite(x)]
+    """Return a line through (place, height) pairs; a non-finite height makes a gap, a non-finite
+    place is left out.
+    """
+    kept = [
+        (float(x), float(y) if math.isfinite(y) else None) for x, y in pairs if math.isfinite(x)
+    ]
     line = Line(label, colour, tuple(x for x, _ in kept), tuple(y for _, y in kept), **look)
     return replace(line, points=True) if len(line.known) == 1 else line
 
@@ -198,12 +210,17 @@ def drawable(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.known)
 
 
-# --- of reports --------------------------------------------------------------------------------------
+# --- of reports -----------------------------------------------------------------------------------
 
 
 def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[Chart]:
     """Training and validation loss over steps, over tokens and over time."""
-    times = [one.elapsed_s for run in runs for one in (*run.train, *run.valid) if math.isfinite(one.elapsed_s)]
+    times = [
+        one.elapsed_s
+        for run in runs
+        for one in (*run.train, *run.valid)
+        if math.isfinite(one.elapsed_s)
+    ]
     unit, unit_s = time_unit(max(times, default=0.0))
     axes = {"steps": "step", "tokens": "trained tokens", "time": f"training time ({unit})"}
     if not all(run.train[-1].trained_tokens > 0 for run in runs if run.train):
@@ -223,20 +240,28 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
                 best = min(known, key=lambda one: one.loss)
                 stars.append((place(best.step, best.elapsed_s), best.loss, colour))
         title, y_label = f"Loss over {key}", "loss per token (lower is better)"
-        chart = Chart(f"loss-{key}", title, x_label, y_label, "loss", drawable(lines), whole=key != "time")
+        chart = Chart(
+            f"loss-{key}", title, x_label, y_label, "loss", drawable(lines), whole=key != "time"
+        )
         if chart.lines:
             chart = replace(chart, marks=tuple(marks), stars=tuple(stars), crosses=tuple(crosses))
             yield without_heights(chart, 2.5)
 
 
 def _between(name: str, reports: Sequence[TrainReport | ValidReport]) -> Callable[[float], float]:
-    """The function from a step to a number of the reports, straight from one to the next, from 0 at step 0 on."""
-    table = np.array(sorted([(0, 0), *((one.step, getattr(one, name)) for one in reports)]), dtype=np.float64)
+    """The function from a step to a number of the reports, straight from one to the next, from 0 at
+    step 0 on.
+    """
+    table = np.array(
+        sorted([(0, 0), *((one.step, getattr(one, name)) for one in reports)]), dtype=np.float64
+    )
     return lambda x: float(np.interp(x, table[:, 0], table[:, 1]))
 
 
 def _placing(axis: str, unit_s: float, run: RunHistory) -> Place:
-    """The function from a step and the seconds until then to the place on an axis: "steps", "tokens" or "time"."""
+    """The function from a step and the seconds until then to the place on an axis: "steps",
+    "tokens" or "time".
+    """
     if axis == "steps":
         return lambda step, elapsed_s: step
     if axis == "time":
@@ -245,7 +270,9 @@ def _placing(axis: str, unit_s: float, run: RunHistory) -> Place:
     return lambda step, elapsed_s: tokens(step)
 
 
-def _loss_lines(label: str, colour: int, run: RunHistory, place: Place, width: float) -> Iterator[Line]:
+def _loss_lines(
+    label: str, colour: int, run: RunHistory, place: Place, width: float
+) -> Iterator[Line]:
     def points(reports: Sequence[TrainReport | ValidReport]) -> list[tuple[float, float]]:
         return [(place(one.step, one.elapsed_s), one.loss) for one in reports]
 
@@ -255,21 +282,28 @@ def _loss_lines(label: str, colour: int, run: RunHistory, place: Place, width: f
         yield replace(plain, label=f"{plain.label}, smoothed", y=smoothed)
         plain = replace(plain, faint=True, width=1.0)
     yield plain
-    yield line_of(f"{label}: validation", colour, points(run.valid), dashed=True, points=True, width=width)
+    yield line_of(
+        f"{label}: validation", colour, points(run.valid), dashed=True, points=True, width=width
+    )
 
 
 def line_width(place: int, count: int) -> float:
-    """Return the width of a line: earlier runs are wider and below later ones, so that equal curves stay visible."""
+    """Return the width of a line: earlier runs are wider and below later ones, so that equal curves
+    stay visible.
+    """
     return round(2 + min(2.2, 4 / count) * (count - 1 - place), 2)
 
 
 def without_heights(chart: Chart, far: float) -> Chart:
-    """Return the chart with its axis cut off above the runs that went well, if one was thrown off; the table keeps all.
+    """Return the chart with its axis cut off above the runs that went well, if one was thrown off;
+    the table keeps all.
 
-    The axis keeps at least one run as a whole, and twice the beginning of each other run that comes near it.
+    The axis keeps at least one run as a whole, and twice the beginning of each other run that comes
+    near it.
 
     Args:
-        far: times the cut at which the highest loss is far off; below it, or with one run, the chart stays as it is.
+        far: times the cut at which the highest loss is far off; below it, or with one run, the
+            chart stays as it is.
     """
     runs: dict[int, list[list[float]]] = {}
     for line in chart.lines:
@@ -292,8 +326,9 @@ def without_heights(chart: Chart, far: float) -> Chart:
 def smooth(values: Floats) -> Floats:
     """Return a centred moving mean over about a tenth of the points; the same shape as ``values``.
 
-    At the start, where losses fall fast, the window shrinks on both sides, so that the curve starts where the
-    values do; at the end only its right side is cut off, so that the last value does not bend the curve.
+    At the start, where losses fall fast, the window shrinks on both sides, so that the curve starts
+    where the values do; at the end only its right side is cut off, so that the last value does not
+    bend the curve.
     """
     count = len(values)
     index = np.arange(count)
@@ -310,11 +345,13 @@ def time_unit(longest_s: float) -> tuple[str, float]:
     return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
 
 
-# --- of samples --------------------------------------------------------------------------------------
+# --- of samples -----------------------------------------------------------------------------------
 
 
 def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart:
-    """Return the proportional memory of each process of a run over its time, and MLX's of each rank."""
+    """Return the proportional memory of each process of a run over its time, and MLX's of each
+    rank.
+    """
     began = samples[0].time if samples else 0.0
     unit, unit_s = time_unit(samples[-1].time - began if samples else 0.0)
 
@@ -328,15 +365,28 @@ def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart:
         if group[0].role == "rank":
             colour = group[0].rank or 0
             lines.append(line(name, colour, group, "pss_bytes", kind="rank"))
-            lines.append(line(f"{name}: MLX's arrays", colour, group, "mlx_active_bytes", dashed=True, kind="rank"))
+            lines.append(
+                line(
+                    f"{name}: MLX's arrays",
+                    colour,
+                    group,
+                    "mlx_active_bytes",
+                    dashed=True,
+                    kind="rank",
+                )
+            )
         else:
-            lines.append(line(f"{name} (directs the ranks)", directors, group, "pss_bytes", kind="director"))
+            lines.append(
+                line(f"{name} (directs the ranks)", directors, group, "pss_bytes", kind="director")
+            )
             directors += 1
     title = f"Memory of the processes of {label}"
     return Chart(key, title, f"time since the start ({unit})", "memory", "bytes", drawable(lines))
 
 
-def _over_time(group: Sequence[Sample], attribute: str, began: float, unit_s: float) -> Iterator[tuple[float, float]]:
+def _over_time(
+    group: Sequence[Sample], attribute: str, began: float, unit_s: float
+) -> Iterator[tuple[float, float]]:
     """Time and bytes of a process, with a gap where it was started again."""
     before: Sample | None = None
     for sample in group:
@@ -355,4 +405,6 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(key_of(sample), []).append(sample)
     order = {"rank": 0, "orchestrator": 1, "agent": 2}
-    return sorted(groups.values(), key=lambda group: (order[group[0].role], group[0].rank or 0, group[0].host))
+    return sorted(
+        groups.values(), key=lambda group: (order[group[0].role], group[0].rank or 0, group[0].host)
+    )

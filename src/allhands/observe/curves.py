@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-# Standard errors from which on a slope is sure, by points less two: Student's t, 97.5 %; the last for more.
+# Standard errors from which on a slope is sure, by points less two: Student's t, 97.5 %; the last
+# for more.
 SURE = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.1)
 
 
@@ -42,9 +43,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Trend:
-    """A straight line through a piece of a curve: its heights at both ends, and how far its slope is beyond noise.
+    """A straight line through a piece of a curve: its heights at both ends, and how far its slope
+    is beyond noise.
 
-    ``steepness`` is the slope divided by the steepest slope that noise explains: from 1 on the slope is sure.
+    ``steepness`` is the slope divided by the steepest slope that noise explains: from 1 on the
+    slope is sure.
     """
 
     first: float
@@ -63,7 +66,9 @@ class Trend:
 
 
 def trend(curve: Curve) -> Trend | None:
-    """Return the line of least squares; ``None`` for fewer than two points. For two points the noise counts as 0."""
+    """Return the line of least squares; ``None`` for fewer than two points. For two points the
+    noise counts as 0.
+    """
     x, y = curve.steps, curve.losses
     spread = x - x.mean() if len(x) else x
     square = float(spread @ spread)
@@ -105,6 +110,8 @@ def ends(curve: Curve) -> tuple[float, float]:
 
 
 def from_to(curve: Curve) -> str:
-    """Return the ends of a curve in words, by its own losses: the ends of a line through it may be impossible."""
+    """Return the ends of a curve in words, by its own losses: the ends of a line through it may be
+    impossible.
+    """
     first, last = ends(curve)
     return f"{first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"

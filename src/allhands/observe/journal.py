@@ -1,4 +1,6 @@
-"""``events.jsonl``: the supervisor's observations and actions, one JSON object per line, for plots and for people."""
+"""``events.jsonl``: the supervisor's observations and actions, one JSON object per line, for plots
+and for people.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 _OfAnAttempt = Literal["launched", "started", "stopping", "cancelling", "killing", "regrouping"]
-_OfTheJob = Literal["retrying", "fault", "left out", "waiting", "restarting", "failed", "given up", "finished"]
+_OfTheJob = Literal[
+    "retrying", "fault", "left out", "waiting", "restarting", "failed", "given up", "finished"
+]
 EventKind = _OfAnAttempt | _OfTheJob
 
 
@@ -29,9 +33,10 @@ EventKind = _OfAnAttempt | _OfTheJob
 class SupervisorEvent:
     """An event for a person: a message with its facts.
 
-    ``failed`` has the rank that is the cause, its exit code, the last lines of its log, and the message of its error
-    file if it wrote one. ``explanation`` is the message of an expected error, with place and remedy. ``fault`` has the
-    same facts, but the job goes on. ``killing`` says that ranks did not react to a stop.
+    ``failed`` has the rank that is the cause, its exit code, the last lines of its log, and the
+    message of its error file if it wrote one. ``explanation`` is the message of an expected error,
+    with place and remedy. ``fault`` has the same facts, but the job goes on. ``killing`` says that
+    ranks did not react to a stop.
     """
 
     kind: EventKind
@@ -51,7 +56,9 @@ class SupervisorEvent:
 
 
 class Journal:
-    """Appends events to ``path`` (mode 0600). It never ends a run: what cannot be written is lost, with one warning."""
+    """Appends events to ``path`` (mode 0600). It never ends a run: what cannot be written is lost,
+    with one warning.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self._lines: LineFile | None = None
@@ -63,9 +70,18 @@ class Journal:
 
     def write(self, event: SupervisorEvent, attempt: int) -> None:
         """Append the event; ``attempt`` counts from 1, ``time`` is Unix time in seconds."""
-        facts = {name: value for name, value in vars(event).items() if name not in _LEFT_OUT and value is not None}
+        facts = {
+            name: value
+            for name, value in vars(event).items()
+            if name not in _LEFT_OUT and value is not None
+        }
         if self._lines is not None:
-            record = {"time": round(time.time(), 3), "kind": event.kind, "attempt": attempt, **facts}
+            record = {
+                "time": round(time.time(), 3),
+                "kind": event.kind,
+                "attempt": attempt,
+                **facts,
+            }
             self._lines.try_append(json.dumps(record, default=str))
 
     def close(self) -> None:

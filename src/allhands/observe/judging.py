@@ -1,7 +1,7 @@
 """Judgements of a run by its curves, in words with numbers: the rules for over- and underfitting.
 
-A rule applies only if a straight line through the points is steeper than their noise explains, and if the change is
-large enough to matter. The bounds are the constants below.
+A rule applies only if a straight line through the points is steeper than their noise explains, and
+if the change is large enough to matter. The bounds are the constants below.
 """
 
 from __future__ import annotations
@@ -43,21 +43,32 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
     Args:
         is_over: True if it has ended, if more is known than its metrics say.
     """
-    train, valid = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
+    train, valid = (
+        Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid)
+    )
     course = Course(
         norms=Curve.of([(one.step, one.grad_norm) for one in history.train]).finite(),
         skipped=len(history.skipped),
-        steps=max((one.step for one in (*history.train, *history.valid, *history.skipped)), default=0),
+        steps=max(
+            (one.step for one in (*history.train, *history.valid, *history.skipped)), default=0
+        ),
         vocabulary=history.started.vocabulary if history.started else None,
         is_over=history.ended is not None if is_over is None else is_over,
-        rate=max((one.learning_rate for one in history.train if isfinite(one.learning_rate)), default=None),
+        rate=max(
+            (one.learning_rate for one in history.train if isfinite(one.learning_rate)),
+            default=None,
+        ),
     )
     return judge(train, valid, course)
 
 
 def harm(history: RunHistory) -> list[Judgement]:
     """Return the judgements of harm, which every report of a run has to name."""
-    return [it for it in judge_run(history) if it.level == "bad" or (it.kind in _HARMFUL and it.level == "warning")]
+    return [
+        it
+        for it in judge_run(history)
+        if it.level == "bad" or (it.kind in _HARMFUL and it.level == "warning")
+    ]
 
 
 def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgement]:
@@ -75,17 +86,28 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     ruined, missing = list(_ruined(train, valid, course)), list(_unvalidated(valid, course))
     found += ruined
     if len(train) < FEW:
-        return [*found, *([] if ruined else _better_before(valid)), _too_short(len(train), course), *missing]
+        return [
+            *found,
+            *([] if ruined else _better_before(valid)),
+            _too_short(len(train), course),
+            *missing,
+        ]
     over = list(_overfitting(train, valid, course))
     if _is_bad(ruined):
         # A loss that has been thrown off neither fits nor lacks steps.
         found += [one for one in over if one.kind == "overfitting"]
     else:
-        found += over or list(_diverging(train, valid, course)) or list(_underfitting(train, valid, course))
+        found += (
+            over
+            or list(_diverging(train, valid, course))
+            or list(_underfitting(train, valid, course))
+        )
         found += [] if _is_bad(found) else _excursion(train, valid, course)
         found += _exploding(train, valid, course)
     found += missing
-    return sorted(found or [_fitting(train, valid, course)], key=lambda one: _ORDER.index(one.level))
+    return sorted(
+        found or [_fitting(train, valid, course)], key=lambda one: _ORDER.index(one.level)
+    )
 
 
 def _is_bad(found: Iterable[Judgement]) -> bool:
@@ -98,7 +120,9 @@ def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
         yield Judgement("validation", "note", text)
     elif valid.steps[-1] == 0:
         text = f"Validated only before the first step ({valid.losses[0]:.3f}): whether training helps is not known yet."
-        yield Judgement("validation", "note", text + " --steps-per-eval sets how often." * course.is_over)
+        yield Judgement(
+            "validation", "note", text + " --steps-per-eval sets how often." * course.is_over
+        )
 
 
 def _too_short(count: int, course: Course) -> Judgement:
@@ -118,18 +142,26 @@ def _by(first: float, last: float) -> str:
 
 
 def _better_before(valid: Curve) -> Iterator[Judgement]:
-    """Warn of last weights that are clearly not the best ones, in a run with too few reports for other rules."""
+    """Warn of last weights that are clearly not the best ones, in a run with too few reports for
+    other rules.
+    """
     if not len(valid):
         return
     (step, low), last = _lowest(valid), float(valid.losses[-1])
     if last > low * FAR_ABOVE:
-        text = f"Validation loss was lowest at step {step:.0f} ({low:.3f}) and is {last:.3f} at step "
+        text = (
+            f"Validation loss was lowest at step {step:.0f} ({low:.3f}) and is {last:.3f} at step "
+        )
         text += f"{valid.steps[-1]:.0f} ({_by(low, last)}): those weights are the better ones (best/, if they were "
-        yield Judgement("overfitting", "warning", f"{text}kept). Of few validation rows that may be chance.")
+        yield Judgement(
+            "overfitting", "warning", f"{text}kept). Of few validation rows that may be chance."
+        )
 
 
 def _before(valid: Curve) -> float | None:
-    """The validation loss before the first step; ``None``: not measured, as where a run goes on from another."""
+    """The validation loss before the first step; ``None``: not measured, as where a run goes on
+    from another.
+    """
     return float(valid.losses[0]) if len(valid) and valid.steps[0] == 0 else None
 
 
@@ -168,7 +200,9 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
     yield Judgement("worse", "bad" if last > before * (1 + HARDLY) else "warning", text)
 
 
-def _guessing(train: Curve, trained: Curve, before: float | None, course: Course) -> Judgement | None:
+def _guessing(
+    train: Curve, trained: Curve, before: float | None, course: Course
+) -> Judgement | None:
     """The loss is that of guessing among all tokens, and does not come down from there."""
     chance = log(max(course.vocabulary or 0, 1))
     last = float(trained.losses[-1]) if len(trained) else float(np.median(train.losses[-3:]))
@@ -177,7 +211,11 @@ def _guessing(train: Curve, trained: Curve, before: float | None, course: Course
     text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
     text += f"{course.vocabulary} tokens is {chance:.3f}"
     if before is not None and before < GUESS * chance:
-        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {course.slower}")
+        return Judgement(
+            "guessing",
+            "bad",
+            f"{text}, and it was {before:.3f} before the first step. {course.slower}",
+        )
     if len(train) < FEW:
         return None  # a new model begins there
     advice = f"{course.other('Try other learning rates')}, and look at what is trained on (allhands data check)."
@@ -187,7 +225,10 @@ def _guessing(train: Curve, trained: Curve, before: float | None, course: Course
 def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """In between losses were far above where they began, though the last ones are not."""
     before = _before(valid)
-    for name, curve, bound in (("validation", valid.since(1), FAR_ABOVE), ("training", train, SHOT)):
+    for name, curve, bound in (
+        ("validation", valid.since(1), FAR_ABOVE),
+        ("training", train, SHOT),
+    ):
         if before is None or not len(curve) or np.max(curve.losses) <= bound * before:
             continue
         place = int(np.argmax(curve.losses))
@@ -204,7 +245,9 @@ def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
     first, last = ends(course.norms)
     if last > BURST * first > 0:
         text = f"Gradient norms grew from {first:.3g} to {last:.3g}, and the loss does not fall."
-        yield Judgement("gradients", "warning", f"{text} {course.slower} --max-grad-norm bounds each step.")
+        yield Judgement(
+            "gradients", "warning", f"{text} {course.slower} --max-grad-norm bounds each step."
+        )
 
 
 def _skipped(course: Course) -> Iterator[Judgement]:
@@ -215,7 +258,11 @@ def _skipped(course: Course) -> Iterator[Judgement]:
     share = course.skipped / steps
     text = f"{course.skipped} of {counted(steps, 'step')} changed nothing, because a gradient was not a finite number. "
     text += f"{course.lower}, and look at the examples that are named beside those steps."
-    yield Judgement("skipped", "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note", text)
+    yield Judgement(
+        "skipped",
+        "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note",
+        text,
+    )
 
 
 def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
@@ -235,23 +282,33 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         return
     step, low, last = float(after.steps[0]), float(after.losses[0]), float(after.losses[-1])
     meanwhile, count = train.since(step), len(after) - 1
-    text = f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
+    text = (
+        f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
+    )
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
     kind, change = "overfitting", sure_change(meanwhile)
     better = f"The weights of step {step:.0f} are the better ones"
     if change < -FALL and count >= RISING:
         text = f"Overfitting: {text}while training loss fell from {from_to(meanwhile)}. {better} (best/, if they were "
-        yield Judgement(kind, "warning", f"{text}kept); fewer steps, more data, dropout or a smaller rank help.")
+        yield Judgement(
+            kind, "warning", f"{text}kept); fewer steps, more data, dropout or a smaller rank help."
+        )
     elif change < -FALL:
         text = f"Perhaps the beginning of overfitting: {text}while training loss fell from {from_to(meanwhile)}. "
         text += "More steps would have shown it." if course.is_over else "Watch what follows."
         yield Judgement(kind, "note", text)
     elif change > FALL and count >= RISING:
         text = f"Diverging: {text}and training loss has risen, too, from {from_to(meanwhile)}. That is not "
-        yield Judgement("diverging", "bad", f"{text}overfitting: the run diverges. {course.lower}, or clip gradients.")
+        yield Judgement(
+            "diverging",
+            "bad",
+            f"{text}overfitting: the run diverges. {course.lower}, or clip gradients.",
+        )
     elif count >= RISING:
         seen = "" if len(meanwhile) < 2 else f": it went from {from_to(meanwhile)}"
-        text = f"Perhaps overfitting: {text}while training loss shows no clear fall{seen}. {better}."
+        text = (
+            f"Perhaps overfitting: {text}while training loss shows no clear fall{seen}. {better}."
+        )
         yield Judgement(kind, "note", text)
 
 
@@ -261,12 +318,16 @@ def _risen_since(valid: Curve) -> Curve | None:
         return None
     step, low = _lowest(valid)
     after = valid.since(step)
-    rises = sure_change(after) > 0 if len(after) > RISING else bool(np.all(np.diff(after.losses) > 0))
+    rises = (
+        sure_change(after) > 0 if len(after) > RISING else bool(np.all(np.diff(after.losses) > 0))
+    )
     return after if len(after) > 1 and rises and after.losses[-1] >= low * (1 + RISE) else None
 
 
 def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Training loss has risen, by more than its scatter explains, and validation does not say otherwise."""
+    """Training loss has risen, by more than its scatter explains, and validation does not say
+    otherwise.
+    """
     if risen := _risen(train, valid):
         first, last = risen
         text = f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({_by(first, last)}), lowest "
@@ -275,7 +336,9 @@ def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
 
 
 def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
-    """From where to where the training loss has risen; ``None`` if it has not, or scatter explains it."""
+    """From where to where the training loss has risen; ``None`` if it has not, or scatter explains
+    it.
+    """
     falls = _falls(valid)
     # What the loss has done since the last validation, that one knows nothing of.
     unheard = not falls or float(valid.steps[-1]) < float(train.steps[-1])
@@ -295,7 +358,9 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
 
 
 def _falls(valid: Curve) -> bool:
-    """Return whether validation loss falls: each time, or surely as a whole. Its examples are always the same."""
+    """Return whether validation loss falls: each time, or surely as a whole. Its examples are
+    always the same.
+    """
     return len(valid) > 1 and (bool(np.all(np.diff(valid.losses) < 0)) or sure_change(valid) < 0)
 
 
@@ -303,14 +368,17 @@ def _learns(train: Curve, valid: Curve) -> bool:
     """Return whether either curve has fallen by more than scatter explains."""
     if len(valid) > 1:
         change = float(valid.losses[-1]) / float(valid.losses[0]) - 1
-        # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
+        # A first report over many steps may lie behind the fall, which validation saw from step 0
+        # on.
         if change < -HARDLY or (_falls(valid) and change < -FALL):
             return True
     return sure_change(train) < -HARDLY or _fell_at_once(train)
 
 
 def _fell_at_once(train: Curve) -> bool:
-    """Return whether the loss fell in the first reports and hardly since, which no straight line shows."""
+    """Return whether the loss fell in the first reports and hardly since, which no straight line
+    shows.
+    """
     for count in {1, min(3, len(train) // 2), len(train) // 10} - {0}:
         begin, rest = train.losses[:count], train.losses[count:]
         sure = max(FAR, 1.5 * SURE[min(len(rest) - 2, len(SURE) - 1)])
@@ -334,7 +402,9 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
 
 
 def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Hardly anything was learnt; or both curves still fall over the last third, which a run that goes on may do."""
+    """Hardly anything was learnt; or both curves still fall over the last third, which a run that
+    goes on may do.
+    """
     if not _learns(train, valid):
         yield _unlearning(train, valid, course)
         return
@@ -344,15 +414,23 @@ def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgem
         return
     both = sure_change(known) < -FALL
     text = f"(from step {third:.0f}) training loss fell from {from_to(stretch)}"
-    text += f", and validation loss from {known.losses[0]:.3f} to {known.losses[-1]:.3f}." if both else "."
+    text += (
+        f", and validation loss from {known.losses[0]:.3f} to {known.losses[-1]:.3f}."
+        if both
+        else "."
+    )
     if not course.is_over:
-        yield Judgement("fitting", "good" if both else "note", f"Learning: over the last third so far {text}")
+        yield Judgement(
+            "fitting", "good" if both else "note", f"Learning: over the last third so far {text}"
+        )
     elif both:
         text = f"Underfitting: over the last third {text} Both still fall: more steps would help."
         yield Judgement("underfitting", "warning", text)
     elif len(known) < 2:
         text = f"Still learning at the end: over the last third {text} Whether more steps would help cannot be said "
-        yield Judgement("underfitting", "note", f"{text}without two validations there: lower --steps-per-eval.")
+        yield Judgement(
+            "underfitting", "note", f"{text}without two validations there: lower --steps-per-eval."
+        )
 
 
 def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
@@ -362,7 +440,9 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
         text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said"
         text += "" if course.is_over else " yet"
         text += ". Raise --steps-per-report, so that a report is the mean of more batches"
-        return Judgement("scatter", "note", f"{text}{', or train for longer' if course.is_over else ''}.")
+        return Judgement(
+            "scatter", "note", f"{text}{', or train for longer' if course.is_over else ''}."
+        )
     first, last = ends(train)
     text = f"training loss is {'hardly' if last < first else 'not'} below its start: {first:.3f} at first, {last:.3f} "
     text += course.at_the_end
@@ -371,15 +451,17 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
     advice = f"{course.other('Raise the learning rate')}, train more layers or a larger rank, or check what is trained "
     if course.is_over:
         return Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}on.")
-    return Judgement("underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}on.")
+    return Judgement(
+        "underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}on."
+    )
 
 
 def _fitting(train: Curve, valid: Curve, course: Course) -> Judgement:
     (step, low), (first, end) = _lowest(valid), ends(train)
     text = f"No sign of overfitting{' or underfitting' if course.is_over else ' so far'}: training loss went from "
-    text += (
-        f"{first:.3f} to {end:.3f} (medians of {counted(tenth(train), 'report')}); validation loss was lowest at step "
-    )
+    text += f"{first:.3f} to {end:.3f} (medians of {counted(tenth(train), 'report')}); validation loss was lowest at step "
     return Judgement(
-        "fitting", "good", f"{text}{step:.0f} ({low:.3f}) and is {valid.losses[-1]:.3f} {course.at_the_end}."
+        "fitting",
+        "good",
+        f"{text}{step:.0f} ({low:.3f}) and is {valid.losses[-1]:.3f} {course.at_the_end}.",
     )

@@ -19,7 +19,8 @@ class LineFile:
     Directories above it are made; nobody else may read what is made.
 
     Args:
-        what: the lines hold, for the one warning when one cannot be written; it is lost, and the run goes on.
+        what: the lines hold, for the one warning when one cannot be written; it is lost, and the
+            run goes on.
 
     Raises:
         StorageError: a directory cannot be made.
@@ -50,7 +51,9 @@ class LineFile:
             if not self._warned:
                 self._warned = True
                 why = error.strerror or error
-                _log.warning("%s: no %s can be written (%s); the run goes on", self._path, self._what, why)
+                _log.warning(
+                    "%s: no %s can be written (%s); the run goes on", self._path, self._what, why
+                )
 
     def make_private(self) -> None:
         """Let nobody else read it, where the system allows that: it may be another person's file."""

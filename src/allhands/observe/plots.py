@@ -15,8 +15,26 @@ from matplotlib.lines import Line2D
 
 from allhands.errors import DataError
 from allhands.io.formatting import format_bytes, format_mark
-from allhands.io.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, RUNS, picture
-from allhands.observe.charts import Chart, Floats, Line, groups_of, line_width, loss_charts, time_unit
+from allhands.io.pictures import (
+    DASHED,
+    DIRECTORS,
+    GREY,
+    MARKERS,
+    OTHER,
+    PHASES,
+    RANKS,
+    RUNS,
+    picture,
+)
+from allhands.observe.charts import (
+    Chart,
+    Floats,
+    Line,
+    groups_of,
+    line_width,
+    loss_charts,
+    time_unit,
+)
 from allhands.observe.metrics import RunHistory
 from allhands.observe.monitor.board import Board, key_of
 from allhands.observe.monitor.samples import Sample
@@ -35,22 +53,26 @@ _MOST_RANKS = 12  # with a name or a row of their own
 Group = Sequence[Sample]  # of one process, with all its starts
 
 
-# --- losses ------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
-def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = None, private: bool = False) -> Path:
-    """Draw training and validation loss of ``runs`` over steps (left) and over elapsed time (right).
+def plot_losses(
+    runs: Sequence[RunHistory], out: Path, *, title: str | None = None, private: bool = False
+) -> Path:
+    """Draw training and validation loss of ``runs`` over steps (left) and over elapsed time
+    (right).
 
-    A run has one colour; training is solid (thin: as reported, thick: smoothed), validation dashed with
-    markers and a star at its lowest point. Earlier runs are drawn wider below later ones, so that
-    identical curves stay visible. A dotted line marks each restart, a cross on the axis each skipped step. The
-    picture has 1200 x 600 pixels.
+    A run has one colour; training is solid (thin: as reported, thick: smoothed), validation dashed
+    with markers and a star at its lowest point. Earlier runs are drawn wider below later ones, so
+    that identical curves stay visible. A dotted line marks each restart, a cross on the axis each
+    skipped step. The picture has 1200 x 600 pixels.
 
     Args:
         runs: at least one with a finite loss.
         out: the file; see :func:`~allhands.io.pictures.picture`.
         title: over both panels.
-        private: whether the picture, and directories that are made for it, are for their owner alone.
+        private: whether the picture, and directories that are made for it, are for their owner
+            alone.
 
     Returns:
         ``out``.
@@ -64,7 +86,9 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
     charts = {one.key: one for one in loss_charts(labels, runs)}
     if not charts.keys() >= {"loss-steps", "loss-time"}:
         hint = "wait for the first report of the run, then plot again"
-        raise DataError("no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint)
+        raise DataError(
+            "no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint
+        )
     by_step = charts["loss-steps"]
     with picture(out, (12, 6), private=private) as figure:
         figure.suptitle(title or "Training and validation loss", wrap=True)
@@ -83,7 +107,9 @@ def _draw_losses(axes: Axes, chart: Chart) -> None:
     several = len({line.colour for line in chart.lines}) > 1
     for line in chart.lines:
         look = _look_of(line, marked=several or line.points)
-        axes.plot(line.x, np.array(line.y, dtype=np.float64), color=_run_colour(line.colour), **look)
+        axes.plot(
+            line.x, np.array(line.y, dtype=np.float64), color=_run_colour(line.colour), **look
+        )
     widths = {line.colour: line.width for line in chart.lines if not line.faint}
     star: Look = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
     for x, y, run in chart.stars:
@@ -105,7 +131,11 @@ def _look_of(line: Line, *, marked: bool) -> Look:
         look |= {"lw": 0.8, "alpha": 0.4}
     elif marked:
         every = 1 if line.dashed else max(1, len(line.x) // _MARKS)
-        look |= {"marker": MARKERS[line.colour % len(MARKERS)], "ms": 4 + 1.5 * line.width, "markevery": every}
+        look |= {
+            "marker": MARKERS[line.colour % len(MARKERS)],
+            "ms": 4 + 1.5 * line.width,
+            "markevery": every,
+        }
     if line.dashed:
         look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
     return look
@@ -122,7 +152,15 @@ def _names(labels: Sequence[str], chart: Chart) -> list[Line2D]:
     handles: list[Line2D] = []
     for run in drawn:
         marker = MARKERS[run % len(MARKERS)] if len(drawn) > 1 else ""
-        handles.append(_legend(f"{labels[run]}{best.get(run, '')}", color=_run_colour(run), lw=3, marker=marker, ms=9))
+        handles.append(
+            _legend(
+                f"{labels[run]}{best.get(run, '')}",
+                color=_run_colour(run),
+                lw=3,
+                marker=marker,
+                ms=9,
+            )
+        )
     return handles
 
 
@@ -130,7 +168,10 @@ def _styles(chart: Chart) -> list[Line2D]:
     """The legend of line styles."""
     looks: dict[str, Look] = {}
     if any(line.faint for line in chart.lines):
-        looks = {"training, as reported": {"lw": 0.8, "alpha": 0.6}, "training, smoothed": {"lw": 2}}
+        looks = {
+            "training, as reported": {"lw": 0.8, "alpha": 0.6},
+            "training, smoothed": {"lw": 2},
+        }
     else:
         looks = {"training": {"lw": 2}}
     if chart.stars:
@@ -147,17 +188,22 @@ def _legend(label: str, **look: Any) -> Line2D:
     return Line2D([], [], label=label, **look)
 
 
-# --- memory ------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
-def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = None, private: bool = False) -> Path:
-    """Draw the processes of a run over its time: memory above, phases of each rank below. 1200 pixels wide.
+def plot_memory(
+    samples: Sequence[Sample], out: Path, *, title: str | None = None, private: bool = False
+) -> Path:
+    """Draw the processes of a run over its time: memory above, phases of each rank below. 1200
+    pixels wide.
 
     Args:
-        samples: of one run, in the order of their times, from :func:`~allhands.observe.monitor.read_samples`.
+        samples: of one run, in the order of their times, from
+            :func:`~allhands.observe.monitor.read_samples`.
         out: the file; see :func:`~allhands.io.pictures.picture`.
         title: over all panels.
-        private: whether the picture, and directories that are made for it, are for their owner alone.
+        private: whether the picture, and directories that are made for it, are for their owner
+            alone.
 
     Returns:
         ``out``.
@@ -168,7 +214,9 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
         StorageError: ``out`` cannot be written.
     """
     if not can_be_drawn(samples):
-        raise DataError("too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S")
+        raise DataError(
+            "too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S"
+        )
     began, ended = samples[0].time, max(sample.time for sample in samples)
     unit, unit_s = time_unit(ended - began)
     groups = groups_of([replace(sample, time=(sample.time - began) / unit_s) for sample in samples])
@@ -190,13 +238,17 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
             for restart in _restarts(ranks):
                 axes.axvline(restart, color=GREY, **_RESTART)
         _draw_phases(phases, ranks[:_MOST_RANKS], unit_s)
-        more = f" (the first {_MOST_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MOST_RANKS else ""
+        more = (
+            f" (the first {_MOST_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MOST_RANKS else ""
+        )
         phases.set_title(f"phases of each rank, as shares of the time{more}", loc="left")
         phases.set_xlabel(f"time since the start ({unit})")
         phases.set_xlim(times[0], times[-1])
         handles, names = phases.get_legend_handles_labels()
         named = dict(zip(names, handles, strict=True))
-        figure.legend(handles=[*named.values()], loc="outside lower center", ncols=max(len(named), 1))
+        figure.legend(
+            handles=[*named.values()], loc="outside lower center", ncols=max(len(named), 1)
+        )
     return out
 
 
@@ -238,7 +290,9 @@ def _rank_colour(group: Group) -> str:
 def _draw_processes(axes: Axes, groups: Sequence[Group], times: Floats) -> None:
     """Stack the memory of all processes, the ranks at the bottom, beside their estimate."""
     directors = cycle(DIRECTORS)
-    colours = [_rank_colour(group) if group[0].role == "rank" else next(directors) for group in groups]
+    colours = [
+        _rank_colour(group) if group[0].role == "rank" else next(directors) for group in groups
+    ]
     held = [_held(group, "pss_bytes", times) for group in groups]
     areas = axes.stackplot(times, *held, colors=colours, edgecolor="white", lw=0.4)
     for group, area in zip(groups[:_MOST_RANKS], areas, strict=False):
@@ -254,7 +308,10 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
     every = max(1, len(times) // _MARKS)
     for place, group in enumerate(ranks):
         colour, width = _rank_colour(group), line_width(place, len(ranks)) - 0.5
-        active, cache = _held(group, "mlx_active_bytes", times), _held(group, "mlx_cache_bytes", times)
+        active, cache = (
+            _held(group, "mlx_active_bytes", times),
+            _held(group, "mlx_cache_bytes", times),
+        )
         marker: Look = {
             "marker": MARKERS[place % len(MARKERS)],
             "mfc": "white",
@@ -288,7 +345,9 @@ def _draw_phases(axes: Axes, ranks: Sequence[Group], unit_s: float) -> None:
     axes.grid(visible=False)
 
 
-def _draw_strip(axes: Axes, some: Group, row: int, looks: Mapping[str, tuple[str, str, str]], unit_s: float) -> None:
+def _draw_strip(
+    axes: Axes, some: Group, row: int, looks: Mapping[str, tuple[str, str, str]], unit_s: float
+) -> None:
     """Draw one start of a rank."""
     whole = np.array([sum(one.phases.values()) for one in some])
     ends = [some[0].time - whole[0] / unit_s, *(one.time for one in some)]

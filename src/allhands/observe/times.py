@@ -22,7 +22,9 @@ _RANKS = attrgetter("num_ranks")
 
 
 def names_of(runs: Sequence[RunHistory]) -> list[str]:
-    """Short names of the runs, with the number of ranks, and a number of their own where they would be equal."""
+    """Short names of the runs, with the number of ranks, and a number of their own where they would
+    be equal.
+    """
     labels: list[str] = []
     for run in runs:
         name = " ".join(run.name.split())
@@ -40,10 +42,13 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
 def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
     """Return the values of a run's starts, each once, in their order; empty if nothing is known."""
     starts = run.starts or ([run.started] if run.started else [])
-    return ", ".join(dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, "")))
+    return ", ".join(
+        dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, ""))
+    )
 
 
-# Headings of columns that are no wider than their figures. The number of ranks stands in the name of the run.
+# Headings of columns that are no wider than their figures. The number of ranks stands in the name
+# of the run.
 _HEADINGS = {
     "cores per rank": "cores",
     "steps": "steps",
@@ -64,7 +69,9 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
     See :func:`times_markdown` for what is compared.
     """
     labels, known = times_of(runs)
-    measures = dict(known) | {"peak memory": [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]}
+    measures = dict(known) | {
+        "peak memory": [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]
+    }
     if len(set(measures["cores per rank"])) == 1:
         del measures["cores per rank"]
     table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -76,7 +83,9 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
     for measure in shown:
         wraps = measure == "steps"  # "10000 of 20000"
         look: dict[str, Any] = {"justify": "right", "vertical": "top"}
-        table.add_column(_HEADINGS[measure], no_wrap=not wraps, min_width=6 if wraps else None, **look)
+        table.add_column(
+            _HEADINGS[measure], no_wrap=not wraps, min_width=6 if wraps else None, **look
+        )
     for place, label in enumerate(labels):
         table.add_row(Text(label), *(measures[measure][place] for measure in shown))
     return table
@@ -85,8 +94,9 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
 def times_markdown(runs: Sequence[RunHistory]) -> str:
     """Return the same figures as :func:`times_table` as a Markdown table, one row a run.
 
-    Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
-    The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
+    Seconds per step and tokens per second are medians over the reports, which leaves out warm-up
+    and pauses. The speed-up is the ratio of tokens per second to the first run: it stays right when
+    batch sizes differ.
     """
     labels, measures = times_of(runs)
     rows = [["run", *(measure for measure, _ in measures)], ["---", *["---:"] * len(measures)]]
@@ -96,24 +106,34 @@ def times_markdown(runs: Sequence[RunHistory]) -> str:
 
 
 def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return the names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
+    """Return the names of the runs, and each measure of :func:`times_markdown` with its figure of
+    each run.
+    """
     speeds = [typical(report.tokens_per_s for report in run.train) for run in runs]
     first = (speeds[:1] or [0.0])[0] or np.nan
     rows = [_figures(run, speed, speed / first) for run, speed in zip(runs, speeds, strict=True)]
     measures = [(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())]
-    return names_of(runs), [each for each in measures if each[0] != "restarts" or set(each[1]) != {"0"}]
+    return names_of(runs), [
+        each for each in measures if each[0] != "restarts" or set(each[1]) != {"0"}
+    ]
 
 
 def _figures(run: RunHistory, speed: float, speed_up: float) -> dict[str, str]:
     losses = [report.loss for report in run.valid if np.isfinite(report.loss)]
-    done = max([report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0)
+    done = max(
+        [report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0
+    )
     total = run.started.total_steps if run.started else done
     return {
         "ranks": of_starts(run, _RANKS) or _NONE,
         "cores per rank": of_starts(run, lambda start: start.cores_per_rank) or _NONE,
         "steps": str(done) if done >= total else f"{done} of {total}",
-        "training time": _known(np.nan if run.trained_s is None else run.trained_s, format_duration),
-        "seconds per step": _known(typical(report.step_time_s for report in run.train), "{:.3g}".format),
+        "training time": _known(
+            np.nan if run.trained_s is None else run.trained_s, format_duration
+        ),
+        "seconds per step": _known(
+            typical(report.step_time_s for report in run.train), "{:.3g}".format
+        ),
         "tokens/s": _known(speed, format_rate),
         "speed-up": _known(speed_up, "{:.2f}x".format),
         "final training loss": _known(run.train[-1].loss if run.train else np.nan, "{:.3f}".format),

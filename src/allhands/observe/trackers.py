@@ -27,7 +27,8 @@ from allhands.io.formatting import counted
 from allhands.observe.metrics import Event, RunEnded, TrainReport, ValidReport
 
 _log = logging.getLogger(__name__)
-# Names of environment variables that hold what must stay out of logs, and how long a value is that is worth hiding.
+# Names of environment variables that hold what must stay out of logs, and how long a value is that
+# is worth hiding.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_ID)?$", re.IGNORECASE)
 _SECRET_LENGTH = 8
 
@@ -47,7 +48,8 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """A sink of training and validation reports. The first error of the service causes a warning, and ends nothing.
+    """A sink of training and validation reports. The first error of the service causes a warning,
+    and ends nothing.
 
     A client that retries a dead server without an error causes the warning, too.
 
@@ -57,7 +59,12 @@ class TrackerSink:
     """
 
     def __init__(
-        self, name: str, tracker: Tracker, *, patience_s: float = _PATIENCE_S, slow_s: float = _SLOW_S
+        self,
+        name: str,
+        tracker: Tracker,
+        *,
+        patience_s: float = _PATIENCE_S,
+        slow_s: float = _SLOW_S,
     ) -> None:
         self._name, self._tracker = name, tracker
         self._patience_s, self._slow_s = patience_s, slow_s
@@ -81,11 +88,15 @@ class TrackerSink:
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             left = self._waiting.qsize()
-            self._warn(f"it does not answer, {counted(left, 'report')} {'is' if left == 1 else 'are'} left")
+            self._warn(
+                f"it does not answer, {counted(left, 'report')} {'is' if left == 1 else 'are'} left"
+            )
 
     def _work(self) -> None:
         while (one := self._waiting.get()) is not None:
-            late = threading.Timer(self._slow_s, self._warn, [f"it has not answered for {self._slow_s:g} s"])
+            late = threading.Timer(
+                self._slow_s, self._warn, [f"it has not answered for {self._slow_s:g} s"]
+            )
             late.daemon = True
             late.start()
             self._try(partial(self._tracker.log, one[0], step=one[1]))
@@ -101,14 +112,17 @@ class TrackerSink:
     def _warn(self, why: str) -> None:
         first, self._warned = not self._warned, True
         if first:
-            _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
+            _log.warning(
+                "%s takes no numbers (%s); the run goes on", self._name, without_secrets(why)
+            )
 
 
 def tracked_values(event: Event) -> dict[str, float]:
-    """Return the numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
+    """Return the numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is
+    in GB.
 
-    They are sent under the number of steps, which are optimizer updates. An iteration is a batch, of which a step may
-    take several.
+    They are sent under the number of steps, which are optimizer updates. An iteration is a batch,
+    of which a step may take several.
     """
     count = getattr(event, "iteration", None)
     iteration = {} if count is None else {"iteration": count}
@@ -133,8 +147,14 @@ def tracked_values(event: Event) -> dict[str, float]:
 
 
 def without_secrets(text: str) -> str:
-    """``text``, which somebody else's client wrote, less the keys and tokens of this process's environment."""
-    secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= _SECRET_LENGTH}
+    """``text``, which somebody else's client wrote, less the keys and tokens of this process's
+    environment.
+    """
+    secrets = {
+        value
+        for name, value in os.environ.items()
+        if _SECRET.search(name) and len(value) >= _SECRET_LENGTH
+    }
     for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(value, "***")
     return text
@@ -142,7 +162,9 @@ def without_secrets(text: str) -> str:
 
 def tracker_names(report_to: str | None) -> list[str]:
     """``"wandb, swanlab"`` as a list, each once."""
-    return list(dict.fromkeys(name.strip().lower() for name in (report_to or "").split(",") if name.strip()))
+    return list(
+        dict.fromkeys(name.strip().lower() for name in (report_to or "").split(",") if name.strip())
+    )
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -155,7 +177,9 @@ def require_trackers(names: Sequence[str]) -> None:
         package = TRACKERS[name]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{package} is not installed", where="--report-to", hint=f"pip install {package}, or leave {name} out"
+                f"{package} is not installed",
+                where="--report-to",
+                hint=f"pip install {package}, or leave {name} out",
             )
 
 
@@ -164,7 +188,8 @@ def start_trackers(
 ) -> list[TrackerSink]:
     """Open a run named after ``directory`` with each service.
 
-    A service that does not answer, or fails in any other way, is warned about and left out: the run goes on.
+    A service that does not answer, or fails in any other way, is warned about and left out: the run
+    goes on.
 
     Raises:
         ConfigError: nobody is logged in.
@@ -173,10 +198,13 @@ def start_trackers(
     return [TrackerSink(name, one) for name, one in started if one is not None]
 
 
-def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:
+def _start(
+    name: str, project: str | None, directory: Path, config: Mapping[str, Any]
+) -> Tracker | None:
     module: Any = importlib.import_module(TRACKERS[name])
     try:
-        # Their clients ask a server that is down again and again: wandb for 100 seconds, MLflow for minutes.
+        # Their clients ask a server that is down again and again: wandb for 100 seconds, MLflow for
+        # minutes.
         return _in_time(partial(_STARTERS[name], module, project, directory, dict(config)))
     except Exception as error:  # their own classes, unknown here
         why = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
@@ -190,16 +218,18 @@ def _start(name: str, project: str | None, directory: Path, config: Mapping[str,
     return None
 
 
-# What they raise where no key, or none of a key's form, is found, which a person mends at once. SwanLab's own
-# AuthenticationError is not one of these: it is raised for a server that is down as well.
+# What they raise where no key, or none of a key's form, is found, which a person mends at once.
+# SwanLab's own AuthenticationError is not one of these: it is raised for a server that is down as
+# well.
 _NOT_LOGGED_IN = {"wandb": ("UsageError", "AuthenticationError"), "swanlab": ("RuntimeError",)}
 
 
 def _in_time(start: Callable[[], Tracker]) -> Tracker:
-    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to itself then.
+    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to
+    itself then.
 
-    Not in the main thread for SwanLab's sake as well: there it would take Ctrl-C for itself, and could not give it
-    back from the sink's thread.
+    Not in the main thread for SwanLab's sake as well: there it would take Ctrl-C for itself, and
+    could not give it back from the sink's thread.
     """
     found: Future[Tracker] = Future()
 
@@ -219,11 +249,17 @@ def _in_time(start: Callable[[], Tracker]) -> Tracker:
 def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
     # Beyond it the process would wait for the rest of wandb's own 90 s when it ends.
     settings = {} if os.environ.get("WANDB_INIT_TIMEOUT") else {"init_timeout": 0.75 * _PATIENCE_S}
-    return module.init(project=project, name=directory.name, dir=str(directory), config=config, settings=settings)
+    return module.init(
+        project=project, name=directory.name, dir=str(directory), config=config, settings=settings
+    )
 
 
 def _swanlab(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
-    options = {"project": project, "experiment_name": directory.name, "logdir": str(directory / "swanlog")}
+    options = {
+        "project": project,
+        "experiment_name": directory.name,
+        "logdir": str(directory / "swanlog"),
+    }
     module.init(config=config, **options)
     return module
 
@@ -246,7 +282,9 @@ class _Numbers:
         self.flush()
 
 
-def _tensorboard(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+def _tensorboard(
+    module: Any, project: str | None, directory: Path, config: dict[str, Any]
+) -> Tracker:
     writer = module.SummaryWriter(logdir=str(directory / "tensorboard"))
     writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in config.items()))
     return _Numbers(writer.add_scalar, writer.close, writer.flush)
@@ -260,12 +298,17 @@ def _mlflow(module: Any, project: str | None, directory: Path, config: dict[str,
     # The client for one run: its fluent functions would be for one thread each.
     client, name = module.MlflowClient(), project or _PROJECT
     known = client.get_experiment_by_name(name)
-    experiment = client.create_experiment(name, artifact_location=place) if known is None else known.experiment_id
+    experiment = (
+        client.create_experiment(name, artifact_location=place)
+        if known is None
+        else known.experiment_id
+    )
     run = client.create_run(experiment, run_name=directory.name).info.run_id
     for key, value in config.items():
         client.log_param(run, key, str(value)[:_LONGEST_PARAMETER])
     return _Numbers(
-        lambda key, value, step: client.log_metric(run, key, value, step=step), lambda: client.set_terminated(run)
+        lambda key, value, step: client.log_metric(run, key, value, step=step),
+        lambda: client.set_terminated(run),
     )
 
 

@@ -1,8 +1,8 @@
 """Interface of a strategy, which divides the work of a step among ranks.
 
-In a step the strategy computes this rank's sums (:meth:`Strategy.gradients`) and adds them up over ranks
-(:meth:`Strategy.reduce`). The updater divides once and updates. Then the strategy does the work after an update
-(:meth:`Strategy.after_update`). All other parts are private to each strategy.
+In a step the strategy computes this rank's sums (:meth:`Strategy.gradients`) and adds them up over
+ranks (:meth:`Strategy.reduce`). The updater divides once and updates. Then the strategy does the
+work after an update (:meth:`Strategy.after_update`). All other parts are private to each strategy.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class Exchanging:
         communicator: the ranks that divide the batch.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         cpu_native: True if operations compute at once.
-        heartbeat: called with "reduce" before waiting for other ranks, and with "update" before waiting for the update.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "update" before
+            waiting for the update.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         rounds: of local steps, for a strategy with rounds.
-        inject_fault: called before each message, and before each exchange at the end of a round or during a step; it
-            may fail on purpose.
+        inject_fault: called before each message, and before each exchange at the end of a round or
+            during a step; it may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
-        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
+            divides its matrices.
         experts: the same for one that divides experts alone.
         context: the ranks that have the same rows, of which each computes its own token positions.
     """
@@ -72,7 +74,8 @@ class Exchanging:
         return self.communicator.size
 
     def apart(self) -> tuple[Exchanging, Any]:
-        """Return the same over a stream of its own, beside computations, and that stream, on which all groups exchange.
+        """Return the same over a stream of its own, beside computations, and that stream, on which
+        all groups exchange.
 
         NCCL's groups already have one; ``None``: one process.
         """
@@ -90,10 +93,12 @@ class Exchanging:
         *,
         lazy: bool = False,
     ) -> Reduced:
-        """Return summed gradients with the sums of all other numbers over ranks, computed unless they may be ``lazy``.
+        """Return summed gradients with the sums of all other numbers over ranks, computed unless
+        they may be ``lazy``.
 
         Args:
-            squares: sum of squares of those of ``grads`` that this rank counts; over all ranks each is counted once.
+            squares: sum of squares of those of ``grads`` that this rank counts; over all ranks each
+                is counted once.
         """
         every = [*numbers, squares, *places_of_all(extra, self.communicator)]
         _, totals = sum_over_ranks(self.communicator, [], every)
@@ -113,11 +118,12 @@ class OneByOne:
     """The passes of examples alone.
 
     Attributes:
-        gradient: gives loss sum and gradients of a micro-batch of one example; each rank of ``together`` has its part
-            of the gradients. Where ranks compute rows of their own but do so together (:attr:`Strategy.in_step`), it
-            takes ``None`` for a rank that has no more.
+        gradient: gives loss sum and gradients of a micro-batch of one example; each rank of
+            ``together`` has its part of the gradients. Where ranks compute rows of their own but do
+            so together (:attr:`Strategy.in_step`), it takes ``None`` for a rank that has no more.
         together: the ranks that compute each example together, and all have to ask for it.
-        share: number of this rank's share of the rows among those of ``together``; others may have the same.
+        share: number of this rank's share of the rows among those of ``together``; others may have
+            the same.
     """
 
     gradient: Callable[..., tuple[mx.array, Any]]
@@ -131,17 +137,23 @@ class Strategy:
     Attributes:
         name: of ``--strategy``.
         communicator: the ranks that it divides the work over.
-        left: rounding error of packing for each trained array, in the passes' order, after the last update. It differs
-            between ranks and is part of a checkpoint. Empty if nothing is packed.
-        shards: the parts of the flat weights that each rank keeps and updates; ``None``: everything.
-        laid: the trained arrays, where it is settled in which arrays gradients come; ``None``: the updater decides.
+        left: rounding error of packing for each trained array, in the passes' order, after the last
+            update. It differs between ranks and is part of a checkpoint. Empty if nothing is
+            packed.
+        shards: the parts of the flat weights that each rank keeps and updates; ``None``:
+            everything.
+        laid: the trained arrays, where it is settled in which arrays gradients come; ``None``: the
+            updater decides.
         overlaps: True if gradients are exchanged while others are computed.
         passes_wait: True if passes wait for data from other ranks.
-        sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not only queued.
+        sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not
+            only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
         in_step: True if ranks exchange during their passes, of which all do the same number.
-        last_norm: norm of the last update's mean gradient; NaN before the first update. The step sets it.
-        regions: shape of each trained array, and this rank's place in it, where ranks have divided it.
+        last_norm: norm of the last update's mean gradient; NaN before the first update. The step
+            sets it.
+        regions: shape of each trained array, and this rank's place in it, where ranks have divided
+            it.
     """
 
     name: str
@@ -159,7 +171,9 @@ class Strategy:
 
     @property
     def in_round(self) -> bool:
-        """True if the weights are this rank's own for now; they must not be validated or saved then."""
+        """True if the weights are this rank's own for now; they must not be validated or saved
+        then.
+        """
         return False
 
     @property
@@ -168,11 +182,15 @@ class Strategy:
         return 0
 
     def close_round(self) -> None:
-        """Give all ranks the same weights, if they differ; called on all ranks together, after a step."""
+        """Give all ranks the same weights, if they differ; called on all ranks together, after a
+        step.
+        """
 
     @property
     def outer_state(self) -> Mapping[str, mx.array]:
-        """State that is kept from round to round besides the weights, by names; the same on all ranks."""
+        """State that is kept from round to round besides the weights, by names; the same on all
+        ranks.
+        """
         return {}
 
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
@@ -187,7 +205,8 @@ class Strategy:
         """Restore a value of :attr:`own_state` of as many ranks, after :meth:`load_outer_state`."""
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
-        """Decide once, before the optimizer's state is laid out, which part this rank owns; ``None``: everything.
+        """Decide once, before the optimizer's state is laid out, which part this rank owns;
+        ``None``: everything.
 
         Not called where the optimizer's state cannot be divided.
         """
@@ -197,8 +216,9 @@ class Strategy:
         """Prepare once, before the first step, for the passes of all steps.
 
         Args:
-            expected: gives the weights that an update by some sums, or by this rank's part of them, would make; for a
-                part it needs the norm of the last update's mean gradient (NaN: there was none).
+            expected: gives the weights that an update by some sums, or by this rank's part of them,
+                would make; for a part it needs the norm of the last update's mean gradient (NaN:
+                there was none).
         """
         raise NotImplementedError
 
@@ -207,14 +227,19 @@ class Strategy:
         raise NotImplementedError
 
     def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Begin the part of the next step that no update changes, before this step's exchange, if this strategy can."""
+        """Begin the part of the next step that no update changes, before this step's exchange, if
+        this strategy can.
+        """
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         """Sum gradients and ``numbers`` over ranks.
 
         Args:
-            extra: numbers of this rank for all others, the same number on each rank. A strategy that exchanges no sums
-                in this step leaves them to the caller (:attr:`Reduced.num_gathered` is 0).
+            extra: numbers of this rank for all others, the same number on each rank. A strategy
+                that exchanges no sums in this step leaves them to the caller
+                (:attr:`Reduced.num_gathered` is 0).
         """
         raise NotImplementedError
 
@@ -226,7 +251,9 @@ class Strategy:
         """Do this strategy's work after update number ``step``; called on every rank."""
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Queue the next step's first pass, with weights that are still being computed, if this strategy can."""
+        """Queue the next step's first pass, with weights that are still being computed, if this
+        strategy can.
+        """
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
         """Wait for the step's lazy ``arrays``.
@@ -250,7 +277,8 @@ def make_strategy(name: str, exchanging: Exchanging, *, overlap: bool | None = N
     """Return the strategy of that name in the registry.
 
     Args:
-        overlap: exchange gradients while others are computed, if they are graphs; default: with NCCL.
+        overlap: exchange gradients while others are computed, if they are graphs; default: with
+            NCCL.
     """
     communicator = exchanging.communicator
     wanted = can(communicator.backend, "overlap") if overlap is None else overlap

@@ -1,9 +1,9 @@
 """Bring micro-batches to a GPU without keeping the host waiting.
 
-``mx.array`` of NumPy's values takes memory that the host can write. On NVIDIA GPUs MLX looks for it in its cache,
-where there is what kernels have left, memory of the device, and makes it the host's by ``cudaMemcpy`` and ``cudaFree``:
-both wait until the device has done all that was handed out. So each step's values are written over those of an earlier
-one.
+``mx.array`` of NumPy's values takes memory that the host can write. On NVIDIA GPUs MLX looks for it
+in its cache, where there is what kernels have left, memory of the device, and makes it the host's
+by ``cudaMemcpy`` and ``cudaFree``: both wait until the device has done all that was handed out. So
+each step's values are written over those of an earlier one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from allhands.kernels.fused import kernels
 
 ToArrays = Callable[[Sequence[NDArray[Any]]], tuple[mx.array, ...]]
 
-# Two are on the device at a time: a step's last micro-batch and the next one's first, or two passes of a validation.
+# Two are on the device at a time: a step's last micro-batch and the next one's first, or two passes
+# of a validation.
 _PLACES = 4
 _SHAPES = 64
 
@@ -39,8 +40,8 @@ def arrays_of_batches() -> ToArrays:
 class BatchMemory:
     """Arrays of the same memory again and again, for each set of shapes.
 
-    What a call returns holds until :data:`_PLACES` more calls with the same shapes; by then it must have been computed
-    with.
+    What a call returns holds until :data:`_PLACES` more calls with the same shapes; by then it must
+    have been computed with.
     """
 
     def __init__(self) -> None:

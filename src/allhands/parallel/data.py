@@ -1,9 +1,10 @@
 """Plain data parallelism, and the sharded optimizer state on top of it (ZeRO-1, arXiv 1910.02054).
 
-Every rank has all weights and computes its share of the global batch; gradients are summed over ranks. In
-:class:`DataParallel` the exchange follows the passes. In :class:`OverlappedData` gradients are exchanged while others
-are computed. Both queue the next step's first pass before the last step's update is computed, and in both each rank may
-keep and update a part of the optimizer's state.
+Every rank has all weights and computes its share of the global batch; gradients are summed over
+ranks. In :class:`DataParallel` the exchange follows the passes. In :class:`OverlappedData`
+gradients are exchanged while others are computed. Both queue the next step's first pass before the
+last step's update is computed, and in both each rank may keep and update a part of the optimizer's
+state.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from allhands.parallel.norms import squares_of, sum_of_squares
 from allhands.parallel.passes import Computed, Passes
 from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
 
-# Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
-# remains of the exchange.
+# Of steps that overlap the second, which no longer compiles, and then one of so many does nothing
+# ahead, to see what remains of the exchange.
 _LOOK_EVERY = 64
 
 
@@ -69,7 +70,11 @@ def plain(exchanging: Exchanging, overlap: bool) -> Strategy:
 
 def divided_optimizer(exchanging: Exchanging, overlap: bool) -> Strategy:
     """Make the strategy of ``--strategy zero1``."""
-    return OverlappedData(exchanging, divides=True) if overlap else DataParallel(exchanging, divides=True)
+    return (
+        OverlappedData(exchanging, divides=True)
+        if overlap
+        else DataParallel(exchanging, divides=True)
+    )
 
 
 class DataParallel(Strategy):
@@ -78,14 +83,18 @@ class DataParallel(Strategy):
     name = "data"
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
-        """``divides``: whether each rank keeps and updates a part of the optimizer's state, where that can be."""
+        """``divides``: whether each rank keeps and updates a part of the optimizer's state, where
+        that can be.
+        """
         self._exchanging = exchanging
         self.communicator = exchanging.communicator
         self._divides = divides
         if divides:
             self.name = "zero1"
         self.ahead: Ahead | None = None
-        self._stream: Any = None  # of the exchange; None: everything is computed before and after it
+        self._stream: Any = (
+            None  # of the exchange; None: everything is computed before and after it
+        )
         codec = exchanging.codec if exchanging.size > 1 else None
         self._packing = None if codec is None else Packing(exchanging.communicator, codec)
         self.left: list[Left] = []
@@ -93,7 +102,9 @@ class DataParallel(Strategy):
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
-        self.sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
+        self.sees_passes = (
+            self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
+        )
         if self._packing is not None:
             self.left = self._packing.nothing_left(passes.trained())
 
@@ -109,7 +120,12 @@ class DataParallel(Strategy):
         computed, pending, used = list[Computed](), None, False
         # Not if somebody has set weights since.
         fits = ahead is not None and bool(micro_batches) and ahead.batch is micro_batches[0]
-        if ahead is not None and fits and passes.flat is not None and ahead.weights is passes.flat.weights():
+        if (
+            ahead is not None
+            and fits
+            and passes.flat is not None
+            and ahead.weights is passes.flat.weights()
+        ):
             computed, pending, used = [ahead.computed], ahead.pending, True
         del ahead
 
@@ -123,7 +139,9 @@ class DataParallel(Strategy):
     def _run(self, passes: Passes, batch: MicroBatch) -> Computed:
         return passes.run(batch)
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         exchanging, squares = self._exchanging, None
         arrays = [grad for _, grad in mine.grads]
         size = exchanging.bucket_bytes
@@ -132,10 +150,13 @@ class DataParallel(Strategy):
             sums, totals = sum_over_ranks(exchanging.communicator, arrays, every, bucket_bytes=size)
         else:
             exchanging.heartbeat("reduce")
-            found = packed_sum_over_ranks(self._packing, arrays, self.left, every, bucket_bytes=size)
+            found = packed_sum_over_ranks(
+                self._packing, arrays, self.left, every, bucket_bytes=size
+            )
             sums, totals, self._left_next = found
         if (shards := self.shards) is not None:
-            # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
+            # This rank's own parts of all that it has, so that no second exchange is needed for the
+            # norm.
             squares = sum(map(squares_of, sums), mx.zeros(()))
             sums = [mx.contiguous(shards.part(i, whole)) for i, whole in enumerate(sums)]
         if exchanging.cpu_native or exchanging.size > 1:
@@ -143,16 +164,22 @@ class DataParallel(Strategy):
             mx.eval(sums, totals, [] if squares is None else squares)
         if not exchanging.cpu_native and exchanging.size > 1:
             exchanging.heartbeat("update")
-        return Reduced(_named(mine.grads, sums), totals, squares, num_gathered=exchanging.size * len(extra))
+        return Reduced(
+            _named(mine.grads, sums), totals, squares, num_gathered=exchanging.size * len(extra)
+        )
 
     def reduce_numbers(
-        self, mine: Gradients, numbers: Sequence[float | mx.array], squares: mx.array, extra: Sequence[float]
+        self,
+        mine: Gradients,
+        numbers: Sequence[float | mx.array],
+        squares: mx.array,
+        extra: Sequence[float],
     ) -> tuple[mx.array, int, float, int]:
         """Sum ``numbers`` over ranks without the gradients.
 
         Returns:
-            The sums with the extra numbers, all ranks' trained tokens, the sum of ``squares``, and how many of the
-            first are extra numbers.
+            The sums with the extra numbers, all ranks' trained tokens, the sum of ``squares``, and
+            how many of the first are extra numbers.
         """
         every = [*numbers, *count_parts(mine.num_targets), squares]
         reduced = DataParallel.reduce(self, replace(mine, grads=[]), every, extra)
@@ -166,14 +193,18 @@ class DataParallel(Strategy):
             return parts
         exchanging = self._exchanging
         size = exchanging.bucket_bytes
-        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
+        return start_all_gather(
+            exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream
+        )
 
     def after_update(self, step: int) -> None:
         # Not before: what an update that is left out would have sent is not to be made up for.
         self.left = self._left_next
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Putting a pass together takes the host a while, in which a device would have nothing to do."""
+        """Putting a pass together takes the host a while, in which a device would have nothing to
+        do.
+        """
         micro_batches = upcoming()
         if passes.flat is None or not micro_batches:
             return
@@ -190,10 +221,14 @@ class DataParallel(Strategy):
         mx.async_eval(computed.sums, computed.grads)
 
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """True if the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
+        """True if the exchange of the next step's gradients starts with its first pass; alike on
+        all ranks.
+        """
         return False
 
-    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Computed, PendingReduce | None]:
+    def _hand_out(
+        self, passes: Passes, batch: MicroBatch, *, early: bool
+    ) -> tuple[Computed, PendingReduce | None]:
         """The next step's first pass, with its exchange if that starts ``early``."""
         return passes.run(batch), None
 
@@ -212,9 +247,11 @@ class DataParallel(Strategy):
 
 
 class OverlappedData(DataParallel):
-    """:class:`DataParallel` with the exchange during the passes: for NCCL, which sends from the GPU.
+    """:class:`DataParallel` with the exchange during the passes: for NCCL, which sends from the
+    GPU.
 
-    With the other back-ends the host sends and receives, and a GPU that waits for it may be taken for dead.
+    With the other back-ends the host sends and receives, and a GPU that waits for it may be taken
+    for dead.
     """
 
     overlaps = True
@@ -225,7 +262,9 @@ class OverlappedData(DataParallel):
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         stream: Any = own or mx.new_stream(mx.default_device())
-        super().__init__(replace(exchanging, communicator=moved_to(communicator, stream)), divides=divides)
+        super().__init__(
+            replace(exchanging, communicator=moved_to(communicator, stream)), divides=divides
+        )
         self._stream = stream
         self._apart: TravellingLookups | None = None
         self._cuts = set[int]()
@@ -236,7 +275,9 @@ class OverlappedData(DataParallel):
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
         size, codec = self._exchanging.size, self._exchanging.codec
-        self._apart = TravellingLookups.of(passes.model, passes.flat, size, passes.objective, passes.computing, codec)
+        self._apart = TravellingLookups.of(
+            passes.model, passes.flat, size, passes.objective, passes.computing, codec
+        )
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Computed:
         return passes.run(batch, self._apart if batch.sole else None)
@@ -245,7 +286,9 @@ class OverlappedData(DataParallel):
         # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
         return len(micro_batches) == 1 and micro_batches[0].sole
 
-    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Computed, PendingReduce | None]:
+    def _hand_out(
+        self, passes: Passes, batch: MicroBatch, *, early: bool
+    ) -> tuple[Computed, PendingReduce | None]:
         if not early:
             return super()._hand_out(passes, batch, early=early)
         computed = self._run(passes, batch)
@@ -254,7 +297,9 @@ class OverlappedData(DataParallel):
         arrays = [grad for _, grad in flatten(computed.grads)]
         return computed, self._start(arrays, computed.lookups, self._left_next)
 
-    def _start(self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]) -> PendingReduce:
+    def _start(
+        self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]
+    ) -> PendingReduce:
         """Let gradients travel as they are computed."""
         exchanging = self._exchanging
         pending = start_all_reduce(
@@ -269,32 +314,45 @@ class OverlappedData(DataParallel):
         )
         return with_lookups(pending, self.shards)
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         communicator, shards = self._exchanging.communicator, self.shards
-        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups, self.left)
+        pending = mine.pending or self._start(
+            [grad for _, grad in mine.grads], mine.lookups, self.left
+        )
         self._left_next = pending.left
         every = list(numbers)
         if shards is not None:
             # Of what all ranks have, only the first one's.
             parts = zip(pending.arrays, shards.divided, strict=True)
-            every.append(sum_of_squares([part for part, divided in parts if divided or shards.first]))
+            every.append(
+                sum_of_squares([part for part, divided in parts if divided or shards.first])
+            )
         every += places_of_all(extra, communicator)
         totals = start_sum(communicator, every, stream=self._stream)
         squares = None if shards is None else totals[len(numbers)]
         gathered = communicator.size * len(extra)
         return Reduced(
-            _named(mine.grads, pending.arrays), totals, squares, tuple(pending.computed), num_gathered=gathered
+            _named(mine.grads, pending.arrays),
+            totals,
+            squares,
+            tuple(pending.computed),
+            num_gathered=gathered,
         )
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
+        # What is handed out ahead keeps the host until the exchange is over, and nobody sees how
+        # long that took.
         if not self._exposed.looks_now():
             super().start_next(passes, upcoming)
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
-        """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
+        """Wait for this rank's passes, then for the last sum: what remains of the exchange when
+        they are done.
 
-        Where the next pass was handed out in between, it is taken for the part of the time that it was when last seen.
+        Where the next pass was handed out in between, it is taken for the part of the time that it
+        was when last seen.
         """
         mx.eval(list(reduced.computed))
         passed = time.perf_counter()
@@ -311,7 +369,9 @@ class OverlappedData(DataParallel):
 
 
 class _Exposed:
-    """The part of a step's time that remains of the exchange, measured in steps that hand out nothing ahead."""
+    """The part of a step's time that remains of the exchange, measured in steps that hand out
+    nothing ahead.
+    """
 
     def __init__(self) -> None:
         self._steps = 0
@@ -322,7 +382,9 @@ class _Exposed:
         return self._steps % _LOOK_EVERY == 1
 
     def share(self, seen: float | None) -> float:
-        """Return the share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
+        """Return the share of a step in which it was ``seen``; ``None``: not in this one. Counts
+        the step.
+        """
         self._steps += 1
         if seen is not None:
             self._share = seen

@@ -1,15 +1,18 @@
-"""Delayed gradients: data parallelism whose exchange travels while the next step's passes are computed.
+"""Delayed gradients: data parallelism whose exchange travels while the next step's passes are
+computed.
 
-Step k updates by the summed gradients of step k - 1, which have travelled meanwhile: w(k+1) = w(k) - U(g(k-1)). Nobody
-waits for an exchange that is shorter than the passes, and all ranks have the same weights all the time. The first step
-updates nothing, and the gradients of the last one are left out: n steps make n - 1 updates.
+Step k updates by the summed gradients of step k - 1, which have travelled meanwhile: w(k+1) = w(k)
+- U(g(k-1)). Nobody waits for an exchange that is shorter than the passes, and all ranks have the
+same weights all the time. The first step updates nothing, and the gradients of the last one are
+left out: n steps make n - 1 updates.
 
-Gradients are to fit the weights that they will change. So a rank computes its passes with the weights that it expects:
-those after one more update, by its own part of the gradients that are on their way. Where their sum is here already, as
-after a checkpoint, it still takes its own part, so that a checkpoint changes nothing; without one it takes the sum.
-Ranks' parts are off in ways that cancel. The weights themselves are updated by sums alone, and are the same on all
-ranks. With the last update once more in place of that by the own part, as in weight
-prediction for pipelines (SpecTrain, arXiv 1809.02839), a small story model lost 2 % after 2,000 steps.
+Gradients are to fit the weights that they will change. So a rank computes its passes with the
+weights that it expects: those after one more update, by its own part of the gradients that are on
+their way. Where their sum is here already, as after a checkpoint, it still takes its own part, so
+that a checkpoint changes nothing; without one it takes the sum. Ranks' parts are off in ways that
+cancel. The weights themselves are updated by sums alone, and are the same on all ranks. With the
+last update once more in place of that by the own part, as in weight prediction for pipelines
+(SpecTrain, arXiv 1809.02839), a small story model lost 2 % after 2,000 steps.
 
 Whether the gradient of a step is finite is asked in that step, before it is sent.
 """
@@ -35,8 +38,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Named, Reduced
 
-# Names of what is kept from step to step: summed gradients, whether there are any and by how many tokens they are
-# divided; and of each rank its own part of them, in the same way.
+# Names of what is kept from step to step: summed gradients, whether there are any and by how many
+# tokens they are divided; and of each rank its own part of them, in the same way.
 _SUM, _TOKENS = "late/sum/", "late/tokens"
 _PART, _PART_TOKENS, _LAST_NORM = "late/part/", "late/part_tokens", "late/last_norm"
 
@@ -46,7 +49,8 @@ class _Late:
     """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
 
     Attributes:
-        part: this rank's trained tokens, and the squares of its gradients; ``None``: they are summed.
+        part: this rank's trained tokens, and the squares of its gradients; ``None``: they are
+            summed.
     """
 
     grads: list[Named]
@@ -60,7 +64,9 @@ def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
 
 
 class DelayedGradients(DataParallel):
-    """:class:`~allhands.parallel.base.Strategy`: each update is by the gradients of the step before."""
+    """:class:`~allhands.parallel.base.Strategy`: each update is by the gradients of the step
+    before.
+    """
 
     name = "delayed"
 
@@ -73,7 +79,9 @@ class DelayedGradients(DataParallel):
         self._sent: _Late | None = None
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # here, and not yet applied
-        self._part: _Late | None = None  # this rank's own of those, until the next passes are computed
+        self._part: _Late | None = (
+            None  # this rank's own of those, until the next passes are computed
+        )
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         super().prepare(passes, expected)
@@ -90,18 +98,24 @@ class DelayedGradients(DataParallel):
         if not tokens:
             return super().gradients(passes, micro_batches)
         present = passes.model.trainable_parameters()
-        update = Reduced(list(known.grads), mx.zeros((1,)), squares, divisor=mx.array(float(tokens)))
+        update = Reduced(
+            list(known.grads), mx.zeros((1,)), squares, divisor=mx.array(float(tokens))
+        )
         passes.model.update(self._expected(update, known.part is not None, self.last_norm))
         try:
             return super().gradients(passes, micro_batches)
         finally:
             passes.model.update(present)
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         self._receive()
         self._part = None  # the passes are computed
         squares = sum_of_squares([grad for _, grad in mine.grads])
-        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(
+            mine, numbers, squares, extra
+        )
         self._own = _Late(list(mine.grads), tokens, (mine.num_targets, squares))
         how: dict[str, Any] = {"num_gathered": num_gathered}
         if not math.isfinite(squares_of_all):
@@ -152,7 +166,9 @@ class DelayedGradients(DataParallel):
         super().forget()
         self._own = None
         # Summed in half precision, finite parts may become a sum that is not.
-        if self._late is not None and not math.isfinite(number(sum_of_squares([g for _, g in self._late.grads]))):
+        if self._late is not None and not math.isfinite(
+            number(sum_of_squares([g for _, g in self._late.grads]))
+        ):
             self._late = None
 
     @property
@@ -168,31 +184,47 @@ class DelayedGradients(DataParallel):
 
     @property
     def own_state(self) -> Mapping[str, mx.array]:
-        """This rank's own part of those sums and the last norm, by which the next passes expect weights."""
+        """This rank's own part of those sums and the last norm, by which the next passes expect
+        weights.
+        """
         self._receive()
         tokens = 0 if self._part is None or self._part.part is None else self._part.part[0]
-        return {**self._kept(self._part, tokens, _PART, _PART_TOKENS), _LAST_NORM: mx.array([self.last_norm])}
+        return {
+            **self._kept(self._part, tokens, _PART, _PART_TOKENS),
+            _LAST_NORM: mx.array([self.last_norm]),
+        }
 
     def load_own_state(self, state: Mapping[str, mx.array]) -> None:
         self.last_norm = number(state[_LAST_NORM])
-        if self._late is not None and (found := self._found(state, _PART, _PART_TOKENS)) is not None:
+        if (
+            self._late is not None
+            and (found := self._found(state, _PART, _PART_TOKENS)) is not None
+        ):
             grads, tokens = found
             squares = sum_of_squares([grad for _, grad in grads])
             self._part = _Late(grads, self._late.tokens, (tokens, squares))
 
-    def _kept(self, late: _Late | None, tokens: int, name: str, name_of_tokens: str) -> Mapping[str, mx.array]:
-        """Gradients by the names of the trained arrays, zeros for none, and whether there are any with their tokens."""
+    def _kept(
+        self, late: _Late | None, tokens: int, name: str, name_of_tokens: str
+    ) -> Mapping[str, mx.array]:
+        """Gradients by the names of the trained arrays, zeros for none, and whether there are any
+        with their tokens.
+        """
         zeros = ((each, mx.zeros_like(array)) for each, array in self._weights())
         grads = zeros if late is None else self._named(late.grads)
         told = mx.array([float(late is not None), *count_parts(tokens)])
         return {name + each: array for each, array in grads} | {name_of_tokens: told}
 
-    def _found(self, state: Mapping[str, mx.array], name: str, name_of_tokens: str) -> tuple[list[Named], int] | None:
+    def _found(
+        self, state: Mapping[str, mx.array], name: str, name_of_tokens: str
+    ) -> tuple[list[Named], int] | None:
         """The reverse of :meth:`_kept`; ``None``: there were none."""
         present, units, rest = values_of(state[name_of_tokens])
         if not present:
             return None
-        return self._joined([(each, state[name + each]) for each, _ in self._weights()]), whole_count(units, rest)
+        return self._joined(
+            [(each, state[name + each]) for each, _ in self._weights()]
+        ), whole_count(units, rest)
 
     def _named(self, grads: list[Named]) -> list[Named]:
         """Gradients by the names of the trained arrays."""

@@ -1,12 +1,13 @@
 """Compute a rank's stages by a schedule: a list of passes and messages, one after the other.
 
-In a graph, forward and backward pass of a micro-batch are made together and evaluated apart: MLX keeps what the
-backward pass needs of the forward pass, and the gradient that the next stage will send is an array that is not there
-yet. So nothing is computed twice, and the gradients of inputs can be evaluated before those of weights. Where
-operations compute when they are called, the forward pass keeps its input alone, and is computed again.
+In a graph, forward and backward pass of a micro-batch are made together and evaluated apart: MLX
+keeps what the backward pass needs of the forward pass, and the gradient that the next stage will
+send is an array that is not there yet. So nothing is computed twice, and the gradients of inputs
+can be evaluated before those of weights. Where operations compute when they are called, the forward
+pass keeps its input alone, and is computed again.
 
-Every message has its place in the lists of both its ends (:mod:`allhands.parallel.schedules`), and ranks hand them out
-in that order, over a stream of their own: a rank computes while they travel.
+Every message has its place in the lists of both its ends (:mod:`allhands.parallel.schedules`), and
+ranks hand them out in that order, over a stream of their own: a rank computes while they travel.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def unheard(phase: str) -> None:
 class Messages:
     """The messages of the ranks of a pipeline, in the order in which they are handed out.
 
-    Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has zeros.
+    Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has
+    zeros.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class Messages:
         self._heartbeat = heartbeat
         self.waited_s = 0.0  # for others, so far
         self._sent: list[mx.array] = []
-        # What is sent stays in memory until it is known to have been taken: no more than a pipeline has under way.
+        # What is sent stays in memory until it is known to have been taken: no more than a pipeline
+        # has under way.
         self._on_their_way = communicator.size
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
@@ -77,12 +80,15 @@ class Messages:
         key = tuple(shape), dtype
         if (nothing := self._nothing.get(key)) is None:
             nothing = self._nothing[key] = mx.zeros(shape, dtype)
-            # Made anew they would be there only once all is computed that was handed out before them.
+            # Made anew they would be there only once all is computed that was handed out before
+            # them.
             mx.eval(nothing)
         return pair.all_sum(nothing)
 
     def here(self, array: mx.array) -> mx.array:
-        """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
+        """``array``, once it has come. The host waits: a GPU that waits for another computer may be
+        taken for dead.
+        """
         self.wait_for([array])
         return array
 
@@ -101,7 +107,8 @@ class Messages:
 
 
 def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:
-    """Return a group of two for each neighbour of this rank, the last and the first being neighbours too.
+    """Return a group of two for each neighbour of this rank, the last and the first being
+    neighbours too.
 
     Called on all ranks of ``group`` together.
     """
@@ -109,7 +116,8 @@ def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:
     if size == 2:
         return {1 - rank: group}
     found: dict[int, MlxGroup] = {}
-    # Each rank is in one group at a time: pairs that begin at even ranks, then at odd ones, then the ends.
+    # Each rank is in one group at a time: pairs that begin at even ranks, then at odd ones, then
+    # the ends.
     for begin in (0, 1):
         other = rank + 1 if rank % 2 == begin else rank - 1
         members = sorted((rank, other)) if 0 <= other < size else [rank]
@@ -140,7 +148,8 @@ class StageCompute:
     Args:
         stage: whose model is what is trained on this rank.
         flat: its trained weights as few arrays; ``None``: by name.
-        goes_on: whether the gradient of what the stage receives is wanted: a stage before it trains something.
+        goes_on: whether the gradient of what the stage receives is wanted: a stage before it trains
+            something.
         modules: those whose arrays the stage computes with; ``None``: of the whole model.
     """
 
@@ -165,7 +174,10 @@ class StageCompute:
         if computing.compiled and not computing.cpu_native:
             own = [stage.model.state] if modules is None else [module.state for module in modules]
             how: Any = {"inputs": [*own, mx.random.state], "outputs": [mx.random.state]}
-            self._gradient, self._found = mx.compile(self._vjp, **how), mx.compile(self._outputs, **how)
+            self._gradient, self._found = (
+                mx.compile(self._vjp, **how),
+                mx.compile(self._outputs, **how),
+            )
 
     def trained(self) -> list[mx.array]:
         """Return the trained arrays, in the order of their gradients."""
@@ -174,7 +186,9 @@ class StageCompute:
         return [array for _, array in flatten(self.stage.model.trainable_parameters())]
 
     def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """Return the hidden states that a stage hands on, or the sums of the last one; for who wants no gradient."""
+        """Return the hidden states that a stage hands on, or the sums of the last one; for who
+        wants no gradient.
+        """
         given = mx.zeros((0,)) if received is None else received
         with self._as_it_was():
             return self._found(given, *arguments)
@@ -182,7 +196,8 @@ class StageCompute:
     def begin(
         self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...]
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-        """Return the result of :meth:`forward`, and the gradients of its input and of the weights, all still lazy.
+        """Return the result of :meth:`forward`, and the gradients of its input and of the weights,
+        all still lazy.
 
         ``cotangent``: the gradient of what is handed on; ``None``: the last stage begins it.
         """
@@ -199,7 +214,9 @@ class StageCompute:
         return self.forward(received, arguments)
 
     def idle(self, *, backward: bool) -> list[mx.array]:
-        """Take part in what other ranks exchange for a micro-batch that this rank has not; its gradients are zeros."""
+        """Take part in what other ranks exchange for a micro-batch that this rank has not; its
+        gradients are zeros.
+        """
         return []
 
     def _outputs(self, received: mx.array, *arguments: mx.array) -> list[mx.array]:
@@ -219,15 +236,22 @@ class StageCompute:
         count = 1 + (len(self._objective.further) if self.stage.blocks.is_last else 0)
         cotangents = [cotangent, *[mx.zeros(())] * (count - 1)]
         outputs, gradients = (
-            mx.vjp(run, [received, *trained], cotangents) if self._goes_on else mx.vjp(run_alone, trained, cotangents)
+            mx.vjp(run, [received, *trained], cotangents)
+            if self._goes_on
+            else mx.vjp(run_alone, trained, cotangents)
         )
         return outputs, list(gradients)
 
-    def computed(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+    def computed(
+        self, received: mx.array | None, arguments: tuple[mx.array, ...]
+    ) -> list[mx.array]:
         """Return the outputs of the stage with the arrays that the model has."""
         dropout = self._computing.dropout
         keys, arrays = (None, arguments) if dropout is None else (arguments[0], arguments[1:])
-        with self.stage.computing(received), nullcontext() if keys is None else cast("Any", dropout).using(keys):
+        with (
+            self.stage.computing(received),
+            nullcontext() if keys is None else cast("Any", dropout).using(keys),
+        ):
             if self._sums is not None:
                 return [each.astype(mx.float32) for each in self._sums(*arrays)]
             inputs, more = self._objective.model_inputs(self.stage.blocks.count, *arrays)
@@ -314,10 +338,12 @@ class Engine:
         micro_batches: Sequence[MicroBatch | None],
         note: Callable[[MicroBatch], None],
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
-        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's weights.
+        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's
+        weights.
 
         Args:
-            micro_batches: ``None`` for one of other pipelines, with whose ranks this one exchanges within passes.
+            micro_batches: ``None`` for one of other pipelines, with whose ranks this one exchanges
+                within passes.
         """
         step = _Step(self, schedule, micro_batches)
         for action in schedule.ranks[rank]:
@@ -335,13 +361,16 @@ class Engine:
 class _Step:
     """A step as it is taken."""
 
-    def __init__(self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch | None]) -> None:
+    def __init__(
+        self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch | None]
+    ) -> None:
         self._engine, self._schedule, self._batches = engine, schedule, micro_batches
         self._messages: Messages = engine.messages
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._came: dict[tuple[int, int], mx.array] = {}
         self._to_send: dict[tuple[int, int, int], mx.array] = {}
-        # An array of the last backward pass that was handed out: it tells when that pass has been computed.
+        # An array of the last backward pass that was handed out: it tells when that pass has been
+        # computed.
         self._handed_out: mx.array | None = None
         self.sums: list[mx.array] = []
         self.gradients: dict[int, list[mx.array]] = {}
@@ -355,7 +384,9 @@ class _Step:
         compute = self._engine.compute.get(action.stage)
         if compute is None:
             return
-        if action.kind == "forward" and not (compute.stage.blocks.is_last and self._engine.cpu_native):
+        if action.kind == "forward" and not (
+            compute.stage.blocks.is_last and self._engine.cpu_native
+        ):
             compute.idle(backward=False)
         elif action.kind in ("backward", "inputs"):
             self._add(action.stage, compute.idle(backward=True))
@@ -374,7 +405,9 @@ class _Step:
         return (*self._batch(batch).inputs.shape, compute.features), compute.dtype
 
     def _send(self, action: Action) -> None:
-        self._messages.send(self._to_send.pop((action.stage, action.micro_batch, action.to)), action.peer)
+        self._messages.send(
+            self._to_send.pop((action.stage, action.micro_batch, action.to)), action.peer
+        )
 
     def _receive(self, action: Action) -> None:
         place = action.to, action.micro_batch
@@ -402,7 +435,9 @@ class _Step:
             self._end_forward(place, outputs, last=last)
             return
         if not last:
-            passing.cotangent = self._messages.expected(*self._hidden(*place), self._peer(stage + 1))
+            passing.cotangent = self._messages.expected(
+                *self._hidden(*place), self._peer(stage + 1)
+            )
         self._passing[place] = passing
         if self._engine.cpu_native:
             if last:  # whose backward pass is next, and computes it
@@ -432,7 +467,9 @@ class _Step:
             outputs, passing.of_input, passing.of_weights = compute.begin(
                 passing.received, passing.cotangent, passing.arguments
             )
-            mx.eval(outputs, passing.of_weights, [] if passing.of_input is None else passing.of_input)
+            mx.eval(
+                outputs, passing.of_weights, [] if passing.of_input is None else passing.of_input
+            )
             if compute.stage.blocks.is_last:
                 self._end_forward(place, outputs, last=True)
         if passing.of_input is not None:

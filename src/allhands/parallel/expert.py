@@ -1,8 +1,9 @@
 """Expert parallelism: ranks have whole experts of their own, and compute rows of their own.
 
-Ranks along the axis ``expert`` of the mesh have divided the experts (:mod:`allhands.parallel.experts`), of which each
-sees the tokens of all of them: gradients of experts are added up over the axis ``data`` alone. All else is whole on
-every rank, which has computed it for its own rows: those gradients are added up over all ranks.
+Ranks along the axis ``expert`` of the mesh have divided the experts
+(:mod:`allhands.parallel.experts`), of which each sees the tokens of all of them: gradients of
+experts are added up over the axis ``data`` alone. All else is whole on every rank, which has
+computed it for its own rows: those gradients are added up over all ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class ExpertParallel(Strategy):
     def prepare(self, passes: Passes, expected: Expected) -> None:
         if type(passes.objective) is not CausalLM:
             what = f"the objective {type(passes.objective).__name__} is not known to compute a pass without rows"
-            raise ConfigError(what, where="--ep", hint="leave it out, or take the loss of the next token")
+            raise ConfigError(
+                what, where="--ep", hint="leave it out, or take the loss of the next token"
+            )
         self._leaves = None if passes.flat is None else passes.flat.leaves
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
@@ -86,12 +89,21 @@ class ExpertParallel(Strategy):
             done = passes.run(batch)
             return done.sums, done.grads
 
-        return Computed(*self._pass(run, self._of_experts if self._leaves is None else self._of_experts_flat, batch))
+        return Computed(
+            *self._pass(
+                run, self._of_experts if self._leaves is None else self._of_experts_flat, batch
+            )
+        )
 
     def _pass(
-        self, run: Callable[[MicroBatch], tuple[mx.array, Any]], kept: Callable[[Any], Any], batch: MicroBatch
+        self,
+        run: Callable[[MicroBatch], tuple[mx.array, Any]],
+        kept: Callable[[Any], Any],
+        batch: MicroBatch,
     ) -> tuple[mx.array, Any]:
-        """Compute a micro-batch with the other ranks; of :data:`NOTHING` the gradients that ``kept`` leaves."""
+        """Compute a micro-batch with the other ranks; of :data:`NOTHING` the gradients that
+        ``kept`` leaves.
+        """
         dispatch, tokens = self._experts.dispatch, 0 if batch is NOTHING else batch.inputs.size
         now = self._wait(lambda: dispatch.agree(tokens))
         assert now is not None
@@ -115,14 +127,20 @@ class ExpertParallel(Strategy):
     def _of_experts(self, grads: Any) -> Any:
         """A tree of gradients with zeros for what is whole on all ranks."""
         is_whole = self._experts.is_whole
-        return tree_map_with_path(lambda name, array: mx.zeros_like(array) if is_whole(name) else array, grads)
+        return tree_map_with_path(
+            lambda name, array: mx.zeros_like(array) if is_whole(name) else array, grads
+        )
 
     def _of_experts_flat(self, grads: list[mx.array]) -> list[mx.array]:
         """The same of flat arrays."""
         named = [("", grad) for grad in grads]
-        return with_changed(self._leaves, named, self._of_experts(dict(by_name(self._leaves, named))))
+        return with_changed(
+            self._leaves, named, self._of_experts(dict(by_name(self._leaves, named)))
+        )
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         exchanging, experts, world = self._exchanging, self._experts, self._exchanging.communicator
         exchanging.heartbeat("reduce")
         named = by_name(self._leaves, mine.grads)
@@ -130,7 +148,8 @@ class ExpertParallel(Strategy):
         own = self._summed(experts.data, [pair for pair in named if not experts.is_whole(pair[0])])
         arrays = with_changed(self._leaves, mine.grads, dict([*whole, *own]))
         grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        # Each number once: whole arrays are the first rank's, experts those of the first ranks that have them.
+        # Each number once: whole arrays are the first rank's, experts those of the first ranks that
+        # have them.
         counted = [*([array for _, array in whole] if world.rank == 0 else [])]
         counted += [array for _, array in own] if experts.data.rank == 0 else []
         return exchanging.reduced(grads, numbers, sum_of_squares(counted), extra)
@@ -155,7 +174,9 @@ class ExpertParallel(Strategy):
 
 
 class ExpertSums:
-    """The sums of a batch by forward passes alone, of which all ranks in step do the same number together."""
+    """The sums of a batch by forward passes alone, of which all ranks in step do the same number
+    together.
+    """
 
     counts = True
 
@@ -191,7 +212,8 @@ class AlikeModel:
 
     Attributes:
         model: what is called; what is not is looked up there.
-        heartbeat: called with "reduce" before computing with other ranks, and with "compute" afterwards.
+        heartbeat: called with "reduce" before computing with other ranks, and with "compute"
+            afterwards.
     """
 
     def __init__(self, experts: Experts) -> None:

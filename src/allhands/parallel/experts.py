@@ -1,12 +1,14 @@
-"""Experts that ranks have divided among them, each of which computes rows of its own: expert parallelism.
+"""Experts that ranks have divided among them, each of which computes rows of its own: expert
+parallelism.
 
-A rank has an equal part of the experts of every mixture, and all else whole. In a mixture the ranks of a group gather
-the hidden states of all their tokens, with the routers' choices and weights. Each rank computes what its experts add,
-for all of them, and a reduce-scatter brings the sums back to the rank that has the rows (the all-gather dispatcher of
-Megatron Core). So a module needs two exchanges in the forward pass, and two in the backward pass.
+A rank has an equal part of the experts of every mixture, and all else whole. In a mixture the ranks
+of a group gather the hidden states of all their tokens, with the routers' choices and weights. Each
+rank computes what its experts add, for all of them, and a reduce-scatter brings the sums back to
+the rank that has the rows (the all-gather dispatcher of Megatron Core). So a module needs two
+exchanges in the forward pass, and two in the backward pass.
 
-Ranks have other numbers of tokens: before each pass they agree on the largest one, up to which all of them fill up.
-A rank without rows takes part with nothing.
+Ranks have other numbers of tokens: before each pass they agree on the largest one, up to which all
+of them fill up. A rank without rows takes part with nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.known import name_of
 from allhands.model.dropout import DropoutKeys
 from allhands.model.stages import kind_of
-from allhands.parallel.mixtures import MIXTURES, Chosen, Mixture, OwnExperts, WithOwnExperts, check_layers, take_experts
+from allhands.parallel.mixtures import (
+    MIXTURES,
+    Chosen,
+    Mixture,
+    OwnExperts,
+    WithOwnExperts,
+    check_layers,
+    take_experts,
+)
 from allhands.parallel.parts import Parts
 
 # Modules of mlx_lm.models.
@@ -61,7 +71,8 @@ class Pass:
         return (np.arange(self.most) < np.array(self.counts)[:, None]).reshape(-1)
 
 
-# Where all ranks compute the same tokens, and where this one computes what its own experts add, as a probe does.
+# Where all ranks compute the same tokens, and where this one computes what its own experts add, as
+# a probe does.
 ALIKE, ALONE = Pass((), 0), Pass((), 0)
 
 
@@ -72,7 +83,9 @@ class Dispatch:
         self.group = group
         # Groups that the world exchanges for do the same at the same time.
         self.in_step = group.world if isinstance(group, GroupWithinWorld) else group
-        self._members = list(group.members if isinstance(group, GroupWithinWorld) else range(group.size))
+        self._members = list(
+            group.members if isinstance(group, GroupWithinWorld) else range(group.size)
+        )
         self._now: Pass | None = ALONE
 
     def most(self, mine: int) -> int:
@@ -122,10 +135,11 @@ class Dispatch:
     def _fetched(
         self, now: Pass, own: OwnExperts, x: mx.array, numbers: mx.array, weights: mx.array
     ) -> tuple[Chosen, mx.array, mx.array]:
-        """The places of all ranks that go to this rank's experts, (R, D) their inputs and (R,) their weights.
+        """The places of all ranks that go to this rank's experts, (R, D) their inputs and (R,)
+        their weights.
 
-        Of what all ranks send, only these rows are kept for the backward pass. One exchange has everything, so that
-        there is one order of them.
+        Of what all ranks send, only these rows are kept for the backward pass. One exchange has
+        everything, so that there is one order of them.
         """
         (tokens, width), count = x.shape, numbers.shape[-1]
         digits = [each.astype(x.dtype) for each in (numbers // _DIGIT, numbers % _DIGIT)]
@@ -143,8 +157,12 @@ class Dispatch:
         def backward(_: Any, cotangents: Any, __: Any) -> tuple[mx.array, mx.array]:
             in_rows, in_scores = cotangents
             size = len(everyone)
-            in_weights = mx.zeros((size * count,), dtype=in_scores.dtype).at[chosen.among].add(in_scores)
-            both = mx.concatenate([chosen.spread(in_rows, size), in_weights.reshape(size, count)], axis=-1)
+            in_weights = (
+                mx.zeros((size * count,), dtype=in_scores.dtype).at[chosen.among].add(in_scores)
+            )
+            both = mx.concatenate(
+                [chosen.spread(in_rows, size), in_weights.reshape(size, count)], axis=-1
+            )
             own_part = sum_scatter(self.group, both)[:tokens]
             return own_part[:, :width].astype(x.dtype), own_part[:, width:].astype(weights.dtype)
 
@@ -193,7 +211,9 @@ class Experts(Parts):
 
 
 def let_experts_compute(experts: Experts | None) -> None:
-    """Let mixtures compute with the other ranks, if experts are divided; after all other forms of modules."""
+    """Let mixtures compute with the other ranks, if experts are divided; after all other forms of
+    modules.
+    """
     if experts is None:
         return
     experts.dispatch.start()
@@ -219,7 +239,11 @@ def mixtures_of(model: Any) -> Iterator[tuple[str, nn.Module, Mixture]]:
     kind, found = kind_of(model), 0
     hint = f"leave it out, or take a model of one of these kinds: {', '.join(sorted(HAVE_EXPERTS))}"
     if kind not in HAVE_EXPERTS:
-        raise ModelError(f"models of the kind {kind} have no experts that can be divided", where="--ep", hint=hint)
+        raise ModelError(
+            f"models of the kind {kind} have no experts that can be divided",
+            where="--ep",
+            hint=hint,
+        )
     known = {id(module): path for path, module in model.named_modules()}
     for block in model.layers:
         for part in block.children().values():
@@ -242,10 +266,11 @@ def check_experts(model: nn.Module, ranks: int) -> None:
 
 
 def divide_experts(model: nn.Module, group: Communicator, data: Communicator) -> Experts:
-    """Leave this rank with its part of every mixture's experts, which are read for it array by array.
+    """Leave this rank with its part of every mixture's experts, which are read for it array by
+    array.
 
-    The model computes what it should once :func:`let_experts_compute` has been called; until then, for probes,
-    what this rank's experts add.
+    The model computes what it should once :func:`let_experts_compute` has been called; until then,
+    for probes, what this rank's experts add.
 
     Args:
         group: the ranks that divide the experts; ``data``: those that have the same ones.

@@ -1,9 +1,9 @@
 """Passes over blocks whose arrays are fetched, as one graph that a device computes block by block.
 
-Forward and backward pass of a micro-batch are made together, and computed apart. A block is computed once: its products
-keep their inputs for the backward pass, which multiplies by weights that are fetched anew
-(:mod:`allhands.kernels.fused.again`). Where a block multiplies in another way, or where memory is short, only its input
-is kept, and the block is computed again.
+Forward and backward pass of a micro-batch are made together, and computed apart. A block is
+computed once: its products keep their inputs for the backward pass, which multiplies by weights
+that are fetched anew (:mod:`allhands.kernels.fused.again`). Where a block multiplies in another
+way, or where memory is short, only its input is kept, and the block is computed again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from allhands.parallel.sharding import Sharding, Unit
 _FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
 # Bytes of a block that may stay from the forward to the backward pass, of all that it has.
 _MAY_STAY = 1 / 16
-# What a block keeps, relative to the outputs of its products: with attention and feed-forward part in few operations,
-# as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own take the place of these, as measured on a
-# CPU for six architectures.
+# What a block keeps, relative to the outputs of its products: with attention and feed-forward part
+# in few operations, as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own
+# take the place of these, as measured on a CPU for six architectures.
 _KEPT_FUSED, _KEPT = 1.25, 3.5
 
 
 @dataclass
 class _Segment:
-    """Arrays end to end in a row that are used as one: one array, or the weights of all layers of a product.
+    """Arrays end to end in a row that are used as one: one array, or the weights of all layers of a
+    product.
 
     Attributes:
         again: whether the backward pass takes it from elsewhere.
@@ -56,7 +57,11 @@ class _Segment:
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.places[0].shape
-        return first if self.product is None else (sum(place.shape[0] for place in self.places), *first[1:])
+        return (
+            first
+            if self.product is None
+            else (sum(place.shape[0] for place in self.places), *first[1:])
+        )
 
     def part(self, row: mx.array) -> mx.array:
         """The segment of a row whose arrays lie end to end."""
@@ -69,12 +74,19 @@ class _Block:
 
     Attributes:
         segments: of each of the unit's rows, in order.
-        once: True if the unit can be computed once, and nothing large stays in memory for the backward pass.
+        once: True if the unit can be computed once, and nothing large stays in memory for the
+            backward pass.
         again: the rows that the backward pass needs once more.
     """
 
     def __init__(
-        self, unit: Unit, compute: StageCompute, able: set[int], products: Sequence[Product], *, twice: bool
+        self,
+        unit: Unit,
+        compute: StageCompute,
+        able: set[int],
+        products: Sequence[Product],
+        *,
+        twice: bool,
     ) -> None:
         """``twice``: the unit is to be computed twice in any case."""
         self.unit = unit
@@ -83,10 +95,14 @@ class _Block:
         sizes = {True: 0, False: 0}
         for segment in self.every:
             if not segment.looked_up:
-                sizes[segment.again] += sum(place.size * place.module[place.key].dtype.size for place in segment.places)
+                sizes[segment.again] += sum(
+                    place.size * place.module[place.key].dtype.size for place in segment.places
+                )
         self.once = not twice and sizes[False] <= _MAY_STAY * sum(sizes.values())
         rows = zip(unit.rows, self.segments, strict=True)
-        self.again = [row for row, parts in rows if not self.once or any(each.again for each in parts)]
+        self.again = [
+            row for row, parts in rows if not self.once or any(each.again for each in parts)
+        ]
 
     @property
     def every(self) -> list[_Segment]:
@@ -100,25 +116,36 @@ class _Block:
         return [row.trained for row, segments in rows for _ in segments]
 
     def bytes_kept(self, tokens: int) -> float:
-        """Bytes that stay between the passes of so many tokens if the block is computed once; an estimate."""
-        outputs = sum(segment.shape[-2] for segment in self.every if segment.again and len(segment.shape) > 1)
+        """Bytes that stay between the passes of so many tokens if the block is computed once; an
+        estimate.
+        """
+        outputs = sum(
+            segment.shape[-2] for segment in self.every if segment.again and len(segment.shape) > 1
+        )
         stage: Any = self.unit.stage
         block: nn.Module = stage.model.layers[stage.blocks.first]
         fused = sum(hasattr(module, "_group") for module in block.modules()) > 1
         return (_KEPT_FUSED if fused else _KEPT) * tokens * outputs * stage.dtype.size
 
     def values(self, wholes: Sequence[mx.array], *, alone: bool) -> list[mx.array]:
-        """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets memory of its own."""
+        """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets
+        memory of its own.
+        """
         found: list[mx.array] = []
         for row, segments, whole in zip(self.unit.rows, self.segments, wholes, strict=True):
             arrays = _arrays_of(row, segments, whole)
             if alone and row in self.again:
-                arrays = [a if each.again else mx.contiguous(a) for a, each in zip(arrays, segments, strict=True)]
+                arrays = [
+                    a if each.again else mx.contiguous(a)
+                    for a, each in zip(arrays, segments, strict=True)
+                ]
             found += arrays
         return found
 
     def values_again(self, wholes: Sequence[mx.array], first: Sequence[mx.array]) -> list[mx.array]:
-        """The arrays of :attr:`every` for the backward pass: of the rows :attr:`again`, else those of the ``first``."""
+        """The arrays of :attr:`every` for the backward pass: of the rows :attr:`again`, else those
+        of the ``first``.
+        """
         rows, at, found = iter(wholes), 0, list[mx.array]()
         for row, segments in zip(self.unit.rows, self.segments, strict=True):
             own = first[at : at + len(segments)]
@@ -129,7 +156,10 @@ class _Block:
             whole = next(rows)
             arrays = _arrays_of(row, segments, whole)
             once = self.once
-            found += [o if once and not s.again else a for o, s, a in zip(own, segments, arrays, strict=True)]
+            found += [
+                o if once and not s.again else a
+                for o, s, a in zip(own, segments, arrays, strict=True)
+            ]
         return found
 
     def outputs(
@@ -139,7 +169,9 @@ class _Block:
         again: Sequence[mx.array] | None,
         arguments: tuple[mx.array, ...],
     ) -> list[mx.array]:
-        """The unit's outputs, computed with ``arrays``, and in the backward pass with those of ``again``."""
+        """The unit's outputs, computed with ``arrays``, and in the backward pass with those of
+        ``again``.
+        """
         with self._installed(arrays, again):
             return self._compute.computed(received, arguments)
 
@@ -150,7 +182,9 @@ class _Block:
         again: Sequence[mx.array],
         arguments: tuple[mx.array, ...],
     ) -> list[mx.array]:
-        """:meth:`outputs`, of which nothing is kept but the input: the backward pass computes the unit once more."""
+        """:meth:`outputs`, of which nothing is kept but the input: the backward pass computes the
+        unit once more.
+        """
         trained = self.trained
         before = [] if received is None else [received]
 
@@ -162,7 +196,9 @@ class _Block:
         def backward(primals: Any, cotangent: mx.array, _: Any) -> Any:
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
             mine = [array for own, array in zip(trained, again, strict=True) if own]
-            _, found = mx.vjp(lambda *p: run(p, again), [*primals[: len(before)], *mine], [cotangent])
+            _, found = mx.vjp(
+                lambda *p: run(p, again), [*primals[: len(before)], *mine], [cotangent]
+            )
             return tuple(found) if len(found) > 1 else found[0]
 
         mine = [array for own, array in zip(trained, arrays, strict=True) if own]
@@ -178,7 +214,9 @@ class _Block:
         return rows
 
     @contextmanager
-    def _installed(self, arrays: Sequence[mx.array], again: Sequence[mx.array] | None) -> Generator[None]:
+    def _installed(
+        self, arrays: Sequence[mx.array], again: Sequence[mx.array] | None
+    ) -> Generator[None]:
         others: dict[int, tuple[nn.Module, dict[str, mx.array]]] = {}
         try:
             for at, (segment, array) in enumerate(zip(self.every, arrays, strict=True)):
@@ -212,25 +250,33 @@ def _arrays_of(row: DividedRow, segments: Sequence[_Segment], whole: mx.array) -
 
 
 def _able(model: nn.Module) -> set[int]:
-    """The identities of linear layers whose backward pass may be with other arrays; gives layers that form."""
+    """The identities of linear layers whose backward pass may be with other arrays; gives layers
+    that form.
+    """
     modules = model.modules()
     # DoRA looks at the weights of the layer below.
     below = {id(module["linear"]) for module in modules if isinstance(module, DoRALinear)}
     for module in modules:
         if type(module) is nn.Linear:
-            give_form(module, TrainedLinear if "weight" in module.trainable_parameters() else FrozenLinear)
+            give_form(
+                module, TrainedLinear if "weight" in module.trainable_parameters() else FrozenLinear
+            )
         elif type(module) is nn.QuantizedLinear:
             give_form(module, FrozenQuantizedLinear)
     return {id(module) for module in modules if isinstance(module, _FETCHED_AGAIN)} - below
 
 
 def _segments(row: DividedRow, able: set[int], products: Sequence[Product]) -> list[_Segment]:
-    """Divide a row: the trained weights of one product's layers are a segment, and so is each other array."""
+    """Divide a row: the trained weights of one product's layers are a segment, and so is each other
+    array.
+    """
     rest, found = list(row.places), list[_Segment]()
     while rest:
         again = id(rest[0].module) in able and rest[0].key in ("weight", "scales", "biases")
         product = _product_at(rest, products) if row.trained and row.end_to_end and again else None
-        found.append(_Segment(tuple(rest[: 1 if product is None else len(product.layers)]), again, product))
+        found.append(
+            _Segment(tuple(rest[: 1 if product is None else len(product.layers)]), again, product)
+        )
         del rest[: len(found[-1].places)]
     return found
 
@@ -239,7 +285,9 @@ def _product_at(places: Sequence[Place], products: Sequence[Product]) -> Product
     """The product of several layers whose weights are the first of ``places``, if there is one."""
     for product in products:
         several = places[: len(product.layers)]
-        same = len(several) == len(product.layers) > 1 and all(map(_is_weight_of, several, product.layers))
+        same = len(several) == len(product.layers) > 1 and all(
+            map(_is_weight_of, several, product.layers)
+        )
         if same:
             return product
     return None
@@ -282,7 +330,9 @@ class _Graph:
 
 @dataclass
 class FetchedPasses:
-    """A micro-batch's passes with the rows that they need, and once more for the backward pass, for each block."""
+    """A micro-batch's passes with the rows that they need, and once more for the backward pass, for
+    each block.
+    """
 
     wholes: list[list[mx.array]]
     again: list[list[mx.array]]
@@ -294,9 +344,11 @@ class FetchedGraph:
 
     Args:
         wait: called with arrays that other ranks send.
-        computed: called with arrays that the device computes, while it may itself wait for other ranks.
+        computed: called with arrays that the device computes, while it may itself wait for other
+            ranks.
         pushes: called before gradients are added up over ranks.
-        room: gives the bytes that there are for what blocks keep between the passes; ``None``: enough.
+        room: gives the bytes that there are for what blocks keep between the passes; ``None``:
+            enough.
 
     Attributes:
         rows: those that are trained, in the order of their gradients.
@@ -329,10 +381,13 @@ class FetchedGraph:
         ]
         self._functions: dict[frozenset[int], Any] = {}
         self._twice: dict[int, frozenset[int]] = {}
-        self.rows = list({id(row): row for unit in self._units for row in unit.trained_rows}.values())
+        self.rows = list(
+            {id(row): row for unit in self._units for row in unit.trained_rows}.values()
+        )
 
     def computed_twice(self, tokens: int) -> frozenset[int]:
-        """Return the blocks that are computed once more in the backward pass of a micro-batch of so many tokens.
+        """Return the blocks that are computed once more in the backward pass of a micro-batch of so
+        many tokens.
 
         What is found stays, because each choice is a graph of its own.
         """
@@ -343,11 +398,14 @@ class FetchedGraph:
     def _chosen(self, tokens: int) -> set[int]:
         last, fetching = len(self._units) - 1, self._sharding.fetching
         found = {
-            at for at in range(self._first, last) if fetching.twice or not (self._blocks[at].once or fetching.keeps)
+            at
+            for at in range(self._first, last)
+            if fetching.twice or not (self._blocks[at].once or fetching.keeps)
         }
         if self._room is None or fetching.twice:
             return found
-        # The first block's input is looked up; of the others the first ones keep theirs the longest.
+        # The first block's input is looked up; of the others the first ones keep theirs the
+        # longest.
         others = [at for at in range(max(self._first, 1), last) if at not in found]
         missing = sum(self._blocks[at].bytes_kept(tokens) for at in others) - self._room()
         for at in others:
@@ -358,19 +416,25 @@ class FetchedGraph:
         return found
 
     def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> FetchedPasses:
-        """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet; ``None``: of none."""
+        """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
+        ``None``: of none.
+        """
         sharding = self._sharding
         wholes = [sharding.wholes(unit.rows) for unit in self._units]
         again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
         if arguments is None:
             return FetchedPasses(wholes, again, _Graph(self._first, None))
         function = self._function(self.computed_twice(tokens))
-        return FetchedPasses(wholes, again, _Graph(self._first, function(wholes, again, list(arguments))))
+        return FetchedPasses(
+            wholes, again, _Graph(self._first, function(wholes, again, list(arguments)))
+        )
 
     def begin(self, prepared: FetchedPasses) -> tuple[list[mx.array], list[mx.array]]:
-        """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`, summed over ranks.
+        """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`,
+        summed over ranks.
 
-        Called on all ranks together; a rank without a micro-batch only takes part in what others exchange.
+        Called on all ranks together; a rank without a micro-batch only takes part in what others
+        exchange.
         """
         last, first = len(self._units) - 1, self._first
         wholes, again, graph = prepared.wholes, prepared.again, prepared.graph
@@ -395,9 +459,11 @@ class FetchedGraph:
         before: list[mx.array],
         following: list[mx.array],
     ) -> list[mx.array]:
-        """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched; returns it.
+        """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched;
+        returns it.
 
-        The host waits for what was wanted ``before``: so no more than two blocks are on the way, with three's rows.
+        The host waits for what was wanted ``before``: so no more than two blocks are on the way,
+        with three's rows.
         """
         sharding = self._sharding
         if not sharding.scatters:  # else the device itself waits, for which it needs no host
@@ -416,7 +482,9 @@ class FetchedGraph:
         between = self._first <= at < len(self._units) - 1
         return self._blocks[at].again if between and not self._sharding.fetching.keeps else []
 
-    def _push(self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]) -> None:
+    def _push(
+        self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]
+    ) -> None:
         rows, ranks = unit.trained_rows, self._sharding.shard.size
         given = [row.joined(None, ranks) for row in rows] if gradients is None else gradients
         for _ in rows:
@@ -433,7 +501,9 @@ class FetchedGraph:
                 return self._traced(wholes, again, tuple(arguments), twice)
 
             state = [mx.random.state]
-            self._functions[twice] = mx.compile(function, inputs=state, outputs=state) if self._compiled else function
+            self._functions[twice] = (
+                mx.compile(function, inputs=state, outputs=state) if self._compiled else function
+            )
         return self._functions[twice]
 
     def _traced(
@@ -477,5 +547,7 @@ class FetchedGraph:
             for block in blocks:
                 block.unit.remove()
         count, ranks = len(blocks) - 1, self._sharding.shard.size
-        gradients = [block.gradients(each, ranks) for block, each in zip(blocks[first:], found, strict=True)]
+        gradients = [
+            block.gradients(each, ranks) for block, each in zip(blocks[first:], found, strict=True)
+        ]
         return [loss, *rest[count:]], rest[:count], gradients

@@ -1,12 +1,14 @@
-"""Fully sharded data parallelism: each rank keeps a part of every array, of its gradient and of its optimizer state.
+"""Fully sharded data parallelism: each rank keeps a part of every array, of its gradient and of its
+optimizer state.
 
-Every rank computes rows of its own with whole weights, which it fetches for one block at a time: in the forward pass,
-and again in the backward pass. A rank adds its gradients to those of the others as they come, and keeps its part of the
-sums (ZeRO-3, arXiv 1910.02054). Where operations compute when they are called, the backward pass computes a block once
-more from its input (:class:`FetchedStage`); in a graph it does not have to (:mod:`allhands.parallel.fetched`).
+Every rank computes rows of its own with whole weights, which it fetches for one block at a time: in
+the forward pass, and again in the backward pass. A rank adds its gradients to those of the others
+as they come, and keeps its part of the sums (ZeRO-3, arXiv 1910.02054). Where operations compute
+when they are called, the backward pass computes a block once more from its input
+(:class:`FetchedStage`); in a graph it does not have to (:mod:`allhands.parallel.fetched`).
 
-What is fetched and added up is the same on all ranks at the same time. A rank without a micro-batch takes part in that,
-and computes nothing.
+What is fetched and added up is the same on all ranks at the same time. A rank without a micro-batch
+takes part in that, and computes nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def fully_sharded(exchanging: Exchanging, overlap: bool) -> FullySharded:
 class FetchedStage(StageCompute):
     """The passes of some blocks whose arrays are fetched for one block at a time.
 
-    The inputs of blocks are kept from the forward pass to the backward pass, which computes each block once more.
+    The inputs of blocks are kept from the forward pass to the backward pass, which computes each
+    block once more.
 
     Args:
         stage: ``units`` are its blocks.
@@ -88,7 +91,12 @@ class FetchedStage(StageCompute):
         self._first = 0 if goes_on else first_trained(units)
         self._compute = [
             StageCompute(
-                unit.stage, objective, computing, unit, goes_on=place > self._first or goes_on, modules=unit.modules
+                unit.stage,
+                objective,
+                computing,
+                unit,
+                goes_on=place > self._first or goes_on,
+                modules=unit.modules,
             )
             for place, unit in enumerate(self._units)
         ]
@@ -99,8 +107,12 @@ class FetchedStage(StageCompute):
         """Return this rank's parts of the trained rows."""
         return [row.part(self._sharding.parts) for row in self.rows]
 
-    def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...] | None) -> list[mx.array]:
-        """See :meth:`StageCompute.forward`; without ``arguments`` this rank only takes part in what others exchange."""
+    def forward(
+        self, received: mx.array | None, arguments: tuple[mx.array, ...] | None
+    ) -> list[mx.array]:
+        """See :meth:`StageCompute.forward`; without ``arguments`` this rank only takes part in what
+        others exchange.
+        """
         return self._through(self._units, received, arguments)[0]
 
     def keep(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
@@ -109,9 +121,14 @@ class FetchedStage(StageCompute):
         return outputs
 
     def begin(
-        self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...] | None
+        self,
+        received: mx.array | None,
+        cotangent: mx.array | None,
+        arguments: tuple[mx.array, ...] | None,
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-        """See :meth:`StageCompute.begin`; everything is computed, and of the gradients it is this rank's parts."""
+        """See :meth:`StageCompute.begin`; everything is computed, and of the gradients it is this
+        rank's parts.
+        """
         last = len(self._units) - 1
         outputs: list[mx.array] = []
         if self.stage.blocks.is_last:
@@ -125,7 +142,9 @@ class FetchedStage(StageCompute):
         for place, unit in zip(range(last, self._first - 1, -1), backwards, strict=True):
             gradients: list[mx.array] | None = None
             if arguments is not None:
-                found, cotangent, gradients = self._compute[place].begin(inputs.pop(place, None), cotangent, arguments)
+                found, cotangent, gradients = self._compute[place].begin(
+                    inputs.pop(place, None), cotangent, arguments
+                )
                 mx.eval(found, gradients, [] if cotangent is None else cotangent)
                 outputs = found if place == last else outputs
             self._push(unit, gradients, parts)
@@ -142,7 +161,10 @@ class FetchedStage(StageCompute):
         return named_parts(self.rows, gradients)
 
     def _through(
-        self, units: Sequence[Unit], received: mx.array | None, arguments: tuple[mx.array, ...] | None
+        self,
+        units: Sequence[Unit],
+        received: mx.array | None,
+        arguments: tuple[mx.array, ...] | None,
     ) -> tuple[list[mx.array], dict[int, mx.array]]:
         """Return the outputs of ``units``, and the inputs of the units that have a backward pass."""
         outputs, inputs = [] if received is None else [received], dict[int, mx.array]()
@@ -155,7 +177,9 @@ class FetchedStage(StageCompute):
             mx.eval(outputs)
         return outputs, inputs
 
-    def _push(self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]) -> None:
+    def _push(
+        self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]
+    ) -> None:
         rest = gradients
         for row in unit.trained_rows:
             own = None
@@ -198,7 +222,12 @@ class FullySharded(Strategy):
             self._compute = self._passes_of(passes, passes.computing)
         else:
             room = None if passes.run_ahead is None else self._room
-            how: Any = {"wait": self._wait, "computed": self._computed, "pushes": self._pushes, "room": room}
+            how: Any = {
+                "wait": self._wait,
+                "computed": self._computed,
+                "pushes": self._pushes,
+                "room": room,
+            }
             self._compute = FetchedGraph(self._sharding, passes.objective, passes.computing, **how)
 
     def _passes_of(self, passes: Passes, computing: Computing) -> FetchedStage:
@@ -209,9 +238,18 @@ class FullySharded(Strategy):
         self._exchanging.inject_fault("message")
 
     def _room(self) -> float:
-        """Bytes of the device for what blocks keep between their passes, beside what is there and will be."""
-        parts = sum(array.nbytes for _, array in flatten(self._sharding.parts.trainable_parameters()))
-        return _ROOM * device_memory() - mx.get_active_memory() - parts - _ON_THE_WAY * _largest(self._sharding)
+        """Bytes of the device for what blocks keep between their passes, beside what is there and
+        will be.
+        """
+        parts = sum(
+            array.nbytes for _, array in flatten(self._sharding.parts.trainable_parameters())
+        )
+        return (
+            _ROOM * device_memory()
+            - mx.get_active_memory()
+            - parts
+            - _ON_THE_WAY * _largest(self._sharding)
+        )
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         before, objective = self._waited_s, passes.objective
@@ -224,7 +262,9 @@ class FullySharded(Strategy):
                 batch = left.pop(0) if left else None
                 if batch is not None:
                     passes.note(batch)
-                    counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
+                    counts = {
+                        key: counts[key] + value for key, value in objective.counts(batch).items()
+                    }
                 outputs, new = self._begin(passes, batch)
                 if found:
                     mx.async_eval(found := added(found, new))  # so that no micro-batch's are kept
@@ -233,16 +273,24 @@ class FullySharded(Strategy):
         total = joined(sums, len(objective.further))
         if not self._sharding.scatters:
             self._wait([total, *found])
-        return self._whole.counted(Gradients(total, self._named(found), counts, waited_s=self._waited_s - before))
+        return self._whole.counted(
+            Gradients(total, self._named(found), counts, waited_s=self._waited_s - before)
+        )
 
-    def _begin(self, passes: Passes, batch: MicroBatch | None) -> tuple[list[mx.array], list[mx.array]]:
+    def _begin(
+        self, passes: Passes, batch: MicroBatch | None
+    ) -> tuple[list[mx.array], list[mx.array]]:
         """The sums of a micro-batch, and this rank's parts of its gradients."""
         ahead, self._ahead = self._ahead, None
         if isinstance(self._compute, FetchedGraph):
             made = ahead is not None and ahead[0] is batch
-            return self._compute.begin(ahead[1] if ahead is not None and made else self._prepared(passes, batch))
+            return self._compute.begin(
+                ahead[1] if ahead is not None and made else self._prepared(passes, batch)
+            )
         assert self._compute is not None
-        outputs, _, new = self._compute.begin(None, None, None if batch is None else passes.arguments(batch))
+        outputs, _, new = self._compute.begin(
+            None, None, None if batch is None else passes.arguments(batch)
+        )
         return outputs, new
 
     def _prepared(self, passes: Passes, batch: MicroBatch | None) -> FetchedPasses:
@@ -252,8 +300,14 @@ class FullySharded(Strategy):
         return self._compute.prepare(passes.arguments(batch), batch.inputs.size)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Make the next step's first passes while a GPU updates weights; of a new shape that would take long."""
-        batches = upcoming() if isinstance(self._compute, FetchedGraph) and self._sharding.scatters else ()
+        """Make the next step's first passes while a GPU updates weights; of a new shape that would
+        take long.
+        """
+        batches = (
+            upcoming()
+            if isinstance(self._compute, FetchedGraph) and self._sharding.scatters
+            else ()
+        )
         if batches and batches[0].shape in passes.shapes:
             with self._held():
                 self._ahead = batches[0], self._prepared(passes, batches[0])
@@ -263,7 +317,9 @@ class FullySharded(Strategy):
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Let rows be fetched as they lie in memory, inside the block; an update could not write there."""
+        """Let rows be fetched as they lie in memory, inside the block; an update could not write
+        there.
+        """
         if self._flat is not None:
             self._sharding.held.update(zip(map(id, self._laid), self._flat.weights(), strict=True))
         try:
@@ -279,7 +335,9 @@ class FullySharded(Strategy):
             own = {id(row): part for row, part in zip(rows, parts, strict=True)}
             return [(str(place), own[id(row)]) for place, row in enumerate(self._laid)]
         named = named_parts(rows, parts)
-        return [(name, named[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]
+        return [
+            (name, named[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())
+        ]
 
     def _wait(self, arrays: list[mx.array]) -> None:
         """Wait for what other ranks send."""
@@ -293,15 +351,24 @@ class FullySharded(Strategy):
 
     def one_by_one(self, passes: Passes) -> OneByOne:
         # Not compiled: each example has a shape of its own.
-        compute, sharding = self._passes_of(passes, replace(passes.computing, compiled=False)), self._sharding
+        compute, sharding = (
+            self._passes_of(passes, replace(passes.computing, compiled=False)),
+            self._sharding,
+        )
 
         def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
-            sums, _, parts = compute.begin(None, None, None if batch is None else passes.arguments(batch))
+            sums, _, parts = compute.begin(
+                None, None, None if batch is None else passes.arguments(batch)
+            )
             return sums[0] if sums else mx.zeros(()), parts
 
-        return OneByOne(gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank)
+        return OneByOne(
+            gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank
+        )
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         exchanging, data = self._exchanging, self._sharding.data
         exchanging.heartbeat("reduce")
         leaves = None if self._flat is None else self._flat.leaves
@@ -318,10 +385,16 @@ class FullySharded(Strategy):
 
 def named_parts(rows: Sequence[DividedRow], parts: Sequence[mx.array]) -> dict[str, mx.array]:
     """Return the numbers in this rank's parts of rows by the names of the arrays."""
-    return {name: array for row, part in zip(rows, parts, strict=True) for name, array in row.named(part)}
+    return {
+        name: array
+        for row, part in zip(rows, parts, strict=True)
+        for name, array in row.named(part)
+    }
 
 
-def whole_model(sharding: Sharding, objective: Objective, computing: Computing, **more: Any) -> FetchedStage:
+def whole_model(
+    sharding: Sharding, objective: Objective, computing: Computing, **more: Any
+) -> FetchedStage:
     """Return the passes of all units as one stage; ``more``: see :class:`FetchedStage`."""
     first, last = sharding.units[0].stage, sharding.units[-1].stage.blocks
     stage = replace(first, blocks=Blocks(0, last.stop, last.count))
@@ -350,7 +423,8 @@ def fetched_stage(
 
 
 def regions_within(sharding: Sharding, matrices: Parts | None) -> dict[str, tuple[Shape, Region]]:
-    """Shape of each trained array of the whole model and this rank's place in it, by name; only where it keeps any.
+    """Shape of each trained array of the whole model and this rank's place in it, by name; only
+    where it keeps any.
 
     Args:
         matrices: other ranks' division of the arrays that ``sharding`` divides once more.
@@ -375,7 +449,9 @@ class FetchedSums:
     def __init__(self, sharding: Sharding, objective: Objective) -> None:
         self.heartbeat: Callable[[str], None] = unheard
         self._sharding, self._further = sharding, len(objective.further)
-        self._compute = whole_model(sharding, objective, Computing(False, compiled=False), wait=self._wait)
+        self._compute = whole_model(
+            sharding, objective, Computing(False, compiled=False), wait=self._wait
+        )
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         self._sharding.anyone(True)
@@ -392,11 +468,13 @@ class FetchedSums:
 
 
 class FetchedModel:
-    """A model of which each rank keeps a part, called for the logits of the next token on all ranks together.
+    """A model of which each rank keeps a part, called for the logits of the next token on all ranks
+    together.
 
     Attributes:
         model: without its arrays; what is not called is looked up there.
-        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
+            afterwards.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -411,7 +489,9 @@ class FetchedModel:
         """(B, 1, V) float32 logits of what follows (B, T) tokens."""
         if cache is not None:
             more["cache"] = cache
-        return logits_or_hidden(self._sharding, self._sharding.units, None, inputs, more, self._wait)
+        return logits_or_hidden(
+            self._sharding, self._sharding.units, None, inputs, more, self._wait
+        )
 
     def _wait(self, arrays: list[mx.array]) -> None:
         _wait_for(arrays, self.heartbeat)
@@ -431,11 +511,14 @@ def logits_or_hidden(
     more: dict[str, Any],
     wait: Callable[[list[mx.array]], None],
 ) -> mx.array:
-    """(B, 1, V) float32 logits of what follows (B, T) tokens, or the hidden states that ``units`` hand on.
+    """(B, 1, V) float32 logits of what follows (B, T) tokens, or the hidden states that ``units``
+    hand on.
 
     Args:
-        received: hidden states of the block before these units; ``None``: they begin with the embedding.
-        more: further arguments of the model's; ``wait`` is called with arrays that other ranks send.
+        received: hidden states of the block before these units; ``None``: they begin with the
+            embedding.
+        more: further arguments of the model's; ``wait`` is called with arrays that other ranks
+            send.
     """
     hidden, model = received, cast("Any", sharding.model)
     for unit in sharding.fetched(units, wait):

@@ -1,4 +1,6 @@
-"""The gradient of an objective's summed loss: computed at once, or as a lazy graph, compiled or not."""
+"""The gradient of an objective's summed loss: computed at once, or as a lazy graph, compiled or
+not.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,8 @@ def make_gradient(
 ) -> GradFunction:
     """Sums of ``objective`` and the gradient of its loss in the trainable parameters.
 
-    Either ``cpu_native`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first
-    argument is the (B, T, 2) keys of the batch.
+    Either ``cpu_native`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the
+    function's first argument is the (B, T, 2) keys of the batch.
     """
     at_once = objective.cpu_gradient(model) if cpu_native else None
     if at_once is not None:
@@ -114,10 +116,11 @@ def make_joined_gradient(
     apart: Apart | None = None,
     objective: Objective = CAUSAL_LM,
 ) -> GradFunction:
-    """Make the gradient of :func:`make_gradient` as one lazy graph and in the arrays of ``flat``, a list.
+    """Make the gradient of :func:`make_gradient` as one lazy graph and in the arrays of ``flat``, a
+    list.
 
-    With ``apart``, of the model's embedding, the function takes its (B, T, D) ``rows`` as well, and gives their
-    gradient as the last of the list; that of the table is without it.
+    With ``apart``, of the model's embedding, the function takes its (B, T, D) ``rows`` as well, and
+    gives their gradient as the last of the list; that of the table is without it.
     """
     leaves, loss = flat.leaves, _loss_first(model, objective)
     count = len(leaves.chunks)
@@ -136,7 +139,9 @@ def make_joined_gradient(
 
     call: Any = function
     if compiled:
-        call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+        call = mx.compile(
+            function, inputs=[model.state, mx.random.state], outputs=[mx.random.state]
+        )
 
     def gradient(*arrays: mx.array, rows: mx.array | None = None) -> tuple[mx.array, Any]:
         # Tracing a new shape leaves its placeholders in the model.

@@ -1,17 +1,20 @@
-"""Local steps: each rank updates by its own gradients, and every so many steps the ranks' weights become one.
+"""Local steps: each rank updates by its own gradients, and every so many steps the ranks' weights
+become one.
 
-After a round each rank has changed the weights x of its beginning to x_r. What they have in common from then on is an
-outer step along the mean change: d = sum_r (n_r / n) (x_r - x), where n_r are the tokens that rank r trained on in the
-round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default that is the mean of the weights (local
-SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv 2311.08105).
+After a round each rank has changed the weights x of its beginning to x_r. What they have in common
+from then on is an outer step along the mean change: d = sum_r (n_r / n) (x_r - x), where n_r are
+the tokens that rank r trained on in the round; m = momentum * m + d; x + learning_rate * (d +
+momentum * m). By default that is the mean of the weights (local SGD, arXiv 1805.09767); with
+Nesterov's momentum it is DiLoCo (arXiv 2311.08105).
 
-With fragments the arrays come together in turn, each once a round (Streaming DiLoCo, arXiv 2501.18512). With a delay
-their changes travel while further steps are made, and no rank waits. What those steps change is kept: an array becomes
-the outer step's result plus what this rank has changed since its weights were sent, which is part of its next change.
-Ranks have the same weights then only where :meth:`LocalSteps.close_round` makes them the same.
+With fragments the arrays come together in turn, each once a round (Streaming DiLoCo, arXiv
+2501.18512). With a delay their changes travel while further steps are made, and no rank waits. What
+those steps change is kept: an array becomes the outer step's result plus what this rank has changed
+since its weights were sent, which is part of its next change. Ranks have the same weights then only
+where :meth:`LocalSteps.close_round` makes them the same.
 
-A rank divides its gradients by its own tokens. Weighting its change by them again makes a round of one step of plain
-SGD the step of data parallelism, whatever the lengths of the ranks' rows are.
+A rank divides its gradients by its own tokens. Weighting its change by them again makes a round of
+one step of plain SGD the step of data parallelism, whatever the lengths of the ranks' rows are.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Reduced
 
-# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now and then; of at least
-# so many, because each costs some latency.
+# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now
+# and then; of at least so many, because each costs some latency.
 _PIECE_BYTES, _LEAST_BYTES = 8_000_000, 250_000
 
 
@@ -55,12 +58,16 @@ def _cut(named: Mapping[str, mx.array], most: int) -> Iterator[_Piece]:
     for name, array in named.items():
         step = -(-array.size // max(1, -(-array.nbytes // most)))
         step = max(GROUP, -(-step // GROUP) * GROUP)
-        yield from (_Piece(name, at, min(at + step, array.size)) for at in range(0, array.size, step))
+        yield from (
+            _Piece(name, at, min(at + step, array.size)) for at in range(0, array.size, step)
+        )
 
 
 @dataclass
 class _Fragment:
-    """Arrays that come together at the same time, and the tokens trained on since: this rank's, and all ranks'."""
+    """Arrays that come together at the same time, and the tokens trained on since: this rank's, and
+    all ranks'.
+    """
 
     names: list[str]
     tokens: tuple[int, int] = (0, 0)
@@ -81,7 +88,9 @@ class _Sending:
     sent: dict[str, mx.array]
     share: float
     calls: list[list[_Piece]]
-    begun: list[tuple[list[_Piece], Begun]] = field(default_factory=list[tuple[list[_Piece], Begun]])
+    begun: list[tuple[list[_Piece], Begun]] = field(
+        default_factory=list[tuple[list[_Piece], Begun]]
+    )
     sums: dict[str, list[mx.array]] = field(default_factory=dict[str, list[mx.array]])
     left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
 
@@ -96,10 +105,11 @@ def local_steps(exchanging: Exchanging, overlap: bool) -> Strategy:
 
 
 class LocalSteps(DataParallel):
-    """:class:`~allhands.parallel.base.Strategy`: local steps, and an outer step at the end of each round.
+    """:class:`~allhands.parallel.base.Strategy`: local steps, and an outer step at the end of each
+    round.
 
-    In each step ranks exchange a few numbers: the loss, counts, whether somebody is to stop, and whether the gradient
-    of one of them is not finite, for then none updates.
+    In each step ranks exchange a few numbers: the loss, counts, whether somebody is to stop, and
+    whether the gradient of one of them is not finite, for then none updates.
     """
 
     name = "local"
@@ -108,10 +118,15 @@ class LocalSteps(DataParallel):
     def __init__(self, exchanging: Exchanging) -> None:
         # Gradients do not travel: what is packed is how weights have changed in a round.
         super().__init__(replace(exchanging, codec=None))
-        self._outer = Packing(exchanging.communicator, exchanging.codec if exchanging.size > 1 else None)
+        self._outer = Packing(
+            exchanging.communicator, exchanging.codec if exchanging.size > 1 else None
+        )
         self._rounds = exchanging.rounds
         self._steps = 0
-        self._of_step = (0, 0)  # trained tokens of the step that is being made: this rank's, and all ranks'
+        self._of_step = (
+            0,
+            0,
+        )  # trained tokens of the step that is being made: this rank's, and all ranks'
         self._before: dict[str, mx.array] = {}  # the weights that changes are told from
         self._momentum: dict[str, mx.array] = {}
         self._fragments: list[_Fragment] = []
@@ -131,7 +146,9 @@ class LocalSteps(DataParallel):
         self._model = passes.model
         trained = self._trained()
         self._places = {name: place for place, (name, _) in enumerate(trained)}
-        self._fragments = [_Fragment(names) for names in fragments_of(dict(trained), self._rounds.fragments)]
+        self._fragments = [
+            _Fragment(names) for names in fragments_of(dict(trained), self._rounds.fragments)
+        ]
         self.left = self._outer.nothing_left([array for _, array in trained])
         if self._rounds.momentum:
             self._momentum = {name: mx.zeros(array.shape) for name, array in trained}
@@ -140,7 +157,9 @@ class LocalSteps(DataParallel):
         return flatten(self._model.trainable_parameters())
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        alone = self._exchanging.size == 1 and self._rounds.is_mean  # then the end of a round changes nothing
+        alone = (
+            self._exchanging.size == 1 and self._rounds.is_mean
+        )  # then the end of a round changes nothing
         if not self._before and not alone:
             self._before = dict(self._trained())
         if self._sending is not None:  # travels while this computes
@@ -148,17 +167,23 @@ class LocalSteps(DataParallel):
             expect_bulk(self._exchanging.communicator, True)
         return super().gradients(passes, micro_batches)
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         expect_bulk(self._exchanging.communicator, False)
         own = mine.num_targets
         # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
-        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(
+            mine, numbers, squares, extra
+        )
         if self._sending is not None:
             self._end_call(self._sending)
         self._of_step = (own, tokens)
         norm = mx.sqrt(mx.array(squares_of_all) / max(tokens, 1))
-        return Reduced(mine.grads, totals, divisor=mx.array(float(own)), norm=norm, num_gathered=num_gathered)
+        return Reduced(
+            mine.grads, totals, divisor=mx.array(float(own)), norm=norm, num_gathered=num_gathered
+        )
 
     def after_update(self, step: int) -> None:
         self._steps += 1
@@ -180,8 +205,14 @@ class LocalSteps(DataParallel):
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         steps, rounds, sending = self._steps + 1, self._rounds, self._sending
-        ends = steps >= rounds.every if not rounds.streams else not rounds.delay and bool(rounds.sent_after(steps))
-        if not (ends or (sending is not None and sending.is_done)):  # else the weights will be others
+        ends = (
+            steps >= rounds.every
+            if not rounds.streams
+            else not rounds.delay and bool(rounds.sent_after(steps))
+        )
+        if not (
+            ends or (sending is not None and sending.is_done)
+        ):  # else the weights will be others
             super().start_next(passes, upcoming)
 
     def close_round(self) -> None:
@@ -216,7 +247,10 @@ class LocalSteps(DataParallel):
         """Make its arrays those of all ranks, a piece after the other."""
         most = min(_PIECE_BYTES, self._exchanging.bucket_bytes)
         sizes = {name: array for name, array in self._trained() if name in fragment.names}
-        parts = [[fragment.names[i] for i in some] for some in buckets(list(sizes.values()), range(len(sizes)), most)]
+        parts = [
+            [fragment.names[i] for i in some]
+            for some in buckets(list(sizes.values()), range(len(sizes)), most)
+        ]
         del sizes
         for names in parts:
             present = dict(self._trained())
@@ -242,7 +276,10 @@ class LocalSteps(DataParallel):
         for same in buckets(changes, range(len(changes)), 2**62):
             some = [pieces[i] for i in same]
             left = [self.left[self._places[piece.name]] for piece in some]
-            parts = [None if kept is None else piece.of(kept) for piece, kept in zip(some, left, strict=True)]
+            parts = [
+                None if kept is None else piece.of(kept)
+                for piece, kept in zip(some, left, strict=True)
+            ]
             begun = self._outer.begin([changes[i] for i in same], parts)
             mx.async_eval(begun.arrays)
             sending.begun.append((some, begun))
@@ -277,13 +314,19 @@ class LocalSteps(DataParallel):
             mean = _joined(sending.sums.pop(name, []), sent.shape)
             new[name] = stepped = self._stepped(name, mean)
             if self._rounds.delay and (now := present[name]) is not sent:
-                new[name] = (stepped.astype(mx.float32) + (now.astype(mx.float32) - sent)).astype(sent.dtype)
+                new[name] = (stepped.astype(mx.float32) + (now.astype(mx.float32) - sent)).astype(
+                    sent.dtype
+                )
             self._before[name] = stepped
             if (left := sending.left.pop(name, [None]))[0] is not None:
-                self.left[self._places[name]] = _joined([each for each in left if each is not None], sent.shape)
+                self.left[self._places[name]] = _joined(
+                    [each for each in left if each is not None], sent.shape
+                )
         kept = [self.left[self._places[name]] for name in new]
         mx.eval(
-            new, [self._momentum[name] for name in new if name in self._momentum], [a for a in kept if a is not None]
+            new,
+            [self._momentum[name] for name in new if name in self._momentum],
+            [a for a in kept if a is not None],
         )
         self._model.update(unflatten(list(new.items())))
 
@@ -305,7 +348,9 @@ class LocalSteps(DataParallel):
 
 
 def fragments_of(arrays: Mapping[str, mx.array], count: int) -> list[list[str]]:
-    """Return the names of ``arrays`` in ``count`` parts of about as many bytes, each with some of all layers."""
+    """Return the names of ``arrays`` in ``count`` parts of about as many bytes, each with some of
+    all layers.
+    """
     found: list[list[str]] = [[] for _ in range(count)]
     filled = [0] * count
     for name, array in sorted(arrays.items(), key=lambda item: -item[1].nbytes):

@@ -1,8 +1,9 @@
-"""The rows that a trained table of embeddings is looked up for, exchanged in place of the table's gradient.
+"""The rows that a trained table of embeddings is looked up for, exchanged in place of the table's
+gradient.
 
-A backward pass comes to them last, so that whatever a table of a hundred thousand rows takes to travel is waited for.
-They are as many as a batch has tokens. Where the table makes the logits as well, that part of its gradient is there
-first, and travels beside the whole pass.
+A backward pass comes to them last, so that whatever a table of a hundred thousand rows takes to
+travel is waited for. They are as many as a batch has tokens. Where the table makes the logits as
+well, that part of its gradient is there first, and travels beside the whole pass.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class TravellingLookups:
         first: int = 0,
         codec: Codec | None = None,
     ) -> None:
-        """Take the only ``table``, whose array has the number ``index``, and the gradient with its rows apart.
+        """Take the only ``table``, whose array has the number ``index``, and the gradient with its
+        rows apart.
 
-        ``first``: which of the gradient's arguments is the tokens; ``codec``: how the table's gradient would travel.
+        ``first``: which of the gradient's arguments is the tokens; ``codec``: how the table's
+        gradient would travel.
         """
         assert table.apart is not None
         self._apart = table.apart
@@ -50,7 +53,9 @@ class TravellingLookups:
         size = self._dtype.size
         packed = codec is not None and codec.packs((self._num_rows, self._width), size)
         # Rows travel as they are, and should be fewer bytes than the table takes on the way.
-        self._most = self._num_rows * (min(1.0, 2 * codec.bits / (8 * size)) if packed and codec else 1.0)
+        self._most = self._num_rows * (
+            min(1.0, 2 * codec.bits / (8 * size)) if packed and codec else 1.0
+        )
 
     @staticmethod
     def of(
@@ -70,20 +75,30 @@ class TravellingLookups:
         if index is None:
             return None
         table.apart = Apart()
-        how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
+        how: Any = {
+            "compiled": computing.compiled,
+            "dropout": computing.dropout,
+            "objective": objective,
+        }
         gradient = make_joined_gradient(model, flat, apart=table.apart, **how)
         # Keys of dropout come before.
         first = 0 if computing.dropout is None else 1
         return TravellingLookups(table, index, gradient, num_ranks, first=first, codec=codec)
 
     def fits(self, batch: MicroBatch) -> bool:
-        """True if all ranks' rows are fewer than the table's, as it travels; decided by what every rank knows."""
+        """True if all ranks' rows are fewer than the table's, as it travels; decided by what every
+        rank knows.
+        """
         return batch.sole and self._num_ranks * batch.most < self._most
 
-    def __call__(self, batch: MicroBatch, arguments: Sequence[mx.array]) -> tuple[mx.array, list[mx.array], Lookups]:
+    def __call__(
+        self, batch: MicroBatch, arguments: Sequence[mx.array]
+    ) -> tuple[mx.array, list[mx.array], Lookups]:
         """Loss, gradients without what the rows contribute, and the rows, as many on each rank."""
         shape = (*batch.inputs.shape, self._width)
-        loss, [*grads, rows] = self._gradient(*arguments, rows=mx.broadcast_to(mx.zeros((), dtype=self._dtype), shape))
+        loss, [*grads, rows] = self._gradient(
+            *arguments, rows=mx.broadcast_to(mx.zeros((), dtype=self._dtype), shape)
+        )
         missing = batch.most - batch.inputs.size
         # Not one more array from the host: see batch_memory.
         rows, ids = rows.reshape(-1, self._width), arguments[self._first].reshape(-1)
@@ -93,7 +108,9 @@ class TravellingLookups:
 
 
 def with_lookups(pending: PendingReduce, shards: Shards | None) -> PendingReduce:
-    """Sums in which the look-ups of all ranks are added where they belong, in this rank's parts of ``shards``."""
+    """Sums in which the look-ups of all ranks are added where they belong, in this rank's parts of
+    ``shards``.
+    """
     if (lookups := pending.lookups) is None:
         return pending
     arrays, ids, rows = list(pending.arrays), lookups.ids, lookups.rows

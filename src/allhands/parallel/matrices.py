@@ -1,13 +1,16 @@
-"""Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv 1909.08053).
+"""Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv
+1909.08053).
 
-Attention is divided by heads, a feed-forward block by its inner features, and each expert of a mixture likewise, or a
-rank has whole experts (:mod:`allhands.parallel.mixtures`). What comes first is divided by outputs (by columns, in the
-paper's words), the last projection by inputs (by rows). So a module needs two sums over the ranks: of its output in the
-forward pass, and of the gradient of its input in the backward pass. They are put around whole modules, so that all
-ranks have one order of them.
+Attention is divided by heads, a feed-forward block by its inner features, and each expert of a
+mixture likewise, or a rank has whole experts (:mod:`allhands.parallel.mixtures`). What comes first
+is divided by outputs (by columns, in the paper's words), the last projection by inputs (by rows).
+So a module needs two sums over the ranks: of its output in the forward pass, and of the gradient of
+its input in the backward pass. They are put around whole modules, so that all ranks have one order
+of them.
 
-Inside such a module an array is either divided, or whole on all ranks. Each rank then has a part of its gradient: norms
-of heads, routers, and the halves of adapters that are not divided. Outside of the modules all ranks compute the same.
+Inside such a module an array is either divided, or whole on all ranks. Each rank then has a part of
+its gradient: norms of heads, routers, and the halves of adapters that are not divided. Outside of
+the modules all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ from allhands.kernels.known import name_of
 from allhands.model.balance import balance_together
 from allhands.model.dropout import SampleDropout
 from allhands.model.stages import kind_of
-from allhands.parallel.mixtures import MIXTURES, Mixture, OwnExperts, WithOwnExperts, check_layers, take_experts
+from allhands.parallel.mixtures import (
+    MIXTURES,
+    Mixture,
+    OwnExperts,
+    WithOwnExperts,
+    check_layers,
+    take_experts,
+)
 from allhands.parallel.parts import Parts, take
 
 _ADAPTED = (LoRALinear, LoRASwitchLinear)
@@ -42,7 +52,8 @@ _LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True)
 class _Cut:
-    """The way in which a module is divided; names of layers that a module does not have are left out.
+    """The way in which a module is divided; names of layers that a module does not have are left
+    out.
 
     Attributes:
         columns: linear layers whose outputs are divided; ``rows``: those whose inputs are.
@@ -63,12 +74,13 @@ _FEED_FORWARD = _Cut(_INTO, ("down_proj",))
 def _mixture(*parts: str) -> _Cut:
     """The cut of a mixture of experts, each of which is divided, as shared ones are."""
     return _Cut(
-        tuple(f"{part}.{layer}" for part in parts for layer in _INTO), tuple(f"{part}.down_proj" for part in parts)
+        tuple(f"{part}.{layer}" for part in parts for layer in _INTO),
+        tuple(f"{part}.down_proj" for part in parts),
     )
 
 
-# Modules of mlx_lm.models whose source was read: nothing in them mixes heads, inner features or experts but the last
-# projection, and what follows that is linear.
+# Modules of mlx_lm.models whose source was read: nothing in them mixes heads, inner features or
+# experts but the last projection, and what follows that is linear.
 _CUTS: Mapping[str, _Cut] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -76,10 +88,15 @@ _CUTS: Mapping[str, _Cut] = MappingProxyType(
             _Cut(_HEADS, ("o_proj",), ("n_heads", "n_kv_heads")),
         ),
         "mixtral.MixtralAttention": _Cut(_HEADS, ("o_proj",), ("num_heads", "num_key_value_heads")),
-        "gpt_oss.AttentionBlock": _Cut(_HEADS, ("o_proj",), ("num_attention_heads", "num_key_value_heads"), ("sinks",)),
-        "deepseek_v2.DeepseekV2Attention": _Cut(("q_proj", "q_b_proj", "kv_b_proj"), ("o_proj",), ("num_heads",)),
+        "gpt_oss.AttentionBlock": _Cut(
+            _HEADS, ("o_proj",), ("num_attention_heads", "num_key_value_heads"), ("sinks",)
+        ),
+        "deepseek_v2.DeepseekV2Attention": _Cut(
+            ("q_proj", "q_b_proj", "kv_b_proj"), ("o_proj",), ("num_heads",)
+        ),
         **dict.fromkeys(
-            ("llama.MLP", "qwen2.MLP", "qwen3.MLP", "qwen3_moe.MLP", "deepseek_v2.DeepseekV2MLP"), _FEED_FORWARD
+            ("llama.MLP", "qwen2.MLP", "qwen3.MLP", "qwen3_moe.MLP", "deepseek_v2.DeepseekV2MLP"),
+            _FEED_FORWARD,
         ),
         "qwen3_moe.Qwen3MoeSparseMoeBlock": _mixture("switch_mlp"),
         "mixtral.MixtralSparseMoeBlock": _mixture("switch_mlp"),
@@ -87,8 +104,11 @@ _CUTS: Mapping[str, _Cut] = MappingProxyType(
         "deepseek_v2.DeepseekV2MoE": _mixture("switch_mlp", "shared_experts"),
     }
 )
-# Of mlx_lm.models: every block is attention and feed-forward part, both of the modules above. mistral is llama's.
-CAN_BE_DIVIDED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"})
+# Of mlx_lm.models: every block is attention and feed-forward part, both of the modules above.
+# mistral is llama's.
+CAN_BE_DIVIDED = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"}
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,12 @@ class Matrices(Parts):
 
 
 def divide(
-    model: nn.Module, tensor: Communicator, data: Communicator, *, lazy: bool = False, whole_experts: bool = False
+    model: nn.Module,
+    tensor: Communicator,
+    data: Communicator,
+    *,
+    lazy: bool = False,
+    whole_experts: bool = False,
 ) -> Matrices:
     """Leave this rank with its part of the blocks' matrices, which are read for it one by one.
 
@@ -138,14 +163,20 @@ def divide(
             own.compute_as(WithOwnExperts)
             slicer.parts |= places
     within = tuple(f"{path}." for path, *_ in found)
-    partial = frozenset(name for name in trained if name.startswith(within) and name not in slicer.parts)
+    partial = frozenset(
+        name for name in trained if name.startswith(within) and name not in slicer.parts
+    )
     parts = {name: part for name, part in slicer.parts.items() if name in trained}
     modules = tuple(module for _, module, *_ in found)
-    return Matrices(trained, parts, tensor, data, partial, modules, tuple(slicer.by_rows), tuple(experts))
+    return Matrices(
+        trained, parts, tensor, data, partial, modules, tuple(slicer.by_rows), tuple(experts)
+    )
 
 
 def compute_together(matrices: Matrices | None) -> None:
-    """Let ranks add up what their parts of each module compute, if there are any; after all other forms of modules."""
+    """Let ranks add up what their parts of each module compute, if there are any; after all other
+    forms of modules.
+    """
     if matrices is None:
         return
     tensor = matrices.tensor
@@ -187,17 +218,26 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
     blocks: Any = model
     known = {id(module): path for path, module in model.named_modules()}
     for block in blocks.layers:
-        parts = [each for each in block.children().values() if isinstance(each, nn.Module) and name_of(each)]
+        parts = [
+            each
+            for each in block.children().values()
+            if isinstance(each, nn.Module) and name_of(each)
+        ]
         for part in parts:
             if (cut := _CUTS.get(name_of(part))) is None:
-                raise ModelError(f"{known[id(part)]} cannot be divided: {name_of(part)}", where="--tp", hint=_WITHOUT)
+                raise ModelError(
+                    f"{known[id(part)]} cannot be divided: {name_of(part)}",
+                    where="--tp",
+                    hint=_WITHOUT,
+                )
             yield known[id(part)], part, cut
 
 
 def check_matrices(
     model: nn.Module, ranks: int, *, whole_experts: bool
 ) -> list[tuple[str, nn.Module, _Cut, Mixture | None]]:
-    """Return the modules with their cuts, and their kinds where a rank has some of their experts whole.
+    """Return the modules with their cuts, and their kinds where a rank has some of their experts
+    whole.
 
     Raises:
         ModelError: the architecture cannot be divided.
@@ -220,7 +260,8 @@ def _without_experts(cut: _Cut, mixture: Mixture | None) -> _Cut:
     if mixture is None:
         return cut
     columns, rows = (
-        tuple(name for name in names if not name.startswith(f"{mixture.experts}.")) for names in (cut.columns, cut.rows)
+        tuple(name for name in names if not name.startswith(f"{mixture.experts}."))
+        for names in (cut.columns, cut.rows)
     )
     return replace(cut, columns=columns, rows=rows)
 
@@ -244,21 +285,31 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
     where = f"--tp {ranks}"
     for count in cut.counts:
         if (heads := getattr(module, count)) % ranks:
-            raise ConfigError(f"{path} has {counted(heads, 'head')} ({count})", where=where, hint=_DIVISOR)
+            raise ConfigError(
+                f"{path} has {counted(heads, 'head')} ({count})", where=where, hint=_DIVISOR
+            )
     for name, layer in _layers_of(path, module, (*cut.columns, *cut.rows)):
         if not isinstance(_base(layer), _LAYERS):
-            raise ConfigError(f"{name} is a {type(layer).__name__}, which is not divided", where=where, hint=_WITHOUT)
+            raise ConfigError(
+                f"{name} is a {type(layer).__name__}, which is not divided",
+                where=where,
+                hint=_WITHOUT,
+            )
     for name, layer in _layers_of(path, module, cut.columns):
         outputs = _base(layer).weight.shape[-2]
         if outputs % ranks:
-            raise ConfigError(f"{name} has {counted(outputs, 'output')}", where=where, hint=_DIVISOR)
+            raise ConfigError(
+                f"{name} has {counted(outputs, 'output')}", where=where, hint=_DIVISOR
+            )
     for name, layer in _layers_of(path, module, cut.rows):
         base = _base(layer)
         group = int(base.group_size) if "scales" in base else 1
         inputs = base.scales.shape[-1] * group if "scales" in base else base.weight.shape[-1]
         if inputs % (ranks * group):
             told = f" in groups of {group}" if group > 1 else ""
-            raise ConfigError(f"{name} has {counted(inputs, 'input')}{told}", where=where, hint=_DIVISOR)
+            raise ConfigError(
+                f"{name} has {counted(inputs, 'input')}{told}", where=where, hint=_DIVISOR
+            )
 
 
 def _base(layer: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Mixtures of experts of which a rank has some: how tokens are routed, and what its own experts add to the result.
+"""Mixtures of experts of which a rank has some: how tokens are routed, and what its own experts add
+to the result.
 
-A rank's experts compute the places that are routed to them, and no others. How many these are is known when the router
-has been computed, so that a pass of such a mixture is computed, and not compiled.
+A rank's experts compute the places that are routed to them, and no others. How many these are is
+known when the router has been computed, so that a pass of such a mixture is computed, and not
+compiled.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def _qwen3_moe(module: Any, x: mx.array) -> tuple[mx.array, mx.array]:
     gates, k = mx.softmax(module.gate(x), axis=-1, precise=True), module.top_k
     chosen = mx.stop_gradient(mx.argpartition(gates, kth=-k, axis=-1)[..., -k:])
     weights = mx.take_along_axis(gates, chosen, axis=-1)
-    return chosen, weights / mx.sum(weights, axis=-1, keepdims=True) if module.norm_topk_prob else weights
+    return chosen, weights / mx.sum(
+        weights, axis=-1, keepdims=True
+    ) if module.norm_topk_prob else weights
 
 
 def _gpt_oss(module: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -75,7 +79,8 @@ def _deepseek_v2(module: Any, x: mx.array) -> tuple[mx.array, mx.array]:
     return module.gate(x)
 
 
-# Modules of mlx_lm.models whose source was read; `tests/unit/test_known.py` notices when it changes.
+# Modules of mlx_lm.models whose source was read; `tests/unit/test_known.py` notices when it
+# changes.
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
         "mixtral.MixtralSparseMoeBlock": Mixture("switch_mlp", _mixtral),
@@ -137,7 +142,9 @@ class OwnExperts:
         object.__setattr__(self.module, "_keys", dropout_keys_of(self.module))
 
     def routed(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """(M, D) inputs of M places, (M, k) numbers of the experts that they go to, and their weights."""
+        """(M, D) inputs of M places, (M, k) numbers of the experts that they go to, and their
+        weights.
+        """
         chosen, weights = self.mixture.route(self.module, x)
         count = chosen.shape[-1]
         return x.reshape(-1, x.shape[-1]), chosen.reshape(-1, count), weights.reshape(-1, count)
@@ -146,7 +153,8 @@ class OwnExperts:
         """Return the places that go to these experts.
 
         Args:
-            numbers: (M, k) numbers of the experts that each place goes to, among those of all ranks.
+            numbers: (M, k) numbers of the experts that each place goes to, among those of all
+                ranks.
             present: (M,) whether there is anything at a place; default: everywhere.
         """
         count = numbers.shape[-1]
@@ -157,7 +165,12 @@ class OwnExperts:
         found = np.flatnonzero(here)
         nothing = not len(found)
         among, own = (np.zeros(1, dtype=np.int64),) * 2 if nothing else (found, own[found])
-        return Chosen(mx.array(among // count), mx.array(among), mx.array(own.astype(np.uint32))[:, None], nothing)
+        return Chosen(
+            mx.array(among // count),
+            mx.array(among),
+            mx.array(own.astype(np.uint32))[:, None],
+            nothing,
+        )
 
     def part(
         self,
@@ -180,7 +193,9 @@ class OwnExperts:
         return made[:, 0] * weights[:, None]
 
     def of(self, x: mx.array, keys: DropoutKeys | None) -> mx.array:
-        """(..., D) what these experts add to the result for (..., D) inputs; ``keys``: see :meth:`part`."""
+        """(..., D) what these experts add to the result for (..., D) inputs; ``keys``: see
+        :meth:`part`.
+        """
         flat, numbers, weights = self.routed(x)
         chosen = self.chosen(numbers)
         rows, scores = chosen.of(flat, chosen.at), chosen.of(weights.reshape(-1), chosen.among)
@@ -188,7 +203,9 @@ class OwnExperts:
 
 
 class WithOwnExperts:
-    """A mixture of which this rank has some experts, for tokens that all ranks have: what it adds to the result."""
+    """A mixture of which this rank has some experts, for tokens that all ranks have: what it adds
+    to the result.
+    """
 
     _own: OwnExperts
     _keys: DropoutKeys | None
@@ -207,7 +224,8 @@ class WithOwnExperts:
 def take_experts(
     path: str, module: Any, mixture: Mixture, rank: int, size: int, *, lazy: bool = False
 ) -> tuple[OwnExperts, dict[str, Region]]:
-    """Leave ``module`` with the ``rank``-th of so many equal parts of its experts; the places of their arrays, by name.
+    """Leave ``module`` with the ``rank``-th of so many equal parts of its experts; the places of
+    their arrays, by name.
 
     Raises:
         ConfigError: see :func:`check_layers`.
@@ -220,7 +238,10 @@ def take_experts(
         name, layer = f"{path}.{mixture.experts}.{key}", experts[key]
         places = {}
         if isinstance(layer, LoRASwitchLinear):
-            places = {f"{name}.{half}": take(layer, half, 0, rank, size, lazy=lazy) for half in ("lora_a", "lora_b")}
+            places = {
+                f"{name}.{half}": take(layer, half, 0, rank, size, lazy=lazy)
+                for half in ("lora_a", "lora_b")
+            }
             layer.num_experts = count
             name, layer = f"{name}.linear", layer["linear"]
         for each in ("weight", "scales", "biases", "bias", "global_scale"):
@@ -245,4 +266,6 @@ def check_layers(path: str, module: Any, mixture: Mixture, ranks: int) -> None:
             raise ConfigError(what, where=where, hint="leave it out")
         if base.num_experts % ranks:
             hint = "take a number of ranks that divides it, or leave --ep out"
-            raise ConfigError(f"{name} has {counted(base.num_experts, 'expert')}", where=where, hint=hint)
+            raise ConfigError(
+                f"{name} has {counted(base.num_experts, 'expert')}", where=where, hint=hint
+            )

@@ -1,4 +1,6 @@
-"""Arrays of a model that ranks have divided along one axis: shapes, places, and how a rank takes its own."""
+"""Arrays of a model that ranks have divided along one axis: shapes, places, and how a rank takes
+its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Parts:
 
     Attributes:
         shapes: shape of each trained array of the whole model, by name.
-        parts: this rank's place in those of them that are divided, and an empty one where another rank has the array.
+        parts: this rank's place in those of them that are divided, and an empty one where another
+            rank has the array.
     """
 
     shapes: Mapping[str, Shape]
@@ -31,17 +34,23 @@ class Parts:
     @property
     def places(self) -> dict[str, Region]:
         """This rank's place in every trained array, by name."""
-        return {name: self.parts.get(name, everything(shape)) for name, shape in self.shapes.items()}
+        return {
+            name: self.parts.get(name, everything(shape)) for name, shape in self.shapes.items()
+        }
 
     def is_whole(self, name: str) -> bool:
         """Return true if all ranks have all of an array."""
         return name not in self.parts
 
 
-def take(module: Any, key: str, axis: int, rank: int, size: int, *, lazy: bool = False) -> Box | None:
-    """Leave ``module[key]`` with the ``rank``-th of so many equal parts along an axis; its place, ``None``: no array.
+def take(
+    module: Any, key: str, axis: int, rank: int, size: int, *, lazy: bool = False
+) -> Box | None:
+    """Leave ``module[key]`` with the ``rank``-th of so many equal parts along an axis; its place,
+    ``None``: no array.
 
-    The array is read for that, if it has not been, and the rest of it is not kept; ``lazy``: not yet.
+    The array is read for that, if it has not been, and the rest of it is not kept; ``lazy``: not
+    yet.
     """
     array = module.get(key)
     if not isinstance(array, mx.array):

@@ -26,7 +26,9 @@ from allhands.runtime.accelerator import device_memory
 
 @dataclass(frozen=True)
 class Computed:
-    """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are apart where they travel by themselves."""
+    """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are apart where they
+    travel by themselves.
+    """
 
     sums: mx.array
     grads: Any
@@ -46,16 +48,28 @@ class Passes:
     """
 
     def __init__(
-        self, model: nn.Module, objective: Objective, computing: Computing, flat: FlatWeights | None, *, waits: bool
+        self,
+        model: nn.Module,
+        objective: Objective,
+        computing: Computing,
+        flat: FlatWeights | None,
+        *,
+        waits: bool,
     ) -> None:
         self.model = model
         self.objective = objective
         self.computing = computing
         self.flat = flat
         self.shapes: set[tuple[int, int, int]] = set()
-        self.run_ahead = RunAhead(device_memory(), exchanging=waits) if kernels.available() else None
+        self.run_ahead = (
+            RunAhead(device_memory(), exchanging=waits) if kernels.available() else None
+        )
         self._to_arrays = arrays_of_batches()
-        how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
+        how: Any = {
+            "compiled": computing.compiled,
+            "dropout": computing.dropout,
+            "objective": objective,
+        }
         if self.flat is None:
             self._gradient = make_gradient(model, cpu_native=computing.cpu_native, **how)
         else:
@@ -73,11 +87,15 @@ class Passes:
     def note(self, batch: MicroBatch) -> None:
         """Tell the heartbeat of a pass that begins."""
         traced = self.computing.compiled and not self.computing.cpu_native
-        self.computing.heartbeat("first" if traced and batch.shape not in self.shapes else "compute")
+        self.computing.heartbeat(
+            "first" if traced and batch.shape not in self.shapes else "compute"
+        )
         self.shapes.add(batch.shape)
 
     def run(self, batch: MicroBatch, apart: TravellingLookups | None = None) -> Computed:
-        """One pass; with ``apart`` what look-ups contribute is not in the gradients, where that fits the batch."""
+        """One pass; with ``apart`` what look-ups contribute is not in the gradients, where that
+        fits the batch.
+        """
         arguments = self.arguments(batch)
         if apart is None or not apart.fits(batch):
             return Computed(*self._gradient(*arguments))
@@ -105,7 +123,8 @@ class Passes:
             done = run(batch)
             new, sums, lookups = done.grads, done.sums, done.lookups
             del done  # what is held here would take memory beside the sums
-            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+            # Contiguous, because a transposed gradient makes the optimizer's pass several times
+            # slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
             before, total, grads = total, total + sums, new
             if lazy_end and number == len(micro_batches):
@@ -113,7 +132,8 @@ class Passes:
             if self.run_ahead is None:
                 mx.eval(total, grads)
             else:
-                # The device works on this one while the host hands out the next; no further, see BatchMemory.
+                # The device works on this one while the host hands out the next; no further, see
+                # BatchMemory.
                 mx.async_eval(total, grads)
                 mx.eval(before)
         if grads is None:
@@ -128,9 +148,15 @@ class Passes:
         return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
-        """Return the gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
+        """Return the gradient of examples alone, not compiled: each has a shape of its own, to be
+        computed once.
+        """
         cpu_native, dropout = self.computing.cpu_native, self.computing.dropout
         gradient = make_gradient(
-            self.model, cpu_native=cpu_native, compiled=False, dropout=dropout, objective=self.objective
+            self.model,
+            cpu_native=cpu_native,
+            compiled=False,
+            dropout=dropout,
+            objective=self.objective,
         )
         return lambda batch: gradient(*self.arguments(batch))

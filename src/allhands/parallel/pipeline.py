@@ -1,8 +1,10 @@
-"""Pipeline parallelism: each rank computes some blocks of the model, for all rows of its copy of the model.
+"""Pipeline parallelism: each rank computes some blocks of the model, for all rows of its copy of
+the model.
 
-Ranks along the axis ``pipe`` of the mesh are one copy of the model, and hand on hidden states and their gradients.
-Those along ``data`` compute other rows with the same blocks, and add up gradients. The loss is on the last stage alone.
-What is added up over all ranks is each copy's once: other stages' numbers are zeros.
+Ranks along the axis ``pipe`` of the mesh are one copy of the model, and hand on hidden states and
+their gradients. Those along ``data`` compute other rows with the same blocks, and add up gradients.
+The loss is on the last stage alone. What is added up over all ranks is each copy's once: other
+stages' numbers are zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import Engine, Messages, StageCompute, unheard
-from allhands.parallel.fsdp import FetchedStage, fetched_stage, logits_or_hidden, regions_within, units_of
+from allhands.parallel.fsdp import (
+    FetchedStage,
+    fetched_stage,
+    logits_or_hidden,
+    regions_within,
+    units_of,
+)
 from allhands.parallel.gradient import Computing
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
@@ -60,7 +68,9 @@ class Pipeline(Strategy):
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
         self._first_trained = 0
-        self._table_shapes: list[list[int]] | None = None  # of the trained arrays that two stages have
+        self._table_shapes: list[list[int]] | None = (
+            None  # of the trained arrays that two stages have
+        )
         if self._sharding is not None:
             self.regions = regions_within(self._sharding, exchanging.matrices)
         elif exchanging.matrices is not None:
@@ -80,12 +90,17 @@ class Pipeline(Strategy):
             place = piping.pipe.rank + number * piping.pipe.size
             goes_on = place > self._first_trained
             if sharding is None:
-                compute[place] = StageCompute(stage, passes.objective, computing, passes.flat, goes_on=goes_on)
+                compute[place] = StageCompute(
+                    stage, passes.objective, computing, passes.flat, goes_on=goes_on
+                )
             else:
                 how: Any = {"wait": self._wait, "goes_on": goes_on}
                 compute[place] = fetched_stage(stage, sharding, passes.objective, computing, **how)
         # Each pass is computed at once, so that fetched arrays can go.
-        more: Any = {"cpu_native": native or sharding is not None, "first_trained": self._first_trained}
+        more: Any = {
+            "cpu_native": native or sharding is not None,
+            "first_trained": self._first_trained,
+        }
         return Engine(compute, messages, passes.arguments, **more)
 
     def _wait(self, arrays: list[mx.array]) -> None:
@@ -102,10 +117,14 @@ class Pipeline(Strategy):
         counts = {"targets": 0, "tokens": 0}
         if piping.is_last:
             for batch in micro_batches:
-                counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
+                counts = {
+                    key: counts[key] + value for key, value in objective.counts(batch).items()
+                }
         total = joined(sums, len(objective.further))
         waited_s = self._engine.messages.waited_s - before
-        return self._whole.counted(Gradients(total, self._named(passes, found), counts, waited_s=waited_s))
+        return self._whole.counted(
+            Gradients(total, self._named(passes, found), counts, waited_s=waited_s)
+        )
 
     def _named(self, passes: Passes, found: dict[int, list[mx.array]]) -> list[Named]:
         """The gradients of all stages of this rank, in the order of what is trained."""
@@ -117,19 +136,31 @@ class Pipeline(Strategy):
                 assert isinstance(compute, FetchedStage)
                 own |= compute.named(gradients)
             trained = flatten(self._sharding.parts.trainable_parameters())
-            return [(name, own[name] if name in own else mx.zeros_like(array)) for name, array in trained]
+            return [
+                (name, own[name] if name in own else mx.zeros_like(array))
+                for name, array in trained
+            ]
         trained = passes.trained()
-        grads = [mx.zeros_like(each) for each in trained] if not found else reduce(added, found.values())
+        grads = (
+            [mx.zeros_like(each) for each in trained]
+            if not found
+            else reduce(added, found.values())
+        )
         return list(zip(_names(passes), grads, strict=True))
 
     def _run(
-        self, engine: Engine, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
+        self,
+        engine: Engine,
+        micro_batches: Sequence[MicroBatch],
+        note: Callable[[MicroBatch], None],
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
         piping, count = self._piping, len(micro_batches)
         if self._sharding is not None:
             # Ranks with the same blocks fetch them together, each for its own micro-batches.
             count = int(max(np.asarray(self._sharding.shard.all_gather(mx.array([count])))))
-        schedule = make_schedule(piping.schedule, piping.pipe.size, count, len(piping.stages), engine.first_trained)
+        schedule = make_schedule(
+            piping.schedule, piping.pipe.size, count, len(piping.stages), engine.first_trained
+        )
         each = [*micro_batches, *[None] * (count - len(micro_batches))]
         found = engine.run(schedule, piping.pipe.rank, each, note)
         if self._sharding is not None:
@@ -142,7 +173,9 @@ class Pipeline(Strategy):
         if not self._engine.runs_ahead or self._sharding is not None:
             return
         batch = next(iter(upcoming()), None)
-        if batch is not None and batch.shape in passes.shapes:  # others may need more memory, or be compiled
+        if (
+            batch is not None and batch.shape in passes.shapes
+        ):  # others may need more memory, or be compiled
             passes.note(batch)
             self._engine.begin(batch)
 
@@ -152,7 +185,9 @@ class Pipeline(Strategy):
 
     def one_by_one(self, passes: Passes) -> OneByOne:
         assert self._engine is not None
-        engine = self._engine_of(passes, replace(passes.computing, compiled=False), self._engine.messages)
+        engine = self._engine_of(
+            passes, replace(passes.computing, compiled=False), self._engine.messages
+        )
 
         def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
             sums, found = self._run(engine, [] if batch is None else [batch], lambda _: None)
@@ -161,12 +196,18 @@ class Pipeline(Strategy):
         sharding = self._sharding
         if sharding is None:
             return OneByOne(gradient, self._piping.same_rows)
-        return OneByOne(gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank)
+        return OneByOne(
+            gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank
+        )
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         exchanging, piping = self._exchanging, self._piping
         exchanging.heartbeat("reduce")
-        arrays = self._with_table([grad for _, grad in mine.grads], [name for name, _ in mine.grads])
+        arrays = self._with_table(
+            [grad for _, grad in mine.grads], [name for name, _ in mine.grads]
+        )
         grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
         arrays = with_changed(self._leaves, grads, self._whole.summed(by_name(self._leaves, grads)))
         if piping.data.size > 1:
@@ -179,7 +220,9 @@ class Pipeline(Strategy):
         return exchanging.reduced(grads, numbers, squares, extra)
 
     def _counts(self, name: str) -> bool:
-        """True if this rank counts an array in the norm: of a table that two stages have the first one does."""
+        """True if this rank counts an array in the norm: of a table that two stages have the first
+        one does.
+        """
         piping = self._piping
         second = piping.shares_table and not piping.stages[0].blocks.is_first
         return self._whole.counts(name) and not (second and self._is_table(name))
@@ -188,30 +231,45 @@ class Pipeline(Strategy):
         return name.startswith(f"{self._piping.stages[0].shared}.")
 
     def _with_table(self, arrays: list[mx.array], names: Sequence[str]) -> list[mx.array]:
-        """``arrays`` with what the first and the last stage have found of the table both have; called on all ranks."""
+        """``arrays`` with what the first and the last stage have found of the table both have;
+        called on all ranks.
+        """
         piping = self._piping
         if not piping.shares_table:
             return arrays
         grads = list(zip(names, arrays, strict=True))
-        mine = [(name, array) for name, array in by_name(self._leaves, grads) if self._is_table(name)]
+        mine = [
+            (name, array) for name, array in by_name(self._leaves, grads) if self._is_table(name)
+        ]
         if self._table_shapes is None:
-            every: list[list[list[int]]] = gather_json(piping.pipe, [list(array.shape) for _, array in mine])
+            every: list[list[list[int]]] = gather_json(
+                piping.pipe, [list(array.shape) for _, array in mine]
+            )
             self._table_shapes = max(every, key=len)
         if not (told := self._table_shapes):
             return arrays
-        parts = [array.astype(mx.float32) for _, array in mine] or [mx.zeros(shape) for shape in told]
+        parts = [array.astype(mx.float32) for _, array in mine] or [
+            mx.zeros(shape) for shape in told
+        ]
         sums, _ = sum_over_ranks(piping.pipe, parts, bucket_bytes=self._exchanging.bucket_bytes)
         mx.eval(sums)  # also where nothing comes of them: on the stages in the middle
-        changed = {name: total.astype(array.dtype) for (name, array), total in zip(mine, sums, strict=bool(mine))}
+        changed = {
+            name: total.astype(array.dtype)
+            for (name, array), total in zip(mine, sums, strict=bool(mine))
+        }
         return with_changed(self._leaves, grads, changed)
 
 
 def _first_trained(piping: Piping) -> int:
-    """The number of the first stage that trains anything; called on all ranks of the pipeline together."""
+    """The number of the first stage that trains anything; called on all ranks of the pipeline
+    together.
+    """
     mine = [stage.trains for stage in piping.stages]
     every: list[list[bool]] = gather_json(piping.pipe, mine)
     places = (
-        (rank + number * len(every), trains) for rank, own in enumerate(every) for number, trains in enumerate(own)
+        (rank + number * len(every), trains)
+        for rank, own in enumerate(every)
+        for number, trains in enumerate(own)
     )
     return min((place for place, trains in places if trains), default=0)
 
@@ -228,11 +286,13 @@ def _forward(
     tokens: tuple[int, ...],
     computed: Callable[[int, mx.array | None], Sequence[mx.array]],
 ) -> Sequence[mx.array] | None:
-    """One forward pass through this rank's stages; what the model's last stage has found, ``None`` on other ranks.
+    """One forward pass through this rank's stages; what the model's last stage has found, ``None``
+    on other ranks.
 
     Args:
         tokens: shape of the tokens, (B, T).
-        computed: what a stage of this rank, by its number, finds of what it has received: hidden states first.
+        computed: what a stage of this rank, by its number, finds of what it has received: hidden
+            states first.
     """
     pipe, found = piping.pipe, None
     for number, stage in enumerate(piping.stages):
@@ -252,11 +312,13 @@ def _forward(
 class PipedSums:
     """The sums of a batch by forward passes alone: on the last stage's rank, zeros elsewhere.
 
-    A rank goes on to the next batch when it has sent what it has computed. Ranks with the same blocks that fetch them
-    do the same number of passes.
+    A rank goes on to the next batch when it has sent what it has computed. Ranks with the same
+    blocks that fetch them do the same number of passes.
     """
 
-    def __init__(self, piping: Piping, objective: Objective, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, piping: Piping, objective: Objective, sharding: Sharding | None = None
+    ) -> None:
         self.heartbeat: Callable[[str], None] = unheard
         self._piping, self._further, self._sharding = piping, len(objective.further), sharding
         self._messages = Messages(piping.pipe, lambda phase: self.heartbeat(phase))
@@ -298,20 +360,24 @@ class PipedSums:
 
 
 class PipedModel:
-    """A model of which each rank has some blocks, called for the logits of the next token on all its ranks together.
+    """A model of which each rank has some blocks, called for the logits of the next token on all
+    its ranks together.
 
     Attributes:
         model: with this rank's blocks; what is not called is looked up there.
         stops: on every rank or on none, whether this rank wants no more calls; asked in each call.
         stopped: whether a rank wanted that in the last call: the same on all ranks.
-        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
+            afterwards.
     """
 
     stops: Callable[[], bool] | None = None
     stopped = False
 
     def __init__(self, piping: Piping, sharding: Sharding | None = None) -> None:
-        """Called on all ranks of the pipeline together, as the model is; with ``sharding`` on all ranks of the run."""
+        """Called on all ranks of the pipeline together, as the model is; with ``sharding`` on all
+        ranks of the run.
+        """
         self.model: Any = piping.stages[0].model
         self.heartbeat: Callable[[str], None] = unheard
         self._piping, self._sharding = piping, sharding
@@ -351,10 +417,14 @@ class PipedModel:
         return total
 
     def _vocabulary(self, found: Sequence[mx.array] | None) -> int:
-        """Return the number of logits, which the last stage has found in the first call, on all ranks together."""
+        """Return the number of logits, which the last stage has found in the first call, on all
+        ranks together.
+        """
         if self._size is None:
             self.heartbeat("reduce")
-            every: list[int | None] = gather_json(self._piping.pipe, found[0].shape[-1] if found else None)
+            every: list[int | None] = gather_json(
+                self._piping.pipe, found[0].shape[-1] if found else None
+            )
             self.heartbeat("compute")
             self._size = next(size for size in every if size)
         return self._size

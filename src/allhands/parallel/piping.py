@@ -15,7 +15,8 @@ class Piping:
 
     Attributes:
         stages: of this rank, in the model's order.
-        pipe: the ranks that make up a copy of the model; ``data`` those that compute the same blocks.
+        pipe: the ranks that make up a copy of the model; ``data`` those that compute the same
+            blocks.
         same_rows: those of ``pipe``, each with all ranks that have divided its matrices.
     """
 

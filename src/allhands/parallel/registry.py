@@ -1,4 +1,5 @@
-"""The strategies by name: the only list of them, for ``--strategy``, for training and for ``allhands plan``.
+"""The strategies by name: the only list of them, for ``--strategy``, for training and for
+``allhands plan``.
 
 A new one is an entry here; nothing else has to know of it. Importing this loads no MLX.
 """
@@ -20,7 +21,8 @@ from allhands.parallel.costs import (
     TensorCosts,
 )
 
-# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
+# Optimizers for which an array is no more than its numbers, so that any part of it can be updated
+# by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
 
 
@@ -48,12 +50,14 @@ class Entry:
     Attributes:
         title: what ``allhands plan`` calls it.
         costs: of a rank.
-        maker: module and function that make it: of an :class:`allhands.parallel.base.Exchanging` and of whether
-            gradients travel while others are computed.
+        maker: module and function that make it: of an :class:`allhands.parallel.base.Exchanging`
+            and of whether gradients travel while others are computed.
         unfit: why a training cannot use it; empty if it can.
         flags: what switches it on.
-        packs: whether gradients can travel in another form than that in which they are added up (``--compress``).
-        exact: whether it trains as one process does; what does not is only used, and planned, where it was asked for.
+        packs: whether gradients can travel in another form than that in which they are added up
+            (``--compress``).
+        exact: whether it trains as one process does; what does not is only used, and planned, where
+            it was asked for.
         divides_model: whether each rank has a part of the model alone.
     """
 
@@ -81,7 +85,9 @@ def _not_in_parts(wanted: TrainingNeeds) -> str:
 
 
 def _not_in_stages(wanted: TrainingNeeds) -> str:
-    return "a callback looks at whole gradients, which no rank has" if wanted.wants_gradients else ""
+    return (
+        "a callback looks at whole gradients, which no rank has" if wanted.wants_gradients else ""
+    )
 
 
 def _not_local(wanted: TrainingNeeds) -> str:
@@ -93,7 +99,11 @@ def _not_local(wanted: TrainingNeeds) -> str:
 
 
 def _not_late(wanted: TrainingNeeds) -> str:
-    return "a callback looks at gradients, which are those of the step before" if wanted.wants_gradients else ""
+    return (
+        "a callback looks at gradients, which are those of the step before"
+        if wanted.wants_gradients
+        else ""
+    )
 
 
 STRATEGIES = {

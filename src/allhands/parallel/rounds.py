@@ -1,4 +1,6 @@
-"""Rounds of local steps: how many there are, and what is done with the mean of what they changed. Loads no MLX."""
+"""Rounds of local steps: how many there are, and what is done with the mean of what they changed.
+Loads no MLX.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ class Rounds:
 
     Attributes:
         every: steps of a round.
-        learning_rate: of the outer step, which the mean of the ranks' changes is the direction of; 1: their mean.
+        learning_rate: of the outer step, which the mean of the ranks' changes is the direction of;
+            1: their mean.
         momentum: of the outer step, which is Nesterov's (DiLoCo, arXiv 2311.08105).
-        fragments: parts of the weights that are exchanged in turn, each once a round (Streaming DiLoCo, arXiv
-            2501.18512).
+        fragments: parts of the weights that are exchanged in turn, each once a round (Streaming
+            DiLoCo, arXiv 2501.18512).
         delay: steps for which an exchange travels beside the computation.
     """
 
@@ -28,7 +31,9 @@ class Rounds:
 
     @property
     def streams(self) -> bool:
-        """True if ranks go on from one round to the next without having the same weights in between."""
+        """True if ranks go on from one round to the next without having the same weights in
+        between.
+        """
         return self.fragments > 1 or self.delay > 0
 
     def sent_after(self, steps: int) -> list[int]:
@@ -47,7 +52,11 @@ class Rounds:
         told = f"--sync-every {self.every}"
         if not self.is_mean:
             told += f" --outer-lr {self.learning_rate:g} --outer-momentum {self.momentum:g}"
-        return f"{told} --sync-fragments {self.fragments} --sync-delay {self.delay}" if self.streams else told
+        return (
+            f"{told} --sync-fragments {self.fragments} --sync-delay {self.delay}"
+            if self.streams
+            else told
+        )
 
     @property
     def is_mean(self) -> bool:
@@ -57,4 +66,10 @@ class Rounds:
 
 def rounds_of(config: TrainConfig) -> Rounds:
     """Return the rounds of ``--sync-every`` and its further options."""
-    return Rounds(config.sync_every, config.outer_lr, config.outer_momentum, config.sync_fragments, config.sync_delay)
+    return Rounds(
+        config.sync_every,
+        config.outer_lr,
+        config.outer_momentum,
+        config.sync_fragments,
+        config.sync_delay,
+    )

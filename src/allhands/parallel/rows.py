@@ -1,7 +1,8 @@
-"""Rows: the arrays of a block that have one type and are trained alike, end to end, of which each rank keeps a part.
+"""Rows: the arrays of a block that have one type and are trained alike, end to end, of which each
+rank keeps a part.
 
-Where other ranks have divided an array already, this rank's part of it is whole rows of a matrix, so that it is a box
-of the whole array (:class:`BoxedRow`).
+Where other ranks have divided an array already, this rank's part of it is whole rows of a matrix,
+so that it is a box of the whole array (:class:`BoxedRow`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Place:
-    """An array of the model: ``module[key]``, with its dotted name and shape, and where it begins in its row."""
+    """An array of the model: ``module[key]``, with its dotted name and shape, and where it begins
+    in its row.
+    """
 
     name: str
     module: nn.Module
@@ -68,7 +71,9 @@ class DividedRow:
     def _longest(self) -> int:
         """The numbers of the largest part."""
         equal = _aligned(-(-self.size // self._ranks))
-        return max((_aligned(stop - start) for start, stop in pairwise(self._bounds)), default=equal)
+        return max(
+            (_aligned(stop - start) for start, stop in pairwise(self._bounds)), default=equal
+        )
 
     @property
     def kept(self) -> int:
@@ -104,7 +109,10 @@ class DividedRow:
             mx.eval(mine[place.name])
         self.remove()
         if self.trained:
-            return {place.name: _shaped(place, region, mine[place.name]) for place, region in self.regions()}
+            return {
+                place.name: _shaped(place, region, mine[place.name])
+                for place, region in self.regions()
+            }
         self._frozen = list(mine.values())
         if not self._bounds:  # there is little to fill up: as it is exchanged
             self._frozen = [self._filled(self._frozen)]
@@ -112,7 +120,9 @@ class DividedRow:
         return {}
 
     def part(self, parts: Mapping[str, Any], held: mx.array | None = None) -> mx.array:
-        """(each,) this rank's part, of the tree of trained ``parts``; ``held``: (kept,) the same, as :meth:`laid`."""
+        """(each,) this rank's part, of the tree of trained ``parts``; ``held``: (kept,) the same,
+        as :meth:`laid`.
+        """
         if held is not None:
             missing = self.each - held.size
             return mx.pad(held, (0, missing)) if missing else held
@@ -121,12 +131,16 @@ class DividedRow:
         return self._filled([part_of(parts, place.name).reshape(-1) for place, _ in self.regions()])
 
     def row(self, whole: mx.array) -> mx.array:
-        """Return the arrays one after the other, of a whole row in which parts lie as ranks exchange them."""
+        """Return the arrays one after the other, of a whole row in which parts lie as ranks
+        exchange them.
+        """
         if not self._bounds:
             return whole
         begins = range(0, whole.size, self.each)
         sizes = (stop - start for start, stop in pairwise(self._bounds))
-        return mx.concatenate([whole[at : at + size] for at, size in zip(begins, sizes, strict=True)])
+        return mx.concatenate(
+            [whole[at : at + size] for at, size in zip(begins, sizes, strict=True)]
+        )
 
     def arrays(self, whole: mx.array) -> list[mx.array]:
         """Return the arrays in a whole row, in which parts lie as ranks exchange them."""
@@ -166,11 +180,16 @@ class DividedRow:
 
     def _filled(self, arrays: list[mx.array]) -> mx.array:
         missing = self.each - sum(array.size for array in arrays)
-        return mx.concatenate([*arrays, mx.zeros((missing,), dtype=self.dtype)]) if missing else mx.concatenate(arrays)
+        return (
+            mx.concatenate([*arrays, mx.zeros((missing,), dtype=self.dtype)])
+            if missing
+            else mx.concatenate(arrays)
+        )
 
 
 class BoxedRow(DividedRow):
-    """:class:`DividedRow` of which each rank keeps an equal number of each array's rows, as far as there are any.
+    """:class:`DividedRow` of which each rank keeps an equal number of each array's rows, as far as
+    there are any.
 
     Arrays lie in it part by part, so that whole ones have to be copied out of it.
     """
@@ -188,7 +207,11 @@ class BoxedRow(DividedRow):
 
     def laid(self) -> Laid:
         begins = dict(
-            zip((p.name for p in self.places), accumulate(map(self._most, self.places), initial=0), strict=False)
+            zip(
+                (p.name for p in self.places),
+                accumulate(map(self._most, self.places), initial=0),
+                strict=False,
+            )
         )
         names = tuple(place.name for place, _ in self.regions())
         return Laid(names, tuple(begins[name] for name in names), self.kept)
@@ -205,7 +228,9 @@ class BoxedRow(DividedRow):
         parts, first, found = whole.reshape(self._ranks, self.each), 0, list[mx.array]()
         for place in self.places:
             size = self._most(place)
-            found.append(parts[:, first : first + size].reshape(-1)[: place.size].reshape(place.shape))
+            found.append(
+                parts[:, first : first + size].reshape(-1)[: place.size].reshape(place.shape)
+            )
             first += size
         return found
 
@@ -267,7 +292,9 @@ def _cut(array: mx.array, region: Region) -> mx.array:
 
 
 def _shaped(place: Place, region: Region, numbers: mx.array) -> mx.array:
-    """Numbers of a region with two dimensions if the array has several, by which optimizers tell matrices."""
+    """Numbers of a region with two dimensions if the array has several, by which optimizers tell
+    matrices.
+    """
     if isinstance(region, Box):
         return numbers.reshape(region.shape)
     return numbers.reshape(-1, 1) if len(place.shape) > 1 else numbers

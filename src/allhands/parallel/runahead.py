@@ -1,7 +1,8 @@
 """Keep MLX on a GPU from making temporaries far ahead of their use.
 
-MLX hands out operations as fast as it can, and an array exists from then on: a step may hold twice what it needs at any
-moment. With a limit the host waits for the device now and then, which costs time: the more, the less may be ahead.
+MLX hands out operations as fast as it can, and an array exists from then on: a step may hold twice
+what it needs at any moment. With a limit the host waits for the device now and then, which costs
+time: the more, the less may be ahead.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import mlx.core as mx
 
 from allhands.runtime.memory import MLX_PEAK
 
-# More is of no use: on an H200, QLoRA of 7 billion parameters, LoRA and full training of 1.2 billion and full training
-# of 135 million lose 1 % or less by it.
+# More is of no use: on an H200, QLoRA of 7 billion parameters, LoRA and full training of 1.2
+# billion and full training of 135 million lose 1 % or less by it.
 _ENOUGH = 17_500_000_000
 # What is ahead while the host waits comes on top of a limit.
 _BELOW = 0.93
 # What fits a card of 24 GB is kept within that; for what does not, or nearly.
 _CARD, _MORE = 24_000_000_000, 1.2
-# Where ranks exchange while they compute: a host at its limit waits for everything that was handed out, and with it
-# for what other ranks have not sent yet, which makes those wait in turn.
+# Where ranks exchange while they compute: a host at its limit waits for everything that was handed
+# out, and with it for what other ranks have not sent yet, which makes those wait in turn.
 _EXCHANGING, _EXCHANGING_MOST = 2.0, 0.85
 # Of the device's memory; the rest is others'.
 _MOST = 0.6
@@ -44,7 +45,8 @@ def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
 
 @dataclass
 class RunAhead:
-    """Finds the limit by the first step of the largest micro-batch so far, in which nothing runs ahead.
+    """Finds the limit by the first step of the largest micro-batch so far, in which nothing runs
+    ahead.
 
     Until then it is that of a step which needs nothing.
 
@@ -69,7 +71,9 @@ class RunAhead:
         self._own: int | None = self.set_limit(self._limit())  # MLX's, while ours is set
 
     def before(self, largest: int) -> None:
-        """To be called before a step with the places of its largest micro-batch; more than ever are measured."""
+        """To be called before a step with the places of its largest micro-batch; more than ever are
+        measured.
+        """
         if largest > self._most:
             self._most, self._measured = largest, False
             self.set_limit(0)
@@ -84,7 +88,9 @@ class RunAhead:
             self.set_limit(self._limit())
 
     def spare(self) -> int:
-        """Bytes of the device that can be held beside a step: then less runs ahead. 0 before one was measured."""
+        """Bytes of the device that can be held beside a step: then less runs ahead. 0 before one
+        was measured.
+        """
         return max(0, int(_FULL * self.device_bytes) - self.need) if self._measured else 0
 
     def close(self) -> None:

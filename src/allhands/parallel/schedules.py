@@ -1,10 +1,11 @@
 """Schedules of pipeline parallel training, as plain data: which rank does what in which order.
 
-A model is a list of stages, of which each rank has one, or several that are not neighbours (interleaved, arXiv
-2104.04473). After as many forward passes as fill the pipeline, forward and backward passes take turns. Where a backward
-pass is divided (zero bubble, arXiv 2401.10241, H1), the gradients of inputs go first, and those of weights fill what
-would be waiting. A schedule is found by playing a step through; all ranks play the same game by the same rules, and so
-know each other's lists.
+A model is a list of stages, of which each rank has one, or several that are not neighbours
+(interleaved, arXiv 2104.04473). After as many forward passes as fill the pipeline, forward and
+backward passes take turns. Where a backward pass is divided (zero bubble, arXiv 2401.10241, H1),
+the gradients of inputs go first, and those of weights fill what would be waiting. A schedule is
+found by playing a step through; all ranks play the same game by the same rules, and so know each
+other's lists.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Literal, get_args
 
 ScheduleName = Literal["1f1b", "interleaved", "zb"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-# "backward" is "inputs" and "weights" at once: the gradients of what a stage was given, and of its weights.
+# "backward" is "inputs" and "weights" at once: the gradients of what a stage was given, and of its
+# weights.
 Kind = Literal["forward", "backward", "inputs", "weights", "send", "receive"]
 
 
@@ -31,7 +33,8 @@ class Action:
         stage: of all stages, from 0; of a message the one that it leaves.
         micro_batch: of the step, from 0.
         peer: of a message the rank at its other end.
-        to: of a message the stage that it goes to: the next one gets activations, the one before gradients.
+        to: of a message the stage that it goes to: the next one gets activations, the one before
+            gradients.
     """
 
     kind: Kind
@@ -48,9 +51,11 @@ class Schedule:
     Attributes:
         ranks: the actions of each rank, in order.
         num_stages: of the model; stage ``s`` is on rank ``s % len(ranks)``.
-        idle: the part of the time in which a rank waits, on average over the ranks, if stages take equally long, a
-            backward pass takes twice as long as a forward pass, and messages take none.
-        most_alive: for each rank the most micro-batches of its stages whose activations it holds at once.
+        idle: the part of the time in which a rank waits, on average over the ranks, if stages take
+            equally long, a backward pass takes twice as long as a forward pass, and messages take
+            none.
+        most_alive: for each rank the most micro-batches of its stages whose activations it holds at
+            once.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -61,7 +66,11 @@ class Schedule:
 
 @cache
 def make_schedule(
-    name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1, first_trained: int = 0
+    name: ScheduleName,
+    num_ranks: int,
+    num_micro_batches: int,
+    stages_per_rank: int = 1,
+    first_trained: int = 0,
 ) -> Schedule:
     """Return the schedule of a step.
 
@@ -84,7 +93,12 @@ class _Game:
     """A step as it is played through."""
 
     def __init__(
-        self, name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int, first_trained: int
+        self,
+        name: ScheduleName,
+        num_ranks: int,
+        num_micro_batches: int,
+        stages_per_rank: int,
+        first_trained: int,
     ) -> None:
         self._split = name == "zb"
         self._size, self._count, self._per_rank = num_ranks, num_micro_batches, stages_per_rank
@@ -92,17 +106,23 @@ class _Game:
         self._last = num_ranks * stages_per_rank - 1
         self._to_do = [deque(self._order(rank, backward=False)) for rank in range(num_ranks)]
         self._to_return = [deque(self._order(rank, backward=True)) for rank in range(num_ranks)]
-        self._left: list[deque[tuple[int, int]]] = [deque() for _ in range(num_ranks)]  # weights' gradients
+        self._left: list[deque[tuple[int, int]]] = [
+            deque() for _ in range(num_ranks)
+        ]  # weights' gradients
         self._alive, self._most = [0] * num_ranks, [0] * num_ranks
         self._begun = [0] * num_ranks  # forward passes whose backward pass is to come
-        self._ahead = [0] * num_ranks  # of stages that train nothing: passes that the next stage has not begun
+        self._ahead = [
+            0
+        ] * num_ranks  # of stages that train nothing: passes that the next stage has not begun
         # What has come, by the stage that it is for.
         self._activations = {(0, batch) for batch in range(num_micro_batches)}
         self._gradients = set[tuple[int, int]]()
         self._lists: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def _order(self, rank: int, *, backward: bool) -> Iterator[tuple[int, int]]:
-        """(stage, micro-batch) of a rank's passes: of as many micro-batches as there are ranks, stage by stage."""
+        """(stage, micro-batch) of a rank's passes: of as many micro-batches as there are ranks,
+        stage by stage.
+        """
         for first in range(0, self._count, self._size):
             together = range(first, min(first + self._size, self._count))
             stages = range(rank, self._last + 1, self._size)
@@ -111,7 +131,9 @@ class _Game:
                     yield from ((stage, batch) for batch in together)
 
     def _room(self, rank: int) -> int:
-        """The passes that a rank begins before one of them is to end: as many as keep the last rank busy."""
+        """The passes that a rank begins before one of them is to end: as many as keep the last rank
+        busy.
+        """
         if self._per_rank == 1:
             return self._size - rank
         return 2 * (self._size - rank - 1) + (self._per_rank - 1) * self._size + 1
@@ -121,9 +143,11 @@ class _Game:
         ends: list[tuple[int, int, int, Action]] = []
         order, free, now = count(), set(range(self._size)), 0
         while True:
-            # Where nobody can begin anything by the rules, which is so with a rest of micro-batches, whoever can begin
-            # something does.
-            begun = self._begun_by(free, eager=False) or ([] if ends else self._begun_by(free, eager=True))
+            # Where nobody can begin anything by the rules, which is so with a rest of
+            # micro-batches, whoever can begin something does.
+            begun = self._begun_by(free, eager=False) or (
+                [] if ends else self._begun_by(free, eager=True)
+            )
             for rank, action in begun:
                 heappush(ends, (now + _SECONDS[action.kind], next(order), rank, action))
             if not ends:
@@ -135,26 +159,42 @@ class _Game:
                 self._end(rank, action)
         left = sum(map(len, (*self._to_do, *self._to_return, *self._left)))
         assert not left, f"{left} passes can never begin"
-        work = sum(_SECONDS.get(action.kind, 0) for actions in self._lists for action in actions) / self._size
+        work = (
+            sum(_SECONDS.get(action.kind, 0) for actions in self._lists for action in actions)
+            / self._size
+        )
         return Schedule(
-            tuple(map(tuple, self._lists)), self._last + 1, 1 - work / now if now else 0.0, tuple(self._most)
+            tuple(map(tuple, self._lists)),
+            self._last + 1,
+            1 - work / now if now else 0.0,
+            tuple(self._most),
         )
 
     def _begun_by(self, free: set[int], *, eager: bool) -> list[tuple[int, Action]]:
         """The passes that free ranks begin, the last ranks first: their ends make room for others."""
-        begun = [(rank, action) for rank in sorted(free, reverse=True) if (action := self._next(rank, eager=eager))]
+        begun = [
+            (rank, action)
+            for rank in sorted(free, reverse=True)
+            if (action := self._next(rank, eager=eager))
+        ]
         for rank, action in begun:
             free.remove(rank)
             self._lists[rank].append(action)
         return begun
 
     def _next(self, rank: int, *, eager: bool) -> Action | None:
-        """The action that the rank begins now, if it can begin any; ``eager``: whether or not it is its turn."""
+        """The action that the rank begins now, if it can begin any; ``eager``: whether or not it is
+        its turn.
+        """
         to_do, to_return = self._to_do[rank], self._to_return[rank]
         full = self._split or eager or self._begun[rank] >= self._room(rank) or not to_do
         if full and to_return and to_return[0] in self._gradients:
             return self._return(rank, *to_return.popleft())
-        if to_do and to_do[0] in self._activations and (eager or self._may_begin(rank, to_do[0][0])):
+        if (
+            to_do
+            and to_do[0] in self._activations
+            and (eager or self._may_begin(rank, to_do[0][0]))
+        ):
             return self._begin(rank, *to_do.popleft())
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
 
@@ -187,7 +227,9 @@ class _Game:
         return Action("forward", stage, batch)
 
     def _end(self, rank: int, action: Action) -> None:
-        """Take note of a pass that is done: room, and something for the stage after it or before it."""
+        """Take note of a pass that is done: room, and something for the stage after it or before
+        it.
+        """
         stage, batch = action.stage, action.micro_batch
         if action.kind in ("backward", "weights") or stage < self._first_trained:
             self._alive[rank] -= 1
@@ -201,7 +243,9 @@ class _Game:
             self._tell(rank, stage, batch, stage - 1)
 
     def _tell(self, rank: int, stage: int, batch: int, to: int) -> None:
-        """A message in both lists at the same moment of the game: so no two ranks ever wait for each other."""
+        """A message in both lists at the same moment of the game: so no two ranks ever wait for
+        each other.
+        """
         if (peer := to % self._size) != rank:
             self._lists[rank].append(Action("send", stage, batch, peer, to))
             self._lists[peer].append(Action("receive", stage, batch, rank, to))

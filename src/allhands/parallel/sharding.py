@@ -1,8 +1,10 @@
-"""Parameters that ranks have divided among them: the parts that each keeps, fetched for some blocks at a time.
+"""Parameters that ranks have divided among them: the parts that each keeps, fetched for some blocks
+at a time.
 
-The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank keeps a part of
-every row (ZeRO-3, arXiv 1910.02054). A pass fetches the rows of a unit, which is a block, with the embedding before the
-first one and the head after the last, and drops them afterwards. The next unit's rows travel meanwhile.
+The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank
+keeps a part of every row (ZeRO-3, arXiv 1910.02054). A pass fetches the rows of a unit, which is a
+block, with the embedding before the first one and the head after the last, and drops them
+afterwards. The next unit's rows travel meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _OF_ONE_INPUT = {
 class Unit:
     """A stage of one block, and the rows that it computes with.
 
-    It is what :class:`~allhands.parallel.engine.StageCompute` takes for the trained weights of a stage.
+    It is what :class:`~allhands.parallel.engine.StageCompute` takes for the trained weights of a
+    stage.
     """
 
     stage: Stage
@@ -51,7 +54,9 @@ class Unit:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that have the arrays."""
-        return list({id(place.module): place.module for row in self.rows for place in row.places}.values())
+        return list(
+            {id(place.module): place.module for row in self.rows for place in row.places}.values()
+        )
 
     @property
     def leaves(self) -> Unit:
@@ -93,8 +98,10 @@ class BetweenPasses:
     """What becomes of a block between its forward and its backward pass.
 
     Attributes:
-        keeps: True if fetched rows stay until the step ends, instead of being fetched again for the backward pass.
-        twice: True if blocks are computed again in the backward pass, so that they keep nothing but their inputs.
+        keeps: True if fetched rows stay until the step ends, instead of being fetched again for the
+            backward pass.
+        twice: True if blocks are computed again in the backward pass, so that they keep nothing but
+            their inputs.
     """
 
     keeps: bool = False
@@ -109,10 +116,12 @@ class Sharding:
         model: without arrays, but for those of units that are being computed.
         units: in the model's order.
         parts: this rank's numbers of the trained arrays, by the arrays' names.
-        shard: the ranks that have divided the arrays; ``data``: those that keep the same parts, for other rows.
+        shard: the ranks that have divided the arrays; ``data``: those that keep the same parts, for
+            other rows.
         world: all of them.
         fetching: how they are fetched.
-        held: this rank's parts of trained rows as one array each, by the row's identity, while somebody has them.
+        held: this rank's parts of trained rows as one array each, by the row's identity, while
+            somebody has them.
     """
 
     model: nn.Module
@@ -132,9 +141,14 @@ class Sharding:
 
     @property
     def regions(self) -> dict[str, tuple[Shape, Region]]:
-        """Shape of each trained array and this rank's place in it, by name; only where it keeps any of it."""
+        """Shape of each trained array and this rank's place in it, by name; only where it keeps any
+        of it.
+        """
         return {
-            place.name: (place.shape, region) for row in self.rows if row.trained for place, region in row.regions()
+            place.name: (place.shape, region)
+            for row in self.rows
+            if row.trained
+            for place, region in row.regions()
         }
 
     @property
@@ -147,17 +161,25 @@ class Sharding:
         return replace(self, shard=move(self.shard), data=move(self.data), world=move(self.world))
 
     def anyone(self, wants: bool) -> bool:
-        """True if any rank wants; asked on all ranks together, before each pass, of which all do the same number."""
+        """True if any rank wants; asked on all ranks together, before each pass, of which all do
+        the same number.
+        """
         return number(self.world.all_sum(mx.array(float(wants)))) > 0
 
-    def fetched(self, units: Sequence[Unit], wait: Callable[[list[mx.array]], None]) -> Generator[Unit]:
-        """Go through ``units``: each is given with its whole arrays in the model, and without them afterwards.
+    def fetched(
+        self, units: Sequence[Unit], wait: Callable[[list[mx.array]], None]
+    ) -> Generator[Unit]:
+        """Go through ``units``: each is given with its whole arrays in the model, and without them
+        afterwards.
 
         Called on all ranks together. ``wait`` is called with arrays that are still on their way.
         """
         ahead: list[mx.array] = self.begin(self.wholes(units[0].rows)) if units else []
         for place, unit in enumerate(units):
-            rows, ahead = ahead, self.begin(self.wholes(units[place + 1].rows)) if place + 1 < len(units) else []
+            rows, ahead = (
+                ahead,
+                self.begin(self.wholes(units[place + 1].rows)) if place + 1 < len(units) else [],
+            )
             wait(rows)
             for row, whole in zip(unit.rows, rows, strict=True):
                 row.install(row.arrays(whole))
@@ -168,7 +190,9 @@ class Sharding:
                 unit.remove()
 
     def wholes(self, rows: Sequence[DividedRow]) -> list[mx.array]:
-        """Return whole rows, which are still to be fetched: by :meth:`begin`, in the same order on all ranks."""
+        """Return whole rows, which are still to be fetched: by :meth:`begin`, in the same order on
+        all ranks.
+        """
         found: list[mx.array] = []
         for row in rows:
             if (whole := self._kept.get(id(row))) is None:
@@ -179,19 +203,23 @@ class Sharding:
         return found
 
     def push(self, row: DividedRow, gradients: Sequence[mx.array] | None) -> mx.array:
-        """Begin to add up the gradients of a row's arrays over the ranks that divide it: this rank's part of the sums.
+        """Begin to add up the gradients of a row's arrays over the ranks that divide it: this
+        rank's part of the sums.
 
         Called on all ranks together; a rank that has none gives ``None``.
         """
         return self.push_rows([row], [row.joined(gradients, self.shard.size)])[0]
 
-    def push_rows(self, rows: Sequence[DividedRow], gradients: Sequence[mx.array]) -> list[mx.array]:
+    def push_rows(
+        self, rows: Sequence[DividedRow], gradients: Sequence[mx.array]
+    ) -> list[mx.array]:
         """:meth:`push` of the gradients of several whole rows."""
         sums = self.begin([sum_scatter(self.shard, gradient) for gradient in gradients])
         if self.scatters:
             # A stream that computes would wait for what is made of sums.
             return [each[: row.kept] for row, each in zip(rows, sums, strict=True)]
-        # Where whole sums come of it, the part has memory of its own, so that the rest is given back.
+        # Where whole sums come of it, the part has memory of its own, so that the rest is given
+        # back.
         mine = [mx.contiguous(each[: row.kept]) for row, each in zip(rows, sums, strict=True)]
         mx.async_eval(mine)
         return mine
@@ -202,9 +230,12 @@ class Sharding:
         return bool(getattr(self.shard, "scatters", False))
 
     def begin(self, arrays: list[mx.array]) -> list[mx.array]:
-        """Hand out arrays that come of one exchange each, in the same order on all ranks; returns them."""
+        """Hand out arrays that come of one exchange each, in the same order on all ranks; returns
+        them.
+        """
         if self.scatters:
-            # Together: what NCCL is handed out by itself waits for what was handed out before it, and the host with it.
+            # Together: what NCCL is handed out by itself waits for what was handed out before it,
+            # and the host with it.
             mx.async_eval(arrays)
             return arrays
         for array in arrays:
@@ -217,7 +248,9 @@ class Sharding:
 
 
 def first_trained(units: Sequence[Unit]) -> int:
-    """Return the number of the first of ``units`` that trains anything; the last one's where none does."""
+    """Return the number of the first of ``units`` that trains anything; the last one's where none
+    does.
+    """
     return next((at for at, unit in enumerate(units) if unit.trained_rows), len(units) - 1)
 
 
@@ -232,13 +265,15 @@ def shard(
     boxed: bool = False,
     shares: Sequence[float] = (),
 ) -> Sharding:
-    """Leave this rank with its part of every array of ``model``, whose arrays may not have been read.
+    """Leave this rank with its part of every array of ``model``, whose arrays may not have been
+    read.
 
     Args:
         stages: of this rank, where ``model`` has their blocks alone.
-        boxed: True if each part has to be a box of the array, because other ranks have divided it already.
-        shares: sizes of the parts of the ranks of ``shard``, in any unit; without them, and where parts are boxes, all
-            are equal.
+        boxed: True if each part has to be a box of the array, because other ranks have divided it
+            already.
+        shares: sizes of the parts of the ranks of ``shard``, in any unit; without them, and where
+            parts are boxes, all are equal.
 
     Raises:
         ModelError: the architecture cannot be cut into stages.
@@ -254,7 +289,10 @@ def shard(
 
 
 def _units(
-    model: nn.Module, communicator: Communicator, stages: Sequence[Stage], make: Callable[..., DividedRow]
+    model: nn.Module,
+    communicator: Communicator,
+    stages: Sequence[Stage],
+    make: Callable[..., DividedRow],
 ) -> tuple[Unit, ...]:
     """All blocks of this rank, and the rows that they compute with."""
     blocks: Any = model
@@ -278,8 +316,12 @@ def _needed(stage: Stage, rows: Mapping[int, Sequence[DividedRow]]) -> Iterator[
         yield from rows.get(_OUTSIDE, ())
 
 
-def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[str, nn.Module, str, bool]]]:
-    """Each array of the model: its name, module, key there, and whether it is trained, by the block that has it."""
+def _groups(
+    model: nn.Module, owner: Mapping[int, int]
+) -> dict[int, list[tuple[str, nn.Module, str, bool]]]:
+    """Each array of the model: its name, module, key there, and whether it is trained, by the block
+    that has it.
+    """
     trained = {name for name, _ in flatten(model.trainable_parameters())}
     found: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
     seen = set[tuple[int, str]]()
@@ -289,17 +331,21 @@ def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[
                 continue
             seen.add((id(module), key))
             name = f"{path}.{key}" if path else key
-            found.setdefault(owner.get(id(module), _OUTSIDE), []).append((name, module, key, name in trained))
+            found.setdefault(owner.get(id(module), _OUTSIDE), []).append(
+                (name, module, key, name in trained)
+            )
     return found
 
 
 def _rows(
-    named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator, make: Callable[..., DividedRow]
+    named: Sequence[tuple[str, nn.Module, str, bool]],
+    communicator: Communicator,
+    make: Callable[..., DividedRow],
 ) -> list[DividedRow]:
     """The rows of some arrays: one of each type, and of trained and other ones.
 
-    Where ranks scatter sums, large trained arrays are rows by themselves, or with those that one product multiplies
-    by: their gradients need not be joined. Elsewhere few exchanges are faster.
+    Where ranks scatter sums, large trained arrays are rows by themselves, or with those that one
+    product multiplies by: their gradients need not be joined. Elsewhere few exchanges are faster.
     """
     apart = getattr(communicator, "scatters", False)
     kinds: dict[tuple[bool, mx.Dtype, str], list[Place]] = {}
@@ -310,7 +356,10 @@ def _rows(
         places = kinds.setdefault((trained, array.dtype, group), [])
         start = places[-1].start + places[-1].size if places else 0
         places.append(Place(name, module, key, tuple(array.shape), start, array.size))
-    return [make(places, dtype, communicator, trained=trained) for (trained, dtype, _), places in kinds.items()]
+    return [
+        make(places, dtype, communicator, trained=trained)
+        for (trained, dtype, _), places in kinds.items()
+    ]
 
 
 def _group_of(name: str) -> str:

@@ -1,15 +1,16 @@
 """Shares of a batch in proportion to the ranks' measured speeds.
 
-Each rank times its own passes; the numbers are sent with others that ranks add up in each step anyway. Every rank puts
-the same numbers into the same functions of plain Python, and so computes the same shares without further messages. New
-shares apply from a step that no rank has loaded or queued yet.
+Each rank times its own passes; the numbers are sent with others that ranks add up in each step
+anyway. Every rank puts the same numbers into the same functions of plain Python, and so computes
+the same shares without further messages. New shares apply from a step that no rank has loaded or
+queued yet.
 
-A rank's passes take longer with more tokens, but its update does not. Shares are chosen so that both together take the
-same time on every rank.
+A rank's passes take longer with more tokens, but its update does not. Shares are chosen so that
+both together take the same time on every rank.
 
-Shares change only if the slowest rank's time for the next batches, divided in whole rows, becomes shorter by more than
-noise explains (:func:`better_weights`). So noise does not change shares, and neither does a row that would only
-move the wait from one rank to another.
+Shares change only if the slowest rank's time for the next batches, divided in whole rows, becomes
+shorter by more than noise explains (:func:`better_weights`). So noise does not change shares, and
+neither does a row that would only move the wait from one rank to another.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from allhands.data.order import GlobalOrder, divide
 
 # Steps of a rank that are looked at, at most and at least, and how many tell of a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
-# Of shorter steps so many that they take this long: what disturbs a computer for a moment is no change.
+# Of shorter steps so many that they take this long: what disturbs a computer for a moment is no
+# change.
 _EVIDENCE_S, _KEPT = 2.0, 256
-# What a step must get faster by, by many measured steps and by few, and how many standard errors of noise more.
+# What a step must get faster by, by many measured steps and by few, and how many standard errors of
+# noise more.
 _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
 # A rank without rows is measured again so seldom that it costs no more than this part of the time.
 _TRIALS_COST = 0.005
@@ -40,7 +43,8 @@ _MANY_ROWS = 32
 _ROUNDED = 1e-4  # of a share
 # Batches ahead that a division is judged by.
 _JUDGED = 4
-# Of normal deviations: the standard error of a median, and their size by the median difference of two.
+# Of normal deviations: the standard error of a median, and their size by the median difference of
+# two.
 _OF_MEDIAN, _OF_JUMPS = 1.2533, 1.4826 / math.sqrt(2)
 _OF_ONE = 0.05  # at least, of one step alone
 _NUMBERS = 3  # that a rank tells of its step
@@ -48,7 +52,8 @@ _NUMBERS = 3  # that a rank tells of its step
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step of one rank: tokens of its passes, their seconds, those of its update, and its part of all ranks' speed.
+    """One step of one rank: tokens of its passes, their seconds, those of its update, and its part
+    of all ranks' speed.
 
     Parts are compared from step to step: short rows are slower for every rank.
     """
@@ -71,7 +76,9 @@ class StepSample:
 
 @dataclass(frozen=True)
 class Speed:
-    """A rank's part of the speed of all, its relative standard error, and the tokens that an update is worth."""
+    """A rank's part of the speed of all, its relative standard error, and the tokens that an update
+    is worth.
+    """
 
     part: float
     error: float = 0.0
@@ -83,13 +90,21 @@ class Speed:
 
 
 def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
-    """Return the medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
-    part, update = (_median(sorted(each)) for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True))
-    return Speed(part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update)
+    """Return the medians of some steps, because one that was disturbed must not count; ``noise`` is
+    that of a step.
+    """
+    part, update = (
+        _median(sorted(each))
+        for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True)
+    )
+    return Speed(
+        part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update
+    )
 
 
 def noise_of(jumps: Sequence[float]) -> float:
-    """Return the relative deviation of a step from its neighbours, by the jumps from each to the next.
+    """Return the relative deviation of a step from its neighbours, by the jumps from each to the
+    next.
 
     A rank that has become slower makes one jump, and no noise.
     """
@@ -110,26 +125,41 @@ def fluid_seconds(tokens: float) -> StepSeconds:
 
     def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
         each = tokens / sum(weights)
-        return max(speed.seconds(weight * each) for weight, speed in zip(weights, speeds, strict=True))
+        return max(
+            speed.seconds(weight * each) for weight, speed in zip(weights, speeds, strict=True)
+        )
 
     return seconds
 
 
 def even_weights(speeds: Sequence[Speed], tokens: float) -> tuple[float, ...]:
-    """Weights with which all ranks need the same time for ``tokens``; 0 for one whose update takes longer than that."""
+    """Weights with which all ranks need the same time for ``tokens``; 0 for one whose update takes
+    longer than that.
+    """
     some = list(range(len(speeds)))
     while True:
-        updates, parts = (sum(getattr(speeds[rank], name) for rank in some) for name in ("update", "part"))
-        shares = {rank: speeds[rank].part * (tokens + updates) / parts - speeds[rank].update for rank in some}
+        updates, parts = (
+            sum(getattr(speeds[rank], name) for rank in some) for name in ("update", "part")
+        )
+        shares = {
+            rank: speeds[rank].part * (tokens + updates) / parts - speeds[rank].update
+            for rank in some
+        }
         if min(shares.values()) >= 0:
             return normalised([shares.get(rank, 0.0) for rank in range(len(speeds))])
         some = [rank for rank in some if shares[rank] >= 0]
 
 
 def better_weights(
-    weights: Sequence[float], speeds: Sequence[Speed], worth: float, tokens: float, seconds: StepSeconds
+    weights: Sequence[float],
+    speeds: Sequence[Speed],
+    worth: float,
+    tokens: float,
+    seconds: StepSeconds,
 ) -> tuple[float, ...] | None:
-    """Weights by which a step of ``tokens`` is faster by more than ``worth`` and noise; else ``None``."""
+    """Weights by which a step of ``tokens`` is faster by more than ``worth`` and noise; else
+    ``None``.
+    """
     wanted = 1.0 + worth + _NOISE * max(speed.error for speed in speeds)
     found, fluid = even_weights(speeds, tokens), fluid_seconds(tokens)
     # A bound first, because dividing batches takes longer: whole rows can be divided no better.
@@ -158,7 +188,9 @@ class RowSeconds:
             total = 0.0
             for first in range(begin, end, self.accumulation):
                 tokens = self.tokens(tuple(weights), first)
-                total += max(speed.seconds(each) for each, speed in zip(tokens, speeds, strict=True))
+                total += max(
+                    speed.seconds(each) for each, speed in zip(tokens, speeds, strict=True)
+                )
             return total
 
         return seconds
@@ -168,7 +200,10 @@ class RowSeconds:
         tokens = [0.0] * len(weights)
         for batch in range(first, first + self.accumulation):
             shares = divide(self.order.batch(batch), self.work, weights, before=tokens)
-            tokens = [old + float(self.work[share].sum()) for old, share in zip(tokens, shares, strict=True)]
+            tokens = [
+                old + float(self.work[share].sum())
+                for old, share in zip(tokens, shares, strict=True)
+            ]
         return tokens
 
 
@@ -178,7 +213,9 @@ def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     What this has made stays as it is, although rounding may have left its sum beside 1.
     """
     whole = sum(weights)
-    if abs(whole - 1.0) < _ROUNDED * len(weights) and all(round(weight, 4) == weight for weight in weights):
+    if abs(whole - 1.0) < _ROUNDED * len(weights) and all(
+        round(weight, 4) == weight for weight in weights
+    ):
         return tuple(weights)
     return tuple(max(round(weight / whole, 4), _ROUNDED) for weight in weights)
 
@@ -191,7 +228,8 @@ class Moved:
         begin: the first batch (from 0) with the new shares.
         weights: the new shares; ``before``: the old ones.
         speeds: tokens per second of each rank, from which the shares are computed.
-        rows: for each rank True if it gets rows; a rank gets none if a row takes it longer than all rows elsewhere.
+        rows: for each rank True if it gets rows; a rank gets none if a row takes it longer than all
+            rows elsewhere.
     """
 
     begin: int
@@ -239,23 +277,35 @@ class Balance:
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
         self._samples = [deque[StepSample](maxlen=_KEPT) for _ in weights]
         self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
-        self._longest = deque[float](maxlen=_KEPT)  # seconds of the slowest rank's passes in each step
+        self._longest = deque[float](
+            maxlen=_KEPT
+        )  # seconds of the slowest rank's passes in each step
         self._step_tokens = deque[float](maxlen=_LONG)  # of all ranks
         self._idle = [0] * len(weights)  # steps without rows
         self._trial_every = [_FIRST_TRIAL] * len(weights)
         self._heard = 0
 
     def to_json(self, iteration: int) -> dict[str, Any]:
-        """Return the shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
+        """Return the shares of batch ``iteration`` and what is agreed for later, for
+        :meth:`restore`.
+        """
         _, weights, _ = self._entry(iteration)
-        later = [[begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration]
+        later = [
+            [begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration
+        ]
         return {"weights": list(weights), "later": later}
 
     def restore(self, values: Any) -> bool:
         """Go on with the shares of :meth:`to_json`, if they are of as many ranks."""
-        if not self.moves or not isinstance(values, dict) or len(values.get("weights", ())) != self.size:
+        if (
+            not self.moves
+            or not isinstance(values, dict)
+            or len(values.get("weights", ())) != self.size
+        ):
             return False
-        later = [(int(begin), tuple(each), tuple(some)) for begin, each, some in values.get("later", ())]
+        later = [
+            (int(begin), tuple(each), tuple(some)) for begin, each, some in values.get("later", ())
+        ]
         self._plan = ((self._begin, tuple(values["weights"]), ()), *later)
         return True
 
@@ -282,24 +332,29 @@ class Balance:
         return normalised(weights) if len(weights) > 1 else ()
 
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
-        """Receive all ranks' measurements of the step before this one, and change the shares if that is worth it.
+        """Receive all ranks' measurements of the step before this one, and change the shares if
+        that is worth it.
 
-        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their seconds and those
-        of its update, all 0 if it had no passes or they were not timed.
+        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their
+        seconds and those of its update, all 0 if it had no passes or they were not timed.
 
         Args:
             end: batches done.
         """
         if len(numbers) != _NUMBERS * self.size:
             return None
-        found = [StepSample(*numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
+        found = [
+            StepSample(*numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)
+        ]
         if not self.moves or not any(_timed(sample) for sample in found):
             return None
         self._heard += 1
         if self._heard == 1:
             return None  # builds what later steps find
         nexts = (*(entry[0] for entry in self._plan[1:]), math.inf)
-        self._plan = tuple(entry for entry, after in zip(self._plan, nexts, strict=True) if after > end)
+        self._plan = tuple(
+            entry for entry, after in zip(self._plan, nexts, strict=True) if after > end
+        )
         self._take(found)
         if self._plan[-1][0] > end:
             return None  # a change is on its way
@@ -312,8 +367,14 @@ class Balance:
         """Remember a step's samples."""
         weights = self._plan[0][1]
         timed = [rank for rank, sample in enumerate(found) if _timed(sample)]
-        whole = sum(found[rank].speed for rank in timed) / sum(weights[rank] for rank in timed) * sum(weights)
-        longest = max(found[rank].seconds for rank in timed if not self._rests(rank) or len(timed) == 1)
+        whole = (
+            sum(found[rank].speed for rank in timed)
+            / sum(weights[rank] for rank in timed)
+            * sum(weights)
+        )
+        longest = max(
+            found[rank].seconds for rank in timed if not self._rests(rank) or len(timed) == 1
+        )
         self._longest.append(longest)
         self._step_tokens.append(sum(found[rank].tokens for rank in timed))
         for rank in range(self.size):
@@ -346,12 +407,17 @@ class Balance:
         _, weights, _ = self._plan[-1]
         begin, steps = end + self._ahead, self._steps_in(_EVIDENCE_S)
         short = max(_SHORT, steps)
-        for most, least, worth in ((max(_LONG, steps), max(_ENOUGH, steps), _WORTH), (short, short, _CLEARLY)):
+        for most, least, worth in (
+            (max(_LONG, steps), max(_ENOUGH, steps), _WORTH),
+            (short, short, _CLEARLY),
+        ):
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
             tokens, rows = _median(sorted(list(self._step_tokens)[-most:])), self._rows
-            if rows is None or rows.order.batch_size > _MANY_ROWS * self.size:  # these can be divided almost at will
+            if (
+                rows is None or rows.order.batch_size > _MANY_ROWS * self.size
+            ):  # these can be divided almost at will
                 seconds = fluid_seconds(tokens)
             else:
                 seconds = rows(begin, begin + _JUDGED * self._accumulation)
@@ -364,20 +430,26 @@ class Balance:
             self._trial_every = [_FIRST_TRIAL] * self.size
             per_s = tuple(self._per_s(rank, most) for rank in range(self.size))
             tokens_of_each = new if rows is None else rows.tokens(new, begin)
-            return Moved(begin, new, normalised(weights), per_s, tuple(each > 0 for each in tokens_of_each))
+            return Moved(
+                begin, new, normalised(weights), per_s, tuple(each > 0 for each in tokens_of_each)
+            )
         return None
 
     def _steps_in(self, seconds: float) -> int:
-        """The number of the last steps that took so long together; all that are remembered if not even they did."""
+        """The number of the last steps that took so long together; all that are remembered if not
+        even they did.
+        """
         for steps, taken in enumerate(accumulate(reversed(self._longest)), start=1):
             if taken >= seconds:
                 return steps
         return _KEPT
 
     def _measured(self, most: int, least: int) -> list[Speed] | None:
-        """Return each rank's speed by its last steps; ``None`` while a rank with rows has too few measurements.
+        """Return each rank's speed by its last steps; ``None`` while a rank with rows has too few
+        measurements.
 
-        A rank without rows has the speed of its last trial, and one that has never had any that of its share.
+        A rank without rows has the speed of its last trial, and one that has never had any that of
+        its share.
         """
         weights = self._plan[-1][1]
         speeds: list[Speed] = []
@@ -398,7 +470,11 @@ class Balance:
         begin, (_, weights, _) = end + self._ahead, self._plan[-1]
         due = tuple(rank for rank, idle in enumerate(self._idle) if idle >= self._trial_every[rank])
         if due:
-            self._plan = (*self._plan, (begin, weights, due), (begin + self._accumulation, weights, ()))
+            self._plan = (
+                *self._plan,
+                (begin, weights, due),
+                (begin + self._accumulation, weights, ()),
+            )
 
 
 def _timed(sample: StepSample) -> bool:

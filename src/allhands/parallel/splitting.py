@@ -1,9 +1,11 @@
-"""Divide a model's blocks among the ranks of a pipeline: by speed, as far as each rank's memory allows.
+"""Divide a model's blocks among the ranks of a pipeline: by speed, as far as each rank's memory
+allows.
 
-Pure functions of numbers, for training and for ``allhands plan``. With one stage a rank the split is the best there is,
-by dynamic programming over (stage, first block): no rank needs more than its room where that is possible; of those
-splits the slowest stage is as fast as it can be; of those the others are as even as they can be. Where ranks have
-several stages each, which are not neighbours, single blocks are moved for as long as that makes it better.
+Pure functions of numbers, for training and for ``allhands plan``. With one stage a rank the split
+is the best there is, by dynamic programming over (stage, first block): no rank needs more than its
+room where that is possible; of those splits the slowest stage is as fast as it can be; of those the
+others are as even as they can be. Where ranks have several stages each, which are not neighbours,
+single blocks are moved for as long as that makes it better.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class Split:
 
 
 def even_speeds(measured: Sequence[float]) -> list[float]:
-    """Speeds without the noise of measuring, the fastest being 1: what is less than 10 % apart is equal.
+    """Speeds without the noise of measuring, the fastest being 1: what is less than 10 % apart is
+    equal.
 
     So equal computers have equal stages in every run.
     """
@@ -106,7 +109,8 @@ def even_speeds(measured: Sequence[float]) -> list[float]:
 
 
 def divide(layers: Layers, seats: Sequence[Seat], stages_per_rank: int = 1) -> Split:
-    """Return the best split; one that does not fit says so, and misses as little in all as any does.
+    """Return the best split; one that does not fit says so, and misses as little in all as any
+    does.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -140,7 +144,10 @@ class _Problem:
         cost, held, kept, again = (each[stop] - each[first] for each in self._sums)
         # A stage without a backward pass computes nothing again.
         cost += again if stage < self._count - 1 and stop > self._layers.first_trained else 0.0
-        for part, has in ((self._layers.embedding, stage == 0), (self._layers.head, stage == self._count - 1)):
+        for part, has in (
+            (self._layers.embedding, stage == 0),
+            (self._layers.head, stage == self._count - 1),
+        ):
             if has:
                 cost, held, kept = cost + part.cost, held + part.num_bytes, kept + part.kept_bytes
         return cost, held, kept
@@ -163,18 +170,26 @@ class _Problem:
         return Split(tuple(sizes), tuple(seconds), num_bytes, missing)
 
     def best(self) -> tuple[int, ...]:
-        """Find the best split with one stage a rank by three searches, each among the splits that the last one left."""
+        """Find the best split with one stage a rank by three searches, each among the splits that
+        the last one left.
+        """
 
         def missing(stage: int, first: int, stop: int) -> float:
             _, held, kept = self._own(stage, first, stop)
             seat = self._seats[stage]
-            found = _missing(seat, math.ceil((each := seat.taken + held + kept * seat.alive) - _SAME * each))
+            found = _missing(
+                seat, math.ceil((each := seat.taken + held + kept * seat.alive) - _SAME * each)
+            )
             return found * (1 + _EVENLY * found / each) if found else 0.0
 
         least, _ = self._search(missing)
 
         def slow(stage: int, first: int, stop: int) -> float:
-            return self._seconds(stage, first, stop) if least or not missing(stage, first, stop) else math.inf
+            return (
+                self._seconds(stage, first, stop)
+                if least or not missing(stage, first, stop)
+                else math.inf
+            )
 
         if least:  # nothing fits: what misses the least
             return self._search(missing)[1]
@@ -187,15 +202,22 @@ class _Problem:
         return self._search(uneven)[1]
 
     def _search(self, cost: _Cost, *, worst: bool = False) -> tuple[float, tuple[int, ...]]:
-        """The least sum of all stages' costs, or the least ``worst`` one, and the sizes; of equal ones larger first."""
+        """The least sum of all stages' costs, or the least ``worst`` one, and the sizes; of equal
+        ones larger first.
+        """
         blocks, count = self._blocks, self._count
-        # Of the stages from one on, if they begin with a block: the value, and where the next one begins.
+        # Of the stages from one on, if they begin with a block: the value, and where the next one
+        # begins.
         after = [math.inf] * blocks + [0.0]
         choices: list[list[int]] = []
         for stage in reversed(range(count)):
             now, next_ones = [math.inf] * (blocks + 1), [blocks] * (blocks + 1)
             for first in range(stage, blocks - (count - stage) + 1):
-                stops = range(first + 1, blocks - (count - stage - 1) + 1) if stage < count - 1 else [blocks]
+                stops = (
+                    range(first + 1, blocks - (count - stage - 1) + 1)
+                    if stage < count - 1
+                    else [blocks]
+                )
                 for stop in reversed(stops):  # the largest stage first, and of equal ones it stays
                     own = cost(stage, first, stop)
                     value = max(own, after[stop]) if worst else own + after[stop]
@@ -211,13 +233,17 @@ class _Problem:
         return after[0], tuple(sizes)
 
     def moved(self) -> tuple[int, ...]:
-        """Find a split with several stages a rank: from equal ones, blocks go where they make it better."""
+        """Find a split with several stages a rank: from equal ones, blocks go where they make it
+        better.
+        """
         whole, more = divmod(self._blocks, self._count)
         sizes = tuple(whole + (place < more) for place in range(self._count))
         now = self._rated(sizes)
         while True:
             others = [
-                self._rated((*(n + (place == to) - (place == away) for place, n in enumerate(sizes)),))
+                self._rated(
+                    (*(n + (place == to) - (place == away) for place, n in enumerate(sizes)),)
+                )
                 for away in range(self._count)
                 for to in range(self._count)
                 if away != to and sizes[away] > 1
@@ -226,12 +252,19 @@ class _Problem:
                 return sizes
             now, sizes = found, tuple(-each for each in found[-1])
 
-    def _rated(self, sizes: tuple[int, ...]) -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+    def _rated(
+        self, sizes: tuple[int, ...]
+    ) -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
         """By which splits are compared: the lower the better."""
         split = self.of(sizes)
         stops = list(accumulate(sizes))
-        stages = [self._seconds(place, stop - sizes[place], stop) for place, stop in enumerate(stops)]
-        ranks, each = (tuple(float(f"{s:.9g}") for s in sorted(some, reverse=True)) for some in (split.seconds, stages))
+        stages = [
+            self._seconds(place, stop - sizes[place], stop) for place, stop in enumerate(stops)
+        ]
+        ranks, each = (
+            tuple(float(f"{s:.9g}") for s in sorted(some, reverse=True))
+            for some in (split.seconds, stages)
+        )
         return sum(split.missing), ranks, each, tuple(-size for size in sizes)
 
 
@@ -240,7 +273,9 @@ def _missing(seat: Seat, num_bytes: int) -> int:
 
 
 def _sums(parts: Sequence[Part]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Running sums over the blocks: costs, bytes, bytes for each micro-batch, and costs of computing again."""
+    """Running sums over the blocks: costs, bytes, bytes for each micro-batch, and costs of
+    computing again.
+    """
     return (
         [0.0, *accumulate(part.cost for part in parts)],
         [0.0, *accumulate(float(part.num_bytes) for part in parts)],

@@ -51,15 +51,18 @@ class Reduced:
     """Sums over all ranks.
 
     Attributes:
-        grads: as in :class:`Gradients`; of sharded arrays this rank's part. The updater empties the list, because MLX
-            computes in place if nobody holds an array.
-        totals: (n,) float32, the sums of the numbers that were given to the strategy, and of others.
-        squares: () sum of squares of all gradients over all ranks; ``None``: each rank has all ``grads``.
-        computed: arrays that are computed when this rank's own passes are done, if the exchange overlaps them.
+        grads: as in :class:`Gradients`; of sharded arrays this rank's part. The updater empties the
+            list, because MLX computes in place if nobody holds an array.
+        totals: (n,) float32, the sums of the numbers that were given to the strategy, and of
+            others.
+        squares: () sum of squares of all gradients over all ranks; ``None``: each rank has all
+            ``grads``.
+        computed: arrays that are computed when this rank's own passes are done, if the exchange
+            overlaps them.
         divisor: () divisor of the gradients; ``None``: the trained tokens among ``totals``.
         num_gathered: number of the ranks' extra numbers, which are the last ones of ``totals``.
-        norm: () the reported gradient norm if each rank updates by its own gradients; not finite if any rank's gradient
-            is not, and then no rank updates.
+        norm: () the reported gradient norm if each rank updates by its own gradients; not finite if
+            any rank's gradient is not, and then no rank updates.
         idle: True if there is nothing to update by in this step.
     """
 
@@ -109,6 +112,8 @@ def joined(sums: Sequence[mx.array], further: int) -> mx.array:
 
 
 def places_of_all(mine: Sequence[float], communicator: Communicator) -> list[float]:
-    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
+    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks
+    has all.
+    """
     rank, size = communicator.rank, communicator.size
     return [*[0.0] * (rank * len(mine)), *mine, *[0.0] * ((size - rank - 1) * len(mine))]

@@ -1,8 +1,10 @@
-"""Tensor parallelism: ranks of a group have parts of each block's matrices, and compute the same rows.
+"""Tensor parallelism: ranks of a group have parts of each block's matrices, and compute the same
+rows.
 
-Ranks along the axis ``tensor`` of the mesh are one copy of the model (:mod:`allhands.parallel.matrices`). Those along
-``data`` compute other rows with the same parts, and add up gradients. What is added up over all ranks is each copy's
-once: the numbers of the group's other ranks are zeros.
+Ranks along the axis ``tensor`` of the mesh are one copy of the model
+(:mod:`allhands.parallel.matrices`). Those along ``data`` compute other rows with the same parts,
+and add up gradients. What is added up over all ranks is each copy's once: the numbers of the
+group's other ranks are zeros.
 """
 
 from __future__ import annotations
@@ -65,10 +67,14 @@ class TensorParallel(Strategy):
         mx.eval(mine.sums, [grad for _, grad in mine.grads])
         return self._whole.counted(mine)
 
-    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+    def reduce(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()
+    ) -> Reduced:
         exchanging, data = self._exchanging, self._matrices.data
         exchanging.heartbeat("reduce")
-        arrays = with_changed(self._leaves, mine.grads, self._whole.summed(by_name(self._leaves, mine.grads)))
+        arrays = with_changed(
+            self._leaves, mine.grads, self._whole.summed(by_name(self._leaves, mine.grads))
+        )
         if data.size > 1:
             arrays, _ = sum_over_ranks(data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)
@@ -82,7 +88,8 @@ class TensorParallel(Strategy):
 
 
 class WholeArrays:
-    """The arrays that all ranks with parts of matrices have: their gradients, and their part of sums.
+    """The arrays that all ranks with parts of matrices have: their gradients, and their part of
+    sums.
 
     Where nothing is divided, nothing is done.
     """
@@ -93,7 +100,9 @@ class WholeArrays:
         self._unchecked = _CHECKED_STEPS
 
     def counted(self, mine: Gradients) -> Gradients:
-        """Return the sums of a step, with zeros for the numbers of all ranks of a group but the first."""
+        """Return the sums of a step, with zeros for the numbers of all ranks of a group but the
+        first.
+        """
         if self._matrices is None or self._matrices.tensor.rank == 0:
             return mine
         return replace(mine, sums=mx.zeros_like(mine.sums), counts=dict.fromkeys(mine.counts, 0))
@@ -116,17 +125,26 @@ class WholeArrays:
             return {}
         partial = [(name, array) for name, array in named if name in matrices.partial]
         sums, _ = sum_over_ranks(
-            matrices.tensor, [array for _, array in partial], bucket_bytes=self._exchanging.bucket_bytes
+            matrices.tensor,
+            [array for _, array in partial],
+            bucket_bytes=self._exchanging.bucket_bytes,
         )
         mx.eval(sums)
         changed = {name: total for (name, _), total in zip(partial, sums, strict=True)}
         if self._unchecked:
             self._unchecked -= 1
-            self._check([(name, changed.get(name, array)) for name, array in named if matrices.is_whole(name)])
+            self._check(
+                [
+                    (name, changed.get(name, array))
+                    for name, array in named
+                    if matrices.is_whole(name)
+                ]
+            )
         return changed
 
     def _check(self, whole: Sequence[Named]) -> None:
-        """Compare the gradients of whole arrays over the ranks of the group, on all of which they have to be the same.
+        """Compare the gradients of whole arrays over the ranks of the group, on all of which they
+        have to be the same.
 
         Raises:
             NumericsError: they are not, on all ranks of all groups.
@@ -158,6 +176,8 @@ class WholeArrays:
         nothing = _NOTHING * max(most)
         return [
             name
-            for (name, _), distance, largest in zip(whole, values_of(mx.stack(apart)), most, strict=True)
+            for (name, _), distance, largest in zip(
+                whole, values_of(mx.stack(apart)), most, strict=True
+            )
             if distance > max(_MOST_APART * largest, nothing)
         ]

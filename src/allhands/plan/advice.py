@@ -41,7 +41,8 @@ class Offer:
 
     Attributes:
         names: names of the computers.
-        training_s: seconds of the whole training; ``speed_up`` against one computer that has all its cores.
+        training_s: seconds of the whole training; ``speed_up`` against one computer that has all
+            its cores.
         exposed: the part of a step in which ranks wait for the exchange.
         accumulated: the speed-up if four batches' gradients are exchanged as one.
         flags: flags that start it there; ``more`` those that save memory.
@@ -70,26 +71,31 @@ class Situation:
     Attributes:
         again: True if such a training is needed more than once.
         alone_s: seconds of the whole training on one computer.
-        fits_one: True if it fits one computer as requested; ``fits_smaller``: flags with which it fits, and which
-            change no result.
-        offer: the number of computers worth taking, if any is, else the best of several; ``None`` if it does not fit
-            several computers, or there are no others; ``rounded``: the same with weights in 4 bits.
-        larger: the number of computers that gains most if four batches' gradients are exchanged as one; ``None``:
-            that of ``offer``.
+        fits_one: True if it fits one computer as requested; ``fits_smaller``: flags with which it
+            fits, and which change no result.
+        offer: the number of computers worth taking, if any is, else the best of several; ``None``
+            if it does not fit several computers, or there are no others; ``rounded``: the same with
+            weights in 4 bits.
+        larger: the number of computers that gains most if four batches' gradients are exchanged as
+            one; ``None``: that of ``offer``.
         machines: number of computers that there are, or could be.
         enough: number of computers beyond which each further one saves less than 5 %.
         together: True if the machines are processes of one computer.
         imagined: True if the others are only imagined.
-        faster: a faster link in place of this one; ``adapters``: True if only small adapters are trained and exchanged.
+        faster: a faster link in place of this one; ``adapters``: True if only small adapters are
+            trained and exchanged.
         one: the computer that "one machine" means, if they differ.
         unable: computers that cannot hold their share, each with its figures.
         packed: True if gradients are already sent in fewer bytes.
         rows: rows of a batch; 0 if not known.
         kind: kind of processor.
         doubt: reason not to conclude anything; empty if there is none.
-        pipeline: several computers with the model's blocks divided among them, if it fits no single one.
-        parts: several computers with arrays, matrices or rows divided among them, if it fits no single one.
-        inside: several computers that divide matrices or rows, if that takes less time than anything else.
+        pipeline: several computers with the model's blocks divided among them, if it fits no single
+            one.
+        parts: several computers with arrays, matrices or rows divided among them, if it fits no
+            single one.
+        inside: several computers that divide matrices or rows, if that takes less time than
+            anything else.
     """
 
     again: bool
@@ -122,7 +128,9 @@ class Situation:
 
     @property
     def smaller(self) -> str:
-        """The flags with which it fits one; not weights in 4 bits, another model, if several hold this one."""
+        """The flags with which it fits one; not weights in 4 bits, another model, if several hold
+        this one.
+        """
         return "" if self.several_hold and QUANTISE in self.fits_smaller else self.fits_smaller
 
     @property
@@ -145,7 +153,11 @@ class Situation:
     @property
     def pays(self) -> bool:
         """Return whether several computers save enough time to be worth the trouble."""
-        return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
+        return (
+            self.offer is not None
+            and self.offer.speed_up >= _WORTH
+            and self.offer.machines <= self.enough
+        )
 
     @property
     def which(self) -> str:
@@ -161,7 +173,8 @@ class Situation:
 class Question:
     """A question of the chart, with its answer.
 
-    ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long", "yes, and long").
+    ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long",
+    "yes, and long").
     """
 
     text: str
@@ -234,10 +247,14 @@ class _Walk:
         self._path: list[Question] = []
 
     def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
-        """Record a question and return its answer; ``but`` or ``besides`` explains an unusual branch after "no" or
-        "yes".
+        """Record a question and return its answer; ``but`` or ``besides`` explains an unusual
+        branch after "no" or "yes".
         """
-        answer = f"no{f', but {but}' if but else ''}" if not yes else f"yes{f', and {besides}' if besides else ''}"
+        answer = (
+            f"no{f', but {but}' if but else ''}"
+            if not yes
+            else f"yes{f', and {besides}' if besides else ''}"
+        )
         self._path.append(Question(text, answer, why))
         return yes
 
@@ -249,7 +266,9 @@ def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
     if at.doubt:
-        return walk.end("measure again", "no advice: measure again when nothing else computes here", at.doubt)
+        return walk.end(
+            "measure again", "no advice: measure again when nothing else computes here", at.doubt
+        )
     return _done_soon(at, walk) or _unfit(at, walk) or _helped(at, walk)
 
 
@@ -258,9 +277,18 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
-    again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once", large or worth)
+    again = walk.ask(
+        AGAIN,
+        at.again,
+        "as long as you do not say --once" if at.again else "--once",
+        large or worth,
+    )
     if at.fits_one and not (again or worth):
-        return walk.end("one machine", "stay on one machine, and let it run", _saved(at, "setting up may take as long"))
+        return walk.end(
+            "one machine",
+            "stay on one machine, and let it run",
+            _saved(at, "setting up may take as long"),
+        )
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
         why = f"it is done within the hour; {_saved(at, 'too little to matter')}"
@@ -276,7 +304,9 @@ def _saved(at: Situation, judged: str) -> str:
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
-    """End where one machine cannot hold the training as requested; ``None``: it can, or would and several save much."""
+    """End where one machine cannot hold the training as requested; ``None``: it can, or would and
+    several save much.
+    """
     not_so = "" if at.fits_one else "not "
     if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
         return None
@@ -289,13 +319,19 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 
 def _helped(at: Situation, walk: _Walk) -> Advice:
     """Go on where one machine would do, and the question is what others save."""
-    there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
+    there = (
+        f"{'if there were ' if at.imagined else ''}{at.machines} in all"
+        if at.machines > 1
+        else "none is named"
+    )
     if at.offer is None and at.inside is None:
         walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
         return walk.end("one machine", f"stay on one machine{at.which}", *_why_no_others(at))
     walk.ask(MORE, True, there)
     if at.inside is not None:
-        walk.ask(PAYS, True, f"{_fast(at, at.inside)} on {at.several(at.inside.ranks)}", besides=_INSIDE)
+        walk.ask(
+            PAYS, True, f"{_fast(at, at.inside)} on {at.several(at.inside.ranks)}", besides=_INSIDE
+        )
         return _inside(at, at.inside, walk)
     assert at.offer is not None
     little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
@@ -316,7 +352,11 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     """End where several computers save too little."""
     waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
-        one_row = "a batch of one row cannot be divided: --batch-size 2 or more can" if at.rows == 1 else ""
+        one_row = (
+            "a batch of one row cannot be divided: --batch-size 2 or more can"
+            if at.rows == 1
+            else ""
+        )
         too_small = f"{offer.fast(at)}: too little to be worth the trouble"
         return walk.end("one machine", f"stay on one machine{at.which}", too_small, one_row)
     larger = at.larger or offer
@@ -335,15 +375,23 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         "faster link",
         "stay on one machine until the link is faster",
         f"{offer.fast(at)}: the link takes the rest",
-        "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])),
-        "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
+        "; or ".join(
+            filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])
+        ),
+        ""
+        if at.packed
+        else "fewer bytes change the result a little: plan with --compress int8 tells the time",
         "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
     )
 
 
 def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     each = f", each with {offer.more}" if offer.more else ""
-    fits = _same(offer.more) if offer.more else f"each with its share it fits as it is; on one {at.fits_smaller}"
+    fits = (
+        _same(offer.more)
+        if offer.more
+        else f"each with its share it fits as it is; on one {at.fits_smaller}"
+    )
     imagined = "the others are only imagined: as many of the same kind, and this link, would have to be there"
     beyond = "another saves less than 5 % of a step, or makes it longer"
     if at.unable and offer.machines < at.enough:
@@ -355,7 +403,9 @@ def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         f"{offer.fast(at)}: {format_duration(offer.training_s)} in place of {format_duration(at.alone_s)}",
         f"which are {offer.names}" if at.one else "",
         imagined if at.imagined else "",
-        f"{100 * offer.exposed:.0f} % of each step is waiting for the link" if offer.exposed >= _FELT else "",
+        f"{100 * offer.exposed:.0f} % of each step is waiting for the link"
+        if offer.exposed >= _FELT
+        else "",
         _weights_told(offer),
         f"no more of them: {beyond}" if offer.machines < at.machines else "",
         machines=offer.machines,
@@ -380,10 +430,20 @@ def as_fast(times: float) -> str:
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    """End where one machine cannot hold the training: smaller, on several for their memory, or nowhere here."""
-    rounded = "only with weights in 4 bits, which are rounded" if at.fits_smaller else "none of them is enough"
+    """End where one machine cannot hold the training: smaller, on several for their memory, or
+    nowhere here.
+    """
+    rounded = (
+        "only with weights in 4 bits, which are rounded"
+        if at.fits_smaller
+        else "none of them is enough"
+    )
     if walk.ask(SMALLER, bool(at.smaller), at.smaller or rounded):
-        slow = f"{at.offer.fast(at)}: not worth the trouble" if at.offer is not None and not at.pays else ""
+        slow = (
+            f"{at.offer.fast(at)}: not worth the trouble"
+            if at.offer is not None and not at.pays
+            else ""
+        )
         title = f"{at.one or 'one machine'}, with {at.fits_smaller}"
         return walk.end("smaller", title, _same(at.fits_smaller), slow)
     over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
@@ -394,7 +454,9 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
 
 
 def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
-    """End with the fastest way in which several computers divide the model, or rows; ``None``: none fits."""
+    """End with the fastest way in which several computers divide the model, or rows; ``None``: none
+    fits.
+    """
     parts, stages = at.parts, at.pipeline
     if stages is not None and (parts is None or stages.training_s <= parts.training_s):
         walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
@@ -437,7 +499,15 @@ def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         why = f"each rank keeps a part of the optimizer's state: {offer.flags}"
     time = f"{format_duration(offer.training_s)} on {at.several(offer.machines)}; on one it does not fit"
     which = f"which are {offer.names}" if at.one else ""
-    return walk.end("divide the optimizer", title, why, time, which, _weights_told(offer), machines=offer.machines)
+    return walk.end(
+        "divide the optimizer",
+        title,
+        why,
+        time,
+        which,
+        _weights_told(offer),
+        machines=offer.machines,
+    )
 
 
 def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
@@ -459,9 +529,14 @@ def _fast(at: Situation, way: Way) -> str:
 
 
 def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """The model, or a row, fits no single computer, and parts of its arrays, matrices or rows fit several."""
+    """The model, or a row, fits no single computer, and parts of its arrays, matrices or rows fit
+    several.
+    """
     other = at.pipeline
-    slower = other is not None and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
+    slower = (
+        other is not None
+        and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
+    )
     return walk.end(
         _OUTCOMES[_first(way)],
         f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
@@ -474,9 +549,15 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
 
 
 def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """One machine would do; several that compute each row together are done sooner than in any other way."""
+    """One machine would do; several that compute each row together are done sooner than in any
+    other way.
+    """
     other = at.offer
-    shares = "its rows cannot be divided among so many" if other is None else f"with rows of its own: {other.fast(at)}"
+    shares = (
+        "its rows cannot be divided among so many"
+        if other is None
+        else f"with rows of its own: {other.fast(at)}"
+    )
     return walk.end(
         _OUTCOMES[_first(way)],
         f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",

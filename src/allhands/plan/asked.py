@@ -1,4 +1,6 @@
-"""Ways of dividing a training that options ask for, and those by experts: refused as training does, then planned."""
+"""Ways of dividing a training that options ask for, and those by experts: refused as training does,
+then planned.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,16 @@ from allhands.run.strategy_choice import require_fit
 
 def asks(config: TrainConfig) -> bool:
     """Return whether options ask for a way of dividing a model or its rows."""
-    return config.strategy == "pipeline" or is_sharded(config) or max(config.tp, config.cp, config.ep) > 1
+    return (
+        config.strategy == "pipeline"
+        or is_sharded(config)
+        or max(config.tp, config.cp, config.ep) > 1
+    )
 
 
 def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, backend: str) -> None:
-    """Refuse a division that so many ranks cannot train with, for the reasons for which training does.
+    """Refuse a division that so many ranks cannot train with, for the reasons for which training
+    does.
 
     Args:
         values: the model's config.json.
@@ -59,7 +66,9 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
     check_context(model, mesh)
 
 
-def asked_ways(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held) -> Iterator[Way]:
+def asked_ways(
+    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held
+) -> Iterator[Way]:
     """Yield the way that the options ask for, if these computers can have it, and that by experts.
 
     None is judged by memory yet.
@@ -75,10 +84,16 @@ def asked_ways(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: He
 
 
 def _wanted(job: Job, ranks: int) -> Iterator[TrainConfig]:
-    """The options of the training, where they ask for a way, and those by which so many ranks divide experts."""
+    """The options of the training, where they ask for a way, and those by which so many ranks
+    divide experts.
+    """
     if job.asked is not None:
         yield job.asked
-    if job.dividing is None or job.work is None or (job.asked is not None and job.asked.ep == ranks):
+    if (
+        job.dividing is None
+        or job.work is None
+        or (job.asked is not None and job.asked.ep == ranks)
+    ):
         return
     if "expert" in job.dividing.among(ranks, job.work.row_tokens):
         yield TrainConfig.model_validate({"ep": ranks})

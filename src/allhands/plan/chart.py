@@ -1,4 +1,5 @@
-"""The chart of questions as a picture, with the path that was taken, above it the times that it is about.
+"""The chart of questions as a picture, with the path that was taken, above it the times that it is
+about.
 
 It is narrow and its letters are large, so that it can be read on a telephone.
 """
@@ -85,7 +86,9 @@ class Arrow:
 
 
 def arrows_of(advice: Advice) -> list[Arrow]:
-    """Return the arrows of the chart: each answer's usual one, and those of exceptions that were taken."""
+    """Return the arrows of the chart: each answer's usual one, and those of exceptions that were
+    taken.
+    """
     stations = [question.text for question in advice.path] + [advice.outcome]
     taken = {
         (start, end, question.answer)
@@ -140,13 +143,17 @@ def told_of(outlook: Outlook) -> list[str]:
     link = "none: one computer"
     if job.link is not None:
         link = f"{getattr(job.link, 'name', '')}, {getattr(job.link, 'source', '')}"
-    told = [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
+    told = [
+        *([f"Training: {job.about}"] if job.about else []),
+        f"Computers: {computers}",
+        f"Link: {link}",
+    ]
     if outlook.advised > 1 and job.mixed:
         told.append(f"Advised: {outlook.line(outlook.advised).computers}")
     return [*told, *([f"Not reliable: {job.doubt}"] if job.doubt else [])]
 
 
-# --- times --------------------------------------------------------------------------------------------
+# --- times ----------------------------------------------------------------------------------------
 
 
 def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
@@ -163,7 +170,10 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
         if alone and job.whole_s is not None:
             name, taken = f"1 {one}, a share", False
         else:
-            name, taken = f"{number} {one if alone else several}", decided and number == outlook.advised
+            name, taken = (
+                f"{number} {one if alone else several}",
+                decided and number == outlook.advised,
+            )
         line = outlook.line(number)
         large = line.fits is False and not taken
         found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))
@@ -171,11 +181,15 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
 
 
 def _with_bars(outlook: Outlook) -> list[int]:
-    """Numbers of computers: all that have a line, or of many those that are powers of two, and what is advised."""
+    """Numbers of computers: all that have a line, or of many those that are powers of two, and what
+    is advised.
+    """
     numbers = [line.machines for line in outlook.lines]
     if len(numbers) <= _MOST_BARS:
         return numbers
-    powers = [number for number in numbers if number & (number - 1) == 0 or number == outlook.advised]
+    powers = [
+        number for number in numbers if number & (number - 1) == 0 or number == outlook.advised
+    ]
     return sorted({1, *powers[-_MOST_BARS + 1 :], outlook.advised})
 
 
@@ -193,11 +207,15 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"time of the whole training in {unit}", fontsize=_FONT - 0.5)
     for place, (_, seconds, taken) in enumerate(bars):
-        look: dict[str, Any] = {"va": "center", "fontsize": _FONT - 1, "fontweight": "bold" if taken else "normal"}
+        look: dict[str, Any] = {
+            "va": "center",
+            "fontsize": _FONT - 1,
+            "fontweight": "bold" if taken else "normal",
+        }
         axes.text(seconds / size, place, f" {format_duration(seconds)}", **look)
 
 
-# --- questions ----------------------------------------------------------------------------------------
+# --- questions ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,17 +243,23 @@ def _asked(advice: Advice, text: str) -> tuple[list[str], bool]:
 
 
 def _ended(advice: Advice, name: Outcome, question: str, wide: int) -> tuple[list[str], bool]:
-    """Return the lines of an outcome, which are the advice itself where the path ends there, and whether it does."""
+    """Return the lines of an outcome, which are the advice itself where the path ends there, and
+    whether it does.
+    """
     ends = bool(advice.path) and (advice.outcome, advice.path[-1].text) == (name, question)
     return textwrap.wrap(advice.title if ends else _OUTCOMES[name], wide - 3 * ends), ends
 
 
 def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], float]:
-    """Place questions as ``(question, "")`` and outcomes with the question that leads to them; also return the end."""
+    """Place questions as ``(question, "")`` and outcomes with the question that leads to them; also
+    return the end.
+    """
     nodes: dict[tuple[str, str], _Node] = {}
     for question in _QUESTIONS:
         asked = _asked(advice, question)
-        ends = {arrow.end for arrow in arrows_of(advice) if arrow.start == question} - {"faster link"}
+        ends = {arrow.end for arrow in arrows_of(advice) if arrow.start == question} - {
+            "faster link"
+        }
         beside = {name: _ended(advice, name, question, 21) for name in _OUTCOMES if name in ends}
         height = sum(_high(lines) + _PAD for lines, _ in beside.values()) - _PAD
         row = max(_high(asked[0]), height)
@@ -252,34 +276,65 @@ def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], flo
 
 def _draw_node(axes: Axes, node: _Node, *, is_outcome: bool) -> Any:
     """Draw a node; its box."""
-    look = {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2} if node.taken else {"fc": "white", "ec": _FADED, "lw": 1.0}
+    look = (
+        {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2}
+        if node.taken
+        else {"fc": "white", "ec": _FADED, "lw": 1.0}
+    )
     style = "round,pad=0.5,rounding_size=0.8" if is_outcome else "square,pad=0.5"
     words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "zorder": 4}
-    words |= {"color": "black" if node.taken else GREY, "weight": "bold" if node.taken and is_outcome else "normal"}
-    text = axes.text(node.x, node.y, "\n".join(node.lines), bbox={"boxstyle": style, **look}, **words)
+    words |= {
+        "color": "black" if node.taken else GREY,
+        "weight": "bold" if node.taken and is_outcome else "normal",
+    }
+    text = axes.text(
+        node.x, node.y, "\n".join(node.lines), bbox={"boxstyle": style, **look}, **words
+    )
     return text.get_bbox_patch()
 
 
 def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node]) -> None:
     """Draw the nodes, and arrows from the edge of one to that of the other."""
-    boxes = {node: _draw_node(axes, node, is_outcome=bool(question)) for (_, question), node in nodes.items()}
+    boxes = {
+        node: _draw_node(axes, node, is_outcome=bool(question))
+        for (_, question), node in nodes.items()
+    }
     arrows = arrows_of(advice)
     doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
     for arrow in arrows:
         start = nodes[arrow.start, ""]
         end = nodes.get((arrow.end, "")) or nodes[arrow.end, arrow.start]
         colour, width = (_TAKEN, 2.2) if arrow.taken else (_FADED, 1.0)
-        look = {"arrowstyle": "-|>", "color": colour, "lw": width, "patchA": boxes[start], "patchB": boxes[end]}
+        look = {
+            "arrowstyle": "-|>",
+            "color": colour,
+            "lw": width,
+            "patchA": boxes[start],
+            "patchB": boxes[end],
+        }
         # Of two between the same nodes one is to the left, one to the right.
         side = 0.5 if arrow.beside else -0.5 if (arrow.start, arrow.end) in doubled else 0.0
-        word = start.x + side + 0.08, (start.y + start.high / 2 + end.y - end.high / 2) / 2, "left", "center"
+        word = (
+            start.x + side + 0.08,
+            (start.y + start.high / 2 + end.y - end.high / 2) / 2,
+            "left",
+            "center",
+        )
         if end.x > start.x:
             word = _BETWEEN, (start.y + end.y) / 2 - 0.04, "center", "bottom"
-        elif end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP:  # past others, along the margin
+        elif (
+            end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP
+        ):  # past others, along the margin
             out = _MARGIN + (0.0 if arrow.start == chart.FITS else 0.2)
             look["connectionstyle"] = f"bar,fraction={(start.x - out) / (end.y - start.y)}"
             word = out + 0.05, start.y + start.high / 2 + 0.05, "left", "top"
-        axes.annotate("", (end.x + side, end.y), (start.x + side, start.y), arrowprops=look, zorder=5 + arrow.taken)
+        axes.annotate(
+            "",
+            (end.x + side, end.y),
+            (start.x + side, start.y),
+            arrowprops=look,
+            zorder=5 + arrow.taken,
+        )
         x, y, across, up = word
         tone = _TAKEN if arrow.taken else GREY
         axes.text(x, y, arrow.word, fontsize=_FONT - 0.5, color=tone, ha=across, va=up, zorder=7)

@@ -30,7 +30,11 @@ _PART = 0.05  # of the whole time: shorter validations are not told
 _LENGTH = ("iters", "epochs")
 _OF_VALIDATIONS = ("steps_per_eval", "val_batches")
 _OF_LENGTH = (*_LENGTH, *_OF_VALIDATIONS, "steps")
-_RESOLVED = ("model", "data", "tokenizer")  # names of directories, which may be written in several ways
+_RESOLVED = (
+    "model",
+    "data",
+    "tokenizer",
+)  # names of directories, which may be written in several ways
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,10 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes."""
-        figures = [{**asdict(one), "unit": one.unit, "ratio": one.ratio, "off": one.off} for one in self.figures]
+        figures = [
+            {**asdict(one), "unit": one.unit, "ratio": one.ratio, "off": one.off}
+            for one in self.figures
+        ]
         return {**asdict(self), "figures": figures}
 
 
@@ -137,7 +144,11 @@ class _Compared:
     """A plan and a run, with the reports of its latest number of ranks."""
 
     def __init__(
-        self, plan: KeptPlan, history: RunHistory, config: Mapping[str, Any], samples: Sequence[Sample]
+        self,
+        plan: KeptPlan,
+        history: RunHistory,
+        config: Mapping[str, Any],
+        samples: Sequence[Sample],
     ) -> None:
         assert history.started is not None, "without a start there is no time to find a plan by"
         self.plan, self.history, self.config, self.samples = plan, history, config, samples
@@ -152,10 +163,14 @@ class _Compared:
         lines = {line.machines: line for line in plan.machines}
         line = lines.get(self.ranks)
         if not self.config:
-            notes.append("The options of the run are not known, so they cannot be compared with the plan's.")
+            notes.append(
+                "The options of the run are not known, so they cannot be compared with the plan's."
+            )
         if line is None:
             known = ", ".join(map(str, lines))
-            notes.append(f"The plan has no line for {ranks}, only for {known}: times are not compared.")
+            notes.append(
+                f"The plan has no line for {ranks}, only for {known}: times are not compared."
+            )
         if not self.same_ranks:
             notes.append(
                 f"The number of ranks changed: only the last part, with {ranks}, is compared, not the whole time."
@@ -168,13 +183,19 @@ class _Compared:
         memory = list(self._memory())
         if not memory:
             notes.append(f"The plan has no memory for {ranks} divided as the run was.")
-        return Comparison(plan.time, self.ranks, (*figures, *memory, *self._expected()), self.differences, tuple(notes))
+        return Comparison(
+            plan.time,
+            self.ranks,
+            (*figures, *memory, *self._expected()),
+            self.differences,
+            tuple(notes),
+        )
 
     def _differs(self, *but: str) -> bool:
         """Tell if plan and run differ in an option, ``but`` for some."""
         return any(one.option not in but for one in self.differences)
 
-    # --- times ----------------------------------------------------------------------------------------
+    # --- times ------------------------------------------------------------------------------------
 
     def _times(self, line: KeptLine) -> Iterator[Figure]:
         plan, marked = self.plan, self._differs(*_OF_LENGTH)
@@ -182,13 +203,23 @@ class _Compared:
         if start_s:
             yield Figure("start", "time to the start", start_s, self._start_s(), marked)
         reports = _met_nothing_new(self.history, self.reports)
-        yield Figure("step", "a step", line.prediction.step_s, _typical(each.step_time_s for each in reports), marked)
+        yield Figure(
+            "step",
+            "a step",
+            line.prediction.step_s,
+            _typical(each.step_time_s for each in reports),
+            marked,
+        )
         tokens = _typical(each.tokens_per_s * each.step_time_s for each in reports)
         yield Figure("tokens", "tokens of a step", plan.step.tokens, tokens, marked)
         if line.machines > 1:
             exchange_s = _typical(each.comm_s for each in reports)
             yield Figure(
-                "exchange", "of a step waiting for the exchange", line.prediction.exposed_s, exchange_s, marked
+                "exchange",
+                "of a step waiting for the exchange",
+                line.prediction.exposed_s,
+                exchange_s,
+                marked,
             )
         yield from self._whole(line, line.training_s - start_s)
 
@@ -196,14 +227,24 @@ class _Compared:
         """Yield the time of all steps, and that of all validations if it is felt."""
         history, planned, ran = self.history, self.plan.steps, self.started.total_steps
         marked = self._differs(*_LENGTH, "steps")
-        name = "all steps" if ran == planned else f"all {counted(ran, 'step')} ({planned:,} were planned: their share)"
+        name = (
+            "all steps"
+            if ran == planned
+            else f"all {counted(ran, 'step')} ({planned:,} were planned: their share)"
+        )
         ended = history.ended
         whole = ended is not None and ended.reason == "finished" and self.same_ranks
         took_s = ended.total_time_s if ended is not None and whole else None
         yield Figure("steps", name, steps_s * ran / planned, took_s, marked)
         if line.validation_s > _PART * steps_s:
             spent = sum(each.duration_s for each in history.valid) if whole else None
-            yield Figure("validations", "of that all validations", line.validation_s * ran / planned, spent, marked)
+            yield Figure(
+                "validations",
+                "of that all validations",
+                line.validation_s * ran / planned,
+                spent,
+                marked,
+            )
 
     def _start_s(self) -> float | None:
         """Return the seconds from the first process to the first step, if that has been seen."""
@@ -211,11 +252,15 @@ class _Compared:
         began = [one.began for one in self.samples if one.attempt == 1 and one.began is not None]
         return first - min(began) if first is not None and began and min(began) <= first else None
 
-    # --- memory ---------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def _memory(self) -> Iterator[Figure]:
-        """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has it."""
-        ways = [way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags]
+        """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has
+        it.
+        """
+        ways = [
+            way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags
+        ]
         same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
             ways = [way for way in ways if _strategy_of(way) == self._strategy()]
@@ -223,11 +268,22 @@ class _Compared:
         if not ways:
             return
         way, saving = self._saving(ways)
-        # On an NVIDIA GPU a rank takes more where it is free; what it needs was seen in a step with nothing ahead.
+        # On an NVIDIA GPU a rank takes more where it is free; what it needs was seen in a step with
+        # nothing ahead.
         needed = any(report.needed_bytes for report in self.reports)
         name = f"memory {'that a rank needs' if needed else 'of a rank at its peak'} ({way.name})"
-        peaks = [max(one.needed_bytes or one.peak_memory_bytes) for one in self.reports if one.peak_memory_bytes]
-        yield Figure("memory", name, way.rank_bytes, max(peaks, default=0) or None, self._differs(*same, *saving))
+        peaks = [
+            max(one.needed_bytes or one.peak_memory_bytes)
+            for one in self.reports
+            if one.peak_memory_bytes
+        ]
+        yield Figure(
+            "memory",
+            name,
+            way.rank_bytes,
+            max(peaks, default=0) or None,
+            self._differs(*same, *saving),
+        )
 
     def _strategy(self) -> str:
         """Return the way in which the run divided the work, by the name that the plan has for it."""
@@ -246,7 +302,8 @@ class _Compared:
         return "zero1" if divided else "data"
 
     def _saving(self, ways: Sequence[KeptMemory]) -> tuple[KeptMemory, Sequence[str]]:
-        """Return the way with what saves memory that the run had and the plan had not, and the names of these options.
+        """Return the way with what saves memory that the run had and the plan had not, and the
+        names of these options.
 
         That is the way with all of it, else with one of them, else the plain one.
         """
@@ -256,20 +313,35 @@ class _Compared:
         had = [name for name in flags if config.get(name) not in (None, False, options.get(name))]
         plain = ways[0]
         for names in (had, *([name] for name in had)):
-            words = {*plain.flags.split(), *(word for name in names for word in flags[name].split())}
+            words = {
+                *plain.flags.split(),
+                *(word for name in names for word in flags[name].split()),
+            }
             way = next((each for each in ways if {*each.flags.split()} == words), plain)
             if way is not plain:
                 return way, names
         return plain, ()
 
     def _expected(self) -> Iterator[Figure]:
-        """Yield the memory that the ranks expected of themselves before their first step, where they could."""
-        told = [one.estimated_bytes or one.mlx_estimated_bytes or 0 for one in self.samples if one.role == "rank"]
-        peaks = [max(one.needed_bytes or one.peak_rss_bytes) for one in self.reports if one.peak_rss_bytes]
+        """Yield the memory that the ranks expected of themselves before their first step, where
+        they could.
+        """
+        told = [
+            one.estimated_bytes or one.mlx_estimated_bytes or 0
+            for one in self.samples
+            if one.role == "rank"
+        ]
+        peaks = [
+            max(one.needed_bytes or one.peak_rss_bytes)
+            for one in self.reports
+            if one.peak_rss_bytes
+        ]
         if any(told) and peaks:
-            yield Figure("expected", "memory of a rank, as the run itself expected it", max(told), max(peaks))
+            yield Figure(
+                "expected", "memory of a rank, as the run itself expected it", max(told), max(peaks)
+            )
 
-    # --- options --------------------------------------------------------------------------------------
+    # --- options ----------------------------------------------------------------------------------
 
     def _differences(self) -> Iterator[Difference]:
         """Yield the options in which they differ; the numbers of ranks are no option of these."""
@@ -277,18 +349,29 @@ class _Compared:
         yield from self._other_options()
         if (measured := plan.measured) is not None:
             parameters = (measured.exchanged, started.trainable_params)
-            yield from _other("trained parameters", *parameters, lambda one: f"{format_count(one)} trained parameters")
+            yield from _other(
+                "trained parameters",
+                *parameters,
+                lambda one: f"{format_count(one)} trained parameters",
+            )
             cores = (measured.cores_per_rank, started.cores_per_rank)
-            yield from _other("cores_per_rank", *cores, lambda one: f"{one} core{'s' * (one > 1)} a rank")
-        yield from _other("processor", plan.processor, _processor(self.history), lambda one: f"a {one.upper()}")
+            yield from _other(
+                "cores_per_rank", *cores, lambda one: f"{one} core{'s' * (one > 1)} a rank"
+            )
+        yield from _other(
+            "processor", plan.processor, _processor(self.history), lambda one: f"a {one.upper()}"
+        )
         if all(plan.options.get(name) == self.config.get(name) for name in _LENGTH):
-            yield from _other("steps", plan.steps, started.total_steps, lambda one: f"{counted(one, 'step')}")
+            yield from _other(
+                "steps", plan.steps, started.total_steps, lambda one: f"{counted(one, 'step')}"
+            )
 
     def _other_options(self) -> Iterator[Difference]:
         options = self.plan.options
         # The options have the directory that the model was found in.
         trained: dict[str, Any] = {**self.config, "model": self.started.model}
-        # Where the plan leaves a choice, the run's options have what was chosen; full training has no adapters.
+        # Where the plan leaves a choice, the run's options have what was chosen; full training has
+        # no adapters.
         chosen = {name for name in ("num_layers",) if options.get(name) is None}
         if options.get("fine_tune_type") == "full" or trained.get("lora_parameters") is None:
             chosen.add("lora_parameters")
@@ -297,7 +380,9 @@ class _Compared:
                 yield Difference(name, _flag(name, planned), _flag(name, trained[name]))
 
 
-def _other(option: str, planned: Any, trained: Any, words: Callable[[Any], str]) -> Iterator[Difference]:
+def _other(
+    option: str, planned: Any, trained: Any, words: Callable[[Any], str]
+) -> Iterator[Difference]:
     """Yield the difference of two values, if both are known and it is one."""
     if planned is not None and trained is not None and planned != trained:
         yield Difference(option, words(planned), words(trained))
@@ -313,8 +398,12 @@ def _counted(history: RunHistory) -> list[TrainReport]:
 
 
 def _met_nothing_new(history: RunHistory, reports: Sequence[TrainReport]) -> Sequence[TrainReport]:
-    """Return the reports without batches of shapes that were new, which take longer, if there are several."""
-    old = {report.step for before, report in pairwise(history.train) if before.shapes == report.shapes}
+    """Return the reports without batches of shapes that were new, which take longer, if there are
+    several.
+    """
+    old = {
+        report.step for before, report in pairwise(history.train) if before.shapes == report.shapes
+    }
     found = [report for report in reports if report.step in old]
     return found if len(found) > 1 else reports
 
@@ -327,7 +416,12 @@ def _typical(values: Iterator[float]) -> float | None:
 def _processor(history: RunHistory) -> str | None:
     """Name the processor, whose memory is counted; ``None`` where that cannot be told."""
     last = history.last
-    if last is None or not last.peak_rss_bytes or not last.peak_mlx_bytes or last.peak_rss_bytes == last.peak_mlx_bytes:
+    if (
+        last is None
+        or not last.peak_rss_bytes
+        or not last.peak_mlx_bytes
+        or last.peak_rss_bytes == last.peak_mlx_bytes
+    ):
         return None
     return "cpu" if last.peak_memory_bytes == last.peak_rss_bytes else "gpu"
 
@@ -336,7 +430,10 @@ def _same(name: str, planned: Any, trained: Any) -> bool:
     if planned == trained or (not planned and not trained):
         return True
     if name in _RESOLVED and isinstance(planned, str) and isinstance(trained, str):
-        return Path(os.path.expanduser(planned)).resolve() == Path(os.path.expanduser(trained)).resolve()
+        return (
+            Path(os.path.expanduser(planned)).resolve()
+            == Path(os.path.expanduser(trained)).resolve()
+        )
     return False
 
 

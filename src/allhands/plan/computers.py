@@ -1,4 +1,6 @@
-"""The computers of a plan: how fast each is, what memory it has for a training, and in which order they are added."""
+"""The computers of a plan: how fast each is, what memory it has for a training, and in which order
+they are added.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +71,23 @@ def largest(computers: Sequence[Computer]) -> Computer:
 
 
 def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
-    """Return the one for a training of so many bytes on one computer: the fastest that holds it, else the largest."""
+    """Return the one for a training of so many bytes on one computer: the fastest that holds it,
+    else the largest.
+    """
     able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
-    return max(able, key=lambda each: (each.speed, each.usable_bytes or 0)) if able else largest(computers)
+    return (
+        max(able, key=lambda each: (each.speed, each.usable_bytes or 0))
+        if able
+        else largest(computers)
+    )
 
 
-def ordered(computers: Sequence[Computer], first: Computer, able: Callable[[Computer], bool]) -> Team:
-    """In the order in which they are added: the first, those that are able to take part, the fastest before others."""
+def ordered(
+    computers: Sequence[Computer], first: Computer, able: Callable[[Computer], bool]
+) -> Team:
+    """In the order in which they are added: the first, those that are able to take part, the
+    fastest before others.
+    """
     others = list(computers)
     others.remove(first)
     return (first, *sorted(others, key=lambda each: (not able(each), -each.speed)))
@@ -94,7 +106,11 @@ def listed(computers: Sequence[Computer]) -> list[str]:
     first = computers[0]
     told: list[str] = []
     for each, number in Counter(replace(one, watts=None) for one in computers).items():
-        speed = "" if each.speed == first.speed else f", {each.speed:.2g} times the speed of {first.name}"
+        speed = (
+            ""
+            if each.speed == first.speed
+            else f", {each.speed:.2g} times the speed of {first.name}"
+        )
         told.append(f"{_times(each.name, number)}: {each.memory_told}{speed}")
     return told
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from allhands.errors import ConfigError
 
-# Of the products that a GPU could compute a training does about so much; a guess, good within a factor of 1.5.
+# Of the products that a GPU could compute a training does about so much; a guess, good within a
+# factor of 1.5.
 _USED = {"cuda": 0.45, "metal": 0.35}
-# Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels about a GB.
+# Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels
+# about a GB.
 USABLE = {"cuda": 0.94, "metal": 0.75}
 MAC_KEEPS = "macOS keeps a quarter of a Mac's memory from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
@@ -37,22 +39,28 @@ class PlannedDevice:
     @property
     def usable_bytes(self) -> int:
         """Return the bytes that arrays may take."""
-        return min(int(USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind])
+        return min(
+            int(USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind]
+        )
 
     @property
     def why(self) -> str:
         """Return the reason why that is not all."""
         if self.kind == "cuda":
             return DRIVER_TAKES
-        return MAC_KEEPS if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes) else "macOS takes the rest"
+        return (
+            MAC_KEEPS
+            if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes)
+            else "macOS takes the rest"
+        )
 
     def seconds(self, flops: float) -> float:
         """Return a guess of how long so many products and sums take."""
         return flops / (_USED[self.kind] * self.flops)
 
 
-# TFLOP/s in half precision, summed in single, dense: the makers' figures (for Apple by cores and clock); usual memory
-# in GB; watts.
+# TFLOP/s in half precision, summed in single, dense: the makers' figures (for Apple by cores and
+# clock); usual memory in GB; watts.
 _METAL = {
     "m1": (2.6, 8, 20),
     "m1 pro": (5.2, 16, 40),
@@ -99,7 +107,12 @@ def device_of(text: str) -> PlannedDevice:
         ConfigError: it is none that is known.
     """
     memory = _MEMORY.search(text)
-    words = (text[: memory.start()] if memory else text).lower().replace("apple", "").replace("nvidia", "")
+    words = (
+        (text[: memory.start()] if memory else text)
+        .lower()
+        .replace("apple", "")
+        .replace("nvidia", "")
+    )
     words = " ".join(words.replace("geforce", "").split())
     if words and words[0].isdigit():
         words = f"rtx {words}"
@@ -112,6 +125,8 @@ def device_of(text: str) -> PlannedDevice:
                 what = "more memory than there is" if gigabytes > 1e3 else small
                 hint = f"give all of its memory, as '{words.upper()} {usual}GB'"
                 raise ConfigError(f"{text.strip()!r} has {what}", where="--device", hint=hint)
-            return PlannedDevice(text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts))
+            return PlannedDevice(
+                text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts)
+            )
     hint = f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'"
     raise ConfigError(f"{text!r} is not a computer that is known", where="--device", hint=hint)

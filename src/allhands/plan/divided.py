@@ -1,7 +1,8 @@
-"""Ways of dividing a model or its rows among several computers: memory of each rank, traffic, and time of a step.
+"""Ways of dividing a model or its rows among several computers: memory of each rank, traffic, and
+time of a step.
 
-The time has the parts of :mod:`allhands.plan.speed`: what no number of ranks makes shorter, the passes, and the part of
-the exchange that ranks wait for.
+The time has the parts of :mod:`allhands.plan.speed`: what no number of ranks makes shorter, the
+passes, and the part of the exchange that ranks wait for.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _TITLES: dict[_Way, str] = {
 }
 
 
-# What a GPU waits for a sum of hidden states beyond the time on the link: nothing else is handed out meanwhile, and the
-# parts of matrices are slow to multiply. Of 1.24 billion weights on four H200, 64 sums of 33 MB took 37 ms more.
+# What a GPU waits for a sum of hidden states beyond the time on the link: nothing else is handed
+# out meanwhile, and the parts of matrices are slow to multiply. Of 1.24 billion weights on four
+# H200, 64 sums of 33 MB took 37 ms more.
 WAIT_OF_GPU_S = 0.6e-3
 
 
@@ -52,10 +54,20 @@ class Held:
     shares: Sequence[float]
 
 
-def divided_ways(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held) -> Iterator[Way]:
-    """Yield the ways that the model, the options and the number of computers allow; none is judged by memory yet."""
+def divided_ways(
+    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held
+) -> Iterator[Way]:
+    """Yield the ways that the model, the options and the number of computers allow; none is judged
+    by memory yet.
+    """
     ranks = len(team)
-    if job.dividing is None or job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
+    if (
+        job.dividing is None
+        or job.blocks is None
+        or job.work is None
+        or ranks < 2
+        or job.rounds is not None
+    ):
         return
     for name in job.dividing.among(ranks, job.work.row_tokens):
         if name == "expert":  # see allhands.plan.asked
@@ -80,18 +92,24 @@ class _DividedWay:
 
     def way(self, name: _Way) -> Way:
         """Return one way, with the bytes of each rank."""
-        # Ranks that compute the same rows have all of them, in micro-batches as one process cuts them.
+        # Ranks that compute the same rows have all of them, in micro-batches as one process cuts
+        # them.
         shares = self.held.shares if name == "fsdp" else [1.0] * self.ranks
         parts = self._parts(name)
         found = {share: self._divided(name, share) for share in {*shares}}
-        memories = [self._memory(name, found[share], part) for share, part in zip(shares, parts, strict=True)]
+        memories = [
+            self._memory(name, found[share], part)
+            for share, part in zip(shares, parts, strict=True)
+        ]
         # Gradients end to end, and their sum.
         buckets = 2 * self.held.bucket_bytes if name == "context" else 0
         needed = [self.held.needed(each, self.ranks) + buckets for each in memories]
         memory, divided = memories[needed.index(max(needed))], found[max(shares)]
         costs = _costs(name, divided)
         gradients, step_s = self.job.step.gradient_bytes, self._step_s(costs, divided)
-        validations_s = self.job.validations * self.job.validation_s * step_s / self.job.step.alone_s
+        validations_s = (
+            self.job.validations * self.job.validation_s * step_s / self.job.step.alone_s
+        )
         return Way(
             name=_TITLES[name],
             ranks=self.ranks,
@@ -109,15 +127,22 @@ class _DividedWay:
             more=self._flag(name),
             # Parts travel as long as the largest.
             sent_bytes=int(
-                self.ranks * max(parts) * costs.traffic(gradients, gradients, scatters=self.scatters).sent(self.ranks)
+                self.ranks
+                * max(parts)
+                * costs.traffic(gradients, gradients, scatters=self.scatters).sent(self.ranks)
             ),
             strategy=name,
             step_s=step_s,
-            training_s=self.job.start_of(self.ranks) + self.job.first_s + self.job.steps * step_s + validations_s,
+            training_s=self.job.start_of(self.ranks)
+            + self.job.first_s
+            + self.job.steps * step_s
+            + validations_s,
         )
 
     def _parts(self, name: _Way) -> list[float]:
-        """Return the part of every array that each rank has; those of fully sharded ranks follow their memory."""
+        """Return the part of every array that each rank has; those of fully sharded ranks follow
+        their memory.
+        """
         rooms = [each.usable_bytes for each in self.team]
         known = [room for room in rooms if room]
         unlike = shares_by_memory(known) if name == "fsdp" and len(known) == self.ranks else ()
@@ -125,10 +150,18 @@ class _DividedWay:
 
     def _memory(self, name: _Way, divided: Divided, part: float) -> Memory:
         costs, whole = _costs(name, divided), divided.memory(divided.work)
-        return costs.memory_of(whole, part) if isinstance(costs, ShardedCosts) else costs.memory(whole, self.ranks)
+        return (
+            costs.memory_of(whole, part)
+            if isinstance(costs, ShardedCosts)
+            else costs.memory(whole, self.ranks)
+        )
 
     def _flag(self, name: _Way) -> str:
-        return {"fsdp": STRATEGIES["fsdp"].flags, "tensor": f"--tp {self.ranks}", "context": f"--cp {self.ranks}"}[name]
+        return {
+            "fsdp": STRATEGIES["fsdp"].flags,
+            "tensor": f"--tp {self.ranks}",
+            "context": f"--cp {self.ranks}",
+        }[name]
 
     def _divided(self, name: _Way, share: float) -> Divided:
         """Return the training of a rank with a share of the rows."""
@@ -138,7 +171,7 @@ class _DividedWay:
         model = model_of(self.blocks, work, tied=job.tied, form=form)
         return Divided(model, self.blocks, work, job.of, job.tied, on_cpu=job.kind == "cpu")
 
-    # --- seconds --------------------------------------------------------------------------------------
+    # --- seconds ----------------------------------------------------------------------------------
 
     def _step_s(self, costs: _Costs, divided: Divided) -> float:
         found = predict(self.job.step, self.link, self.speeds, self.job.room)
@@ -162,7 +195,9 @@ class _DividedWay:
         trained = divided.work.trained_layers
         fetches = divided.blocks.layers - 1 + trained
         fetch_s = self._gather_s(costs.fetched_bytes / fetches)
-        push_s = self.link.seconds(costs.pushed_bytes / trained, self.ranks) * (0.5 if self.scatters else 1.0)
+        push_s = self.link.seconds(costs.pushed_bytes / trained, self.ranks) * (
+            0.5 if self.scatters else 1.0
+        )
         exchange = costs.micro_batches * (fetches * fetch_s + trained * push_s)
         compute = found.compute_s * self.job.fetched_s
         return self._serial_s(found) + compute + max(fetch_s, exchange - compute)
@@ -174,14 +209,26 @@ class _DividedWay:
         each = self.link.seconds(costs.hidden_bytes / divided.micro_batches, self.ranks)
         each += 0.0 if divided.on_cpu else WAIT_OF_GPU_S
         sums = costs.sums * divided.micro_batches * each
-        return self._serial_s(found) + compute + sums + self.link.seconds(costs.partial_bytes, self.ranks)
+        return (
+            self._serial_s(found)
+            + compute
+            + sums
+            + self.link.seconds(costs.partial_bytes, self.ranks)
+        )
 
     def _of_rows(self, costs: ContextCosts, divided: Divided, found: Prediction) -> float:
-        """Keys and values of a layer, and their gradients, are waited for, and the gradients of weights as usual."""
+        """Keys and values of a layer, and their gradients, are waited for, and the gradients of
+        weights as usual.
+        """
         layers, times = self.blocks.layers, divided.micro_batches
         fetched = times * layers * self._gather_s(costs.fetched_bytes / (times * layers))
         factor = 0.5 if self.scatters else 1.0
-        pushed = factor * times * layers * self.link.seconds(costs.pushed_bytes / (times * layers), self.ranks)
+        pushed = (
+            factor
+            * times
+            * layers
+            * self.link.seconds(costs.pushed_bytes / (times * layers), self.ranks)
+        )
         compute = self._passes_s()
         gradients = exchange_s(self.job.step, self.link, self.ranks)
         if self.job.step.overlapped:
@@ -189,7 +236,9 @@ class _DividedWay:
         return self._serial_s(found) + compute + fetched + pushed + gradients
 
     def _gather_s(self, num_bytes: float) -> float:
-        """Seconds in which all ranks get so many bytes of which each has a part: half of a sum of them."""
+        """Seconds in which all ranks get so many bytes of which each has a part: half of a sum of
+        them.
+        """
         return self.link.seconds(num_bytes, self.ranks) / 2
 
 
@@ -204,7 +253,8 @@ def _costs(name: _Way, divided: Divided) -> _Costs:
 
 
 def best_divided(ways: Sequence[Way], worth: float) -> Way | None:
-    """Return the way that fits and takes the least time; one with more computers only if that is ``worth`` it.
+    """Return the way that fits and takes the least time; one with more computers only if that is
+    ``worth`` it.
 
     Args:
         worth: the most that more computers may take of the time of fewer ones.

@@ -1,4 +1,6 @@
-"""Ways of dividing a model that its architecture and the options of a training allow, by its config.json alone."""
+"""Ways of dividing a model that its architecture and the options of a training allow, by its
+config.json alone.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,19 @@ from allhands.run.training_memory import DecoderShape
 Name = Literal["fsdp", "tensor", "expert", "context"]
 
 _SHARDED = ("zero2", "zero3", "fsdp")
-# Tokens of a row for each rank, from which on dividing rows is looked at: a shorter piece takes about as long to hand
-# out as to compute.
+# Tokens of a row for each rank, from which on dividing rows is looked at: a shorter piece takes
+# about as long to hand out as to compute.
 _LONG = 256
 # Options that divide a model, as they are where nothing is divided, and the change for each way.
 _WHOLE: Mapping[str, Any] = {
-    **{"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto", "reshard": "auto", "dp_shard": None},
+    **{
+        "strategy": "auto",
+        "pp": None,
+        "pp_schedule": "1f1b",
+        "pp_split": "auto",
+        "reshard": "auto",
+        "dp_shard": None,
+    },
     **{"tp": 1, "cp": 1, "ep": 1},
 }
 _CHANGES: Mapping[Name, Mapping[str, Any]] = {
@@ -41,8 +50,8 @@ class Dividing:
 
     Attributes:
         ways: those that the architecture and the options allow for some number of ranks.
-        divisible: numbers of heads, and of inner features that a last projection has as inputs: tensor parallel ranks
-            divide them all.
+        divisible: numbers of heads, and of inner features that a last projection has as inputs:
+            tensor parallel ranks divide them all.
         group: numbers of a group of quantised weights, which is not divided; 1: weights are dense.
         experts: number of experts of a block; 0: there are none.
     """
@@ -56,7 +65,9 @@ class Dividing:
     def among(self, ranks: int, row_tokens: int) -> tuple[Name, ...]:
         """Return the ways for so many ranks and rows of at most so many tokens, in a fixed order."""
         by_matrices = not any(number % ranks for number in self.divisible)
-        by_matrices = by_matrices and not any(number % (ranks * self.group) for number in self.inner)
+        by_matrices = by_matrices and not any(
+            number % (ranks * self.group) for number in self.inner
+        )
         able: dict[Name, bool] = {
             "fsdp": True,
             "tensor": by_matrices,
@@ -66,7 +77,9 @@ class Dividing:
         return tuple(name for name, possible in able.items() if possible and name in self.ways)
 
 
-def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: TrainConfig, group: int) -> Dividing:
+def dividing_of(
+    values: Mapping[str, Any], blocks: DecoderShape | None, config: TrainConfig, group: int
+) -> Dividing:
     """Return the ways of a model with such a config.json.
 
     Args:
@@ -88,7 +101,9 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
         "context": kind in CAN_DIVIDE_ROWS and not by_length and not balanced,
     }
     return Dividing(
-        ways=frozenset(name for name, possible in able.items() if possible and _is_open(name, config)),
+        ways=frozenset(
+            name for name, possible in able.items() if possible and _is_open(name, config)
+        ),
         divisible=(heads, int(values.get("num_key_value_heads") or heads), blocks.mlp_dims),
         inner=(blocks.queries, blocks.mlp_dims),
         group=group,
@@ -97,7 +112,8 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
 
 
 def strategy_name(option: Callable[[str], Any]) -> str:
-    """Return the name of the way of dividing that options ask for, of several together joined; empty: of rows alone.
+    """Return the name of the way of dividing that options ask for, of several together joined;
+    empty: of rows alone.
 
     Names are those of the registry, with ``zero2`` where fetched weights are kept, and ``context``.
 
@@ -108,7 +124,8 @@ def strategy_name(option: Callable[[str], Any]) -> str:
     keeps = strategy == "zero2" or option("reshard") == "off"
     found = {
         "pipeline": piped,
-        "zero2" if keeps and not piped else "fsdp": strategy in _SHARDED or (piped and option("dp_shard") is not None),
+        "zero2" if keeps and not piped else "fsdp": strategy in _SHARDED
+        or (piped and option("dp_shard") is not None),
         "tensor": option("tp") > 1,
         "expert": option("ep") > 1,
         "context": option("cp") > 1,
@@ -130,7 +147,9 @@ def _is_open(name: Name, config: TrainConfig) -> bool:
 
 
 def left_out(config: TrainConfig) -> list[str]:
-    """Return a note on an option that divides a model in a way that is not planned; empty without any."""
+    """Return a note on an option that divides a model in a way that is not planned; empty without
+    any.
+    """
     if config.pp_schedule == "1f1b":
         return []
     return [f"not planned: --pp-schedule {config.pp_schedule}; the plan counts with 1f1b"]

@@ -22,12 +22,20 @@ class Prices:
     watts: float | None = None
     per_kwh: float | None = None
 
-    def costs(self, computers: Sequence[Computer], hours: float) -> tuple[float | None, float | None]:
+    def costs(
+        self, computers: Sequence[Computer], hours: float
+    ) -> tuple[float | None, float | None]:
         """Return the money and the kilowatt hours for so many hours on these computers."""
         watts = [self.watts if each.watts is None else each.watts for each in computers]
-        power = [each * one.part for each, one in zip(watts, computers, strict=True) if each is not None]
+        power = [
+            each * one.part for each, one in zip(watts, computers, strict=True) if each is not None
+        ]
         kwh = hours * sum(power) / 1000 if len(power) == len(computers) else None
-        paid = [] if self.per_hour is None else [hours * sum(each.part for each in computers) * self.per_hour]
+        paid = (
+            []
+            if self.per_hour is None
+            else [hours * sum(each.part for each in computers) * self.per_hour]
+        )
         paid += [] if self.per_kwh is None or kwh is None else [kwh * self.per_kwh]
         return sum(paid) if paid else None, kwh
 
@@ -37,8 +45,10 @@ class SmallPasses:
     """A step of one process that cuts a batch into micro-batches as a pipeline does.
 
     Attributes:
-        tokens: tokens of the largest micro-batch, padding included; ``limit``: the most that it was allowed to have.
-        longest: tokens of the longest row; 0 if a person has set the size of micro-batches for any number of stages.
+        tokens: tokens of the largest micro-batch, padding included; ``limit``: the most that it was
+            allowed to have.
+        longest: tokens of the longest row; 0 if a person has set the size of micro-batches for any
+            number of stages.
         batches: micro-batches of a step; ``usual``: those of a step as one process cuts it.
         seconds: seconds of the step.
     """
@@ -72,19 +82,22 @@ class Job:
         once: True if the training is needed only once.
         together: True if the ranks are processes of one computer, with one price.
         shares: True if they also share one memory, which is not so if each has a GPU.
-        room: number of processes for which its cores suffice; more take turns; 0: each has cores of its own.
+        room: number of processes for which its cores suffice; more take turns; 0: each has cores of
+            its own.
         started: a number of ranks, and the measured seconds until their first step.
-        whole_s: seconds of a step by one process with a whole computer, if ``step`` is of one of several that share it.
+        whole_s: seconds of a step by one process with a whole computer, if ``step`` is of one of
+            several that share it.
         first_s: additional seconds of the first steps, all together.
-        validations: validations of the whole training; ``validation_s``: seconds of each on one computer.
+        validations: validations of the whole training; ``validation_s``: seconds of each on one
+            computer.
         doubt: reason not to conclude anything from the measurements; empty if there is none.
         about: the training in a few words.
         again_s: time of a step with recomputed activations, relative to one without.
         rounds: rounds of local steps, or of one step with a delay, if requested.
         kind: kind of processor.
         tied: True if the model's embedding is also its head.
-        forms: bytes of a block's weights, and of an embedding, in each form in which a rank may hold them, the
-            fastest first; empty if all weights take the same bytes.
+        forms: bytes of a block's weights, and of an embedding, in each form in which a rank may
+            hold them, the fastest first; empty if all weights take the same bytes.
         small: a step in small micro-batches, if one was measured.
         dividing: ways of dividing the model beside those; ``None``: none is looked at.
         wants_stages: whether pipelines are looked at where one computer is enough, too.
@@ -131,7 +144,8 @@ class Job:
 
     @property
     def fetched_s(self) -> float:
-        """Return the time of a step whose blocks' weights are fetched, relative to one without that.
+        """Return the time of a step whose blocks' weights are fetched, relative to one without
+        that.
 
         A CPU computes such blocks again, and so does a GPU where they have experts.
         """
@@ -145,14 +159,20 @@ class Job:
 
     @property
     def takes_stages(self) -> bool:
-        """Return whether the ranks can be a pipeline: not in one memory, nor with options that no pipeline has."""
+        """Return whether the ranks can be a pipeline: not in one memory, nor with options that no
+        pipeline has.
+        """
         packs = self.work is not None and self.work.packed is not None
         return not self.shares and self.rounds is None and not packs
 
     @property
     def backend_bytes(self) -> int:
-        """Bytes of the communication back-end in a process on a CPU: of the measured one, or of a ring."""
-        return BACKEND_BYTES.get(self.backend or getattr(self.link, "name", ""), BACKEND_BYTES["ring"])
+        """Bytes of the communication back-end in a process on a CPU: of the measured one, or of a
+        ring.
+        """
+        return BACKEND_BYTES.get(
+            self.backend or getattr(self.link, "name", ""), BACKEND_BYTES["ring"]
+        )
 
     def start_of(self, ranks: int) -> float:
         """Return the seconds until the first step of so many ranks."""
@@ -162,7 +182,9 @@ class Job:
         return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
 
     def alone_step_s(self, speed: float = 1.0, batches: int = 1) -> float:
-        """Return the seconds of a step with so many batches, by one process with a whole computer of that speed."""
+        """Return the seconds of a step with so many batches, by one process with a whole computer
+        of that speed.
+        """
         if self.whole_s:
             return batches * self.whole_s
         return self.step.serial_s + batches * self.step.tokens * self.step.token_s / speed

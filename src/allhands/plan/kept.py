@@ -1,4 +1,6 @@
-"""A plan in the directory of the run that it is for: ``plan.json``, written before the run and read after it."""
+"""A plan in the directory of the run that it is for: ``plan.json``, written before the run and read
+after it.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,37 @@ if TYPE_CHECKING:
 VERSION = 1
 _MOST_BYTES = 4_000_000
 
-# What of a training changes its time or its memory, and by which a run is told from the one that was planned.
+# What of a training changes its time or its memory, and by which a run is told from the one that
+# was planned.
 OPTIONS = (
-    *("model", "data", "hf_dataset", "fine_tune_type", "optimizer", "num_layers", "batch_size", "iters", "epochs"),
-    *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters", "mask_prompt"),
+    *(
+        "model",
+        "data",
+        "hf_dataset",
+        "fine_tune_type",
+        "optimizer",
+        "num_layers",
+        "batch_size",
+        "iters",
+        "epochs",
+    ),
+    *(
+        "grad_accumulation_steps",
+        "max_seq_length",
+        "packing",
+        "isolate_documents",
+        "lora_parameters",
+        "mask_prompt",
+    ),
     "train_on",
-    *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
+    *(
+        "grad_checkpoint",
+        "micro_batch_tokens",
+        "compile",
+        "clear_cache_threshold",
+        "master_weights",
+        "rank_weights",
+    ),
     *(
         "bucket_mb",
         "strategy",
@@ -78,7 +105,9 @@ class KeptPrediction:
 
 @dataclass(frozen=True)
 class KeptLine:
-    """Prediction for so many computers; ``training_s`` has the time to the start and that of validations."""
+    """Prediction for so many computers; ``training_s`` has the time to the start and that of
+    validations.
+    """
 
     machines: Annotated[int, Field(ge=1)]
     prediction: KeptPrediction
@@ -89,7 +118,9 @@ class KeptLine:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """A way of dividing the work, and the bytes of a rank at its peak; ``strategy`` is empty in earlier plans."""
+    """A way of dividing the work, and the bytes of a rank at its peak; ``strategy`` is empty in
+    earlier plans.
+    """
 
     name: str
     ranks: int
@@ -141,13 +172,14 @@ def _reader() -> TypeAdapter[KeptPlan]:
     return TypeAdapter(KeptPlan)
 
 
-# --- writing ------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
     """Write ``plan.json``, whole or not at all; where it is now, in words.
 
-    An earlier plan makes way. If a run in this directory was planned with it, it is kept under a number.
+    An earlier plan makes way. If a run in this directory was planned with it, it is kept under a
+    number.
 
     Args:
         plan: all that is told of the plan, with what :class:`KeptPlan` has, as plain values.
@@ -194,7 +226,7 @@ def _was_used(file: Path, begun: list[float]) -> bool:
     return any(began >= made for began in begun)
 
 
-# --- reading ------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_plan(file: Path) -> KeptPlan:
@@ -209,9 +241,13 @@ def read_plan(file: Path) -> KeptPlan:
             raise DataError("this is too large to be a plan", where=str(file), hint=hint)
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=meant(file, hint)) from None
+        raise DataError(
+            f"the plan cannot be read: {error.strerror}", where=str(file), hint=meant(file, hint)
+        ) from None
     except (ValueError, RecursionError):
-        raise DataError("the plan is torn: it is no whole JSON", where=str(file), hint=hint) from None
+        raise DataError(
+            "the plan is torn: it is no whole JSON", where=str(file), hint=hint
+        ) from None
     if not isinstance(content, dict):
         raise DataError("this is no plan: it holds no object", where=str(file), hint=hint)
     version = cast("dict[str, Any]", content).get("version")
@@ -224,19 +260,24 @@ def read_plan(file: Path) -> KeptPlan:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise DataError(f"the plan has a fault at {place}: {first['msg']}", where=str(file), hint=hint) from None
+        raise DataError(
+            f"the plan has a fault at {place}: {first['msg']}", where=str(file), hint=hint
+        ) from None
 
 
 def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, list[str]]:
-    """Return the latest plan of a directory that was made before a run began there, and what is amiss with plans, in
-    words.
+    """Return the latest plan of a directory that was made before a run began there, and what is
+    amiss with plans, in words.
 
     Args:
         began: when the run began, in Unix time; ``None`` if that is not known.
     """
     usual, notes, plans = Path(PLAN_FILE), list[str](), list[KeptPlan]()
     numbered = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
-    for file in [directory / PLAN_FILE, *(one for one in numbered if one.name.split(".")[1].isdigit())]:
+    for file in [
+        directory / PLAN_FILE,
+        *(one for one in numbered if one.name.split(".")[1].isdigit()),
+    ]:
         if not os.path.exists(file):
             continue
         try:
@@ -250,7 +291,9 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
     earlier = [plan for plan in plans if plan.time <= began]
     if not earlier:
         late = format_duration(min(plan.time for plan in plans) - began)
-        notes.append(f"{PLAN_FILE} was made {late} after this run had begun: it is no prediction of it, nor compared.")
+        notes.append(
+            f"{PLAN_FILE} was made {late} after this run had begun: it is no prediction of it, nor compared."
+        )
         return None, notes
     return max(earlier, key=lambda plan: plan.time), notes
 

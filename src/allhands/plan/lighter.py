@@ -1,4 +1,6 @@
-"""Ways to send less over a slow link: the time of a step with each, and the bytes that a rank would send."""
+"""Ways to send less over a slow link: the time of a step with each, and the bytes that a rank would
+send.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _FELT = 0.1
 _BATCHES = 4
 _ROUNDS = Rounds(50)
 _STREAMED = replace(_ROUNDS, fragments=5, delay=10)
-# What the validation loss was after 2,000 steps of pre-training on two ranks, against plain (benchmarks/slow_links.py).
+# What the validation loss was after 2,000 steps of pre-training on two ranks, against plain
+# (benchmarks/slow_links.py).
 PRICES = {
     "--compress bf16": -0.0002,
     "--compress int8": 0.0001,
@@ -37,8 +40,8 @@ class Lighter:
         flags: that switch it on; empty: as it is.
         step_s: of one batch, ``exposed_s`` of it is waiting for the exchange.
         sent_bytes: by a rank for one batch.
-        price: what it added to the validation loss of one measured pre-training, as a part of that loss; ``None`` where
-            it was not measured.
+        price: what it added to the validation loss of one measured pre-training, as a part of that
+            loss; ``None`` where it was not measured.
     """
 
     flags: str
@@ -48,15 +51,30 @@ class Lighter:
     price: float | None = None
 
 
-def lighter_ways(step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str) -> list[Lighter]:
-    """Return the present way, then all ways that send less; nothing if a step hardly waits, or sends less already."""
-    if len(speeds) < 2 or step.every > 1 or step.beside or step.packed is not None or not step.gradient_bytes:
+def lighter_ways(
+    step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str
+) -> list[Lighter]:
+    """Return the present way, then all ways that send less; nothing if a step hardly waits, or
+    sends less already.
+    """
+    if (
+        len(speeds) < 2
+        or step.every > 1
+        or step.beside
+        or step.packed is not None
+        or not step.gradient_bytes
+    ):
         return []
-    ways = [_way(flags, model, batches, link, speeds, room) for flags, model, batches in _models(step, kind, speeds)]
+    ways = [
+        _way(flags, model, batches, link, speeds, room)
+        for flags, model, batches in _models(step, kind, speeds)
+    ]
     return ways if ways[0].exposed_s >= _FELT * ways[0].step_s else []
 
 
-def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tuple[str, StepModel, int]]:
+def _models(
+    step: StepModel, kind: str, speeds: Sequence[float]
+) -> Iterator[tuple[str, StepModel, int]]:
     """Flags, the step with them, and its batches."""
     backend = "nccl" if kind == "cuda" else "ring"
     packed = {
@@ -69,7 +87,11 @@ def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tup
     for name, way in packed.items():
         yield f"--compress {name}", replace(step, packed=way), 1
     if "int4" in packed:
-        yield "--compress int4 --sync-delay 1", replace(step, packed=packed["int4"], overlapped=False, beside=1), 1
+        yield (
+            "--compress int4 --sync-delay 1",
+            replace(step, packed=packed["int4"], overlapped=False, beside=1),
+            1,
+        )
     local = replace(step, every=_ROUNDS.every, overlapped=False)
     yield _ROUNDS.flags, local, 1
     if "int4" in packed:
@@ -79,11 +101,22 @@ def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tup
 
 
 def _way(
-    flags: str, model: StepModel, batches: int, link: ExchangeTimes, speeds: Sequence[float], room: int
+    flags: str,
+    model: StepModel,
+    batches: int,
+    link: ExchangeTimes,
+    speeds: Sequence[float],
+    room: int,
 ) -> Lighter:
     found, ranks = predict(model, link, speeds, room), len(speeds)
     gradient = model.gradient_bytes
     packed = None if model.packed is None else model.packed.traffic(gradient, ranks)
     costs = DataCosts() if model.every == 1 else LocalCosts(Rounds(model.every))
     sent = costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(ranks)
-    return Lighter(flags, found.step_s / batches, found.exposed_s / batches, round(sent / batches), PRICES.get(flags))
+    return Lighter(
+        flags,
+        found.step_s / batches,
+        found.exposed_s / batches,
+        round(sent / batches),
+        PRICES.get(flags),
+    )

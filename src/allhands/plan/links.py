@@ -92,14 +92,19 @@ _LINKS = {
         _of("pcie", 160.0, 8),
     )
 }
-_ALIASES = {"tb4": "thunderbolt4", "tb5": "thunderbolt5", "thunderbolt": "thunderbolt4", "wi-fi": "wifi"}
+_ALIASES = {
+    "tb4": "thunderbolt4",
+    "tb5": "thunderbolt5",
+    "thunderbolt": "thunderbolt4",
+    "wi-fi": "wifi",
+}
 _RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kmg]?)(?:bit/s|bps|b/s|bit)", re.I)
 _DELAY = re.compile(r"(-?\d+(?:\.\d+)?)\s*(s|ms|us)", re.I)
 
 
 def link_of(text: str) -> Link:
-    """Return the link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or not
-    (``100Mbit/s,5ms``).
+    """Return the link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or
+    not (``100Mbit/s,5ms``).
 
     Raises:
         ConfigError: it is neither, or nothing gets through it.
@@ -113,7 +118,9 @@ def link_of(text: str) -> Link:
         return found
     delay = _DELAY.fullmatch(rest)
     if delay is None or delay[1].startswith("-"):
-        raise ConfigError(f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms")
+        raise ConfigError(
+            f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms"
+        )
     seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
     return Link(asked, found.bytes_per_s, seconds, "as described")
 
@@ -147,6 +154,10 @@ def faster_than(link: ExchangeTimes) -> str:
         return "a cable in place of wifi, Thunderbolt in place of Ethernet"
     if link.name.lower().startswith("wifi"):
         return f"a cable in place of {link.name}: 10GbE, or Thunderbolt"
-    faster = {"10gbe": "10GbE or Thunderbolt", "thunderbolt4": "Thunderbolt", "infiniband": "InfiniBand or NVLink"}
+    faster = {
+        "10gbe": "10GbE or Thunderbolt",
+        "thunderbolt4": "Thunderbolt",
+        "infiniband": "InfiniBand or NVLink",
+    }
     told = (told for name, told in faster.items() if link.bytes_per_s < _LINKS[name].bytes_per_s)
     return next((f"{each} in place of {link.name}" for each in told), "")

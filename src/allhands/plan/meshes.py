@@ -1,6 +1,8 @@
-"""Ways of dividing a training along the axes of a mesh, several at once: memory of each rank, traffic, time of a step.
+"""Ways of dividing a training along the axes of a mesh, several at once: memory of each rank,
+traffic, time of a step.
 
-:mod:`allhands.plan.divided` has the ways in which all ranks do one thing. Here are those that options ask for.
+:mod:`allhands.plan.divided` has the ways in which all ranks do one thing. Here are those that
+options ask for.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ _TITLES = {
 
 
 def asked_mesh(config: TrainConfig, ranks: int) -> Mesh | None:
-    """Return the mesh of so many ranks under a training's options; ``None``: they divide rows alone, or do not fit."""
+    """Return the mesh of so many ranks under a training's options; ``None``: they divide rows
+    alone, or do not fit.
+    """
     try:
         mesh = piped(config, Mesh(0, ranks))
     except ConfigError:
@@ -80,7 +84,8 @@ class Group:
 
     Attributes:
         size: number of ranks.
-        slots: number of such groups for which all ranks exchange at once; 1: the back-end has groups.
+        slots: number of such groups for which all ranks exchange at once; 1: the back-end has
+            groups.
     """
 
     size: int
@@ -96,7 +101,9 @@ class Group:
 
     def sum_s(self, link: ExchangeTimes, num_bytes: float) -> float:
         """Return the seconds of a sum."""
-        return 0.0 if self.size == 1 else link.seconds(num_bytes * self.slots, self.size * self.slots)
+        return (
+            0.0 if self.size == 1 else link.seconds(num_bytes * self.slots, self.size * self.slots)
+        )
 
     def gather_s(self, link: ExchangeTimes, num_bytes: float) -> float:
         """Return the seconds in which all get so many bytes of which each has a part."""
@@ -111,7 +118,8 @@ class Means:
         needed: function that returns the bytes of a rank with such arrays, of so many ranks.
         bucket_bytes: bytes of the exchange of gradients between ranks that have the same arrays.
         serial_s: seconds of a step that no number of ranks makes shorter.
-        passes_s: seconds of all passes of a step on the slowest rank, if each rank has an equal part of them.
+        passes_s: seconds of all passes of a step on the slowest rank, if each rank has an equal
+            part of them.
     """
 
     needed: Callable[[Memory, int], int]
@@ -124,7 +132,13 @@ class MeshWay:
     """Ranks that divide rows, arrays, matrices, experts or token positions; no stages."""
 
     def __init__(
-        self, job: Job, team: Sequence[Computer], link: ExchangeTimes, means: Means, mesh: Mesh, config: TrainConfig
+        self,
+        job: Job,
+        team: Sequence[Computer],
+        link: ExchangeTimes,
+        means: Means,
+        mesh: Mesh,
+        config: TrainConfig,
     ) -> None:
         assert job.blocks is not None
         assert job.work is not None
@@ -139,13 +153,27 @@ class MeshWay:
         shares = self.parts()
         memories = {share: self.memory(share) for share in {*shares}}
         buckets = self._buckets()
-        needed = {share: self.means.needed(each, self.ranks) + buckets for share, each in memories.items()}
+        needed = {
+            share: self.means.needed(each, self.ranks) + buckets for share, each in memories.items()
+        }
         largest = max(memories, key=lambda share: needed[share])
-        return self.told(memories[largest], [needed[share] for share in shares], buckets, self.step_s(), self.sent())
+        return self.told(
+            memories[largest],
+            [needed[share] for share in shares],
+            buckets,
+            self.step_s(),
+            self.sent(),
+        )
 
-    def told(self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int) -> Way:
+    def told(
+        self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int
+    ) -> Way:
         """Return the way of a rank with the most bytes, and those of all."""
-        job, more, name = self.job, flags_of(self.config), strategy_name(partial(getattr, self.config))
+        job, more, name = (
+            self.job,
+            flags_of(self.config),
+            strategy_name(partial(getattr, self.config)),
+        )
         validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
         copies, kept = self.mesh.size_of("data"), name.startswith("zero2")
         title = " and ".join(_TITLES[each] for each in name.split("+"))
@@ -170,7 +198,7 @@ class MeshWay:
             training_s=job.start_of(self.ranks) + job.first_s + job.steps * step_s + validations_s,
         )
 
-    # --- what a rank has --------------------------------------------------------------------------------
+    # --- what a rank has --------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> float:
@@ -184,7 +212,9 @@ class MeshWay:
         return self.whole if self.rows == 1.0 else self.whole.share(self.rows)
 
     def model_in(self, form: tuple[float, float] | None, work: Work) -> Model:
-        """Return a rank's weights, as if it had all parts of every array, in a form of quantised weights."""
+        """Return a rank's weights, as if it had all parts of every array, in a form of quantised
+        weights.
+        """
         model = model_of(self.blocks, work, tied=self.job.tied, form=form)
         if self.mesh.tensor > 1:
             model = part_of_matrices(model, self.blocks, work, self.mesh.tensor)
@@ -225,7 +255,9 @@ class MeshWay:
         return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu)
 
     def parts(self) -> list[float]:
-        """Return the part of every array that each rank has; ranks of unlike memory have unlike parts."""
+        """Return the part of every array that each rank has; ranks of unlike memory have unlike
+        parts.
+        """
         places = [self.mesh.coordinates(rank).shard for rank in range(self.ranks)]
         rooms: dict[int, list[int]] = {}
         for each, place in zip(self.team, places, strict=True):
@@ -241,13 +273,19 @@ class MeshWay:
         whole = divided.memory(work)
         if self.config.strategy == "zero1":
             return DividedOptimizerCosts().memory(whole, self.ranks)
-        return costs_of_shards(divided, self.fetching()).memory_of(whole, share) if self.mesh.shard > 1 else whole
+        return (
+            costs_of_shards(divided, self.fetching()).memory_of(whole, share)
+            if self.mesh.shard > 1
+            else whole
+        )
 
     def fetching(self, *, last: bool = True) -> Fetching:
         """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""
         keeps, copies = keeps_fetched(self.config), self.mesh.size_of("data")
         slots = self.group(self.mesh.shard).slots
-        return Fetching(keeps=keeps, boxed=self.mesh.tensor > 1, copies=copies, slots=slots, turns=last)
+        return Fetching(
+            keeps=keeps, boxed=self.mesh.tensor > 1, copies=copies, slots=slots, turns=last
+        )
 
     def group(self, size: int) -> Group:
         """Return a group of so many ranks, as the back-end has it."""
@@ -255,13 +293,15 @@ class MeshWay:
         return Group(size, self.ranks // size if imitated else 1)
 
     def _buckets(self) -> int:
-        """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a step."""
+        """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a
+        step.
+        """
         alone = self.mesh.size_of("data") * self.mesh.context * self.mesh.expert == 1
         if self.mesh.shard > 1 or alone:
             return 0
         return 2 * min(self.means.bucket_bytes, self.divided.work.trained_bytes)
 
-    # --- traffic ----------------------------------------------------------------------------------------
+    # --- traffic ----------------------------------------------------------------------------------
 
     def sent(self) -> int:
         """Return the bytes that a rank sends in a step."""
@@ -274,7 +314,9 @@ class MeshWay:
         if mesh.shard > 1:
             # Parts travel as long as the largest.
             times = mesh.shard * max(self.parts())
-            found = costs_of_shards(divided, self.fetching()).traffic(trained, trained, scatters=scatters)
+            found = costs_of_shards(divided, self.fetching()).traffic(
+                trained, trained, scatters=scatters
+            )
             yield self.group(mesh.shard), _times(found, times)
             yield data, Traffic(all_reduced=int(trained / mesh.shard * times))
         elif mesh.expert > 1:
@@ -308,16 +350,20 @@ class MeshWay:
     def _sums(self) -> TensorCosts:
         return tensor_costs(self._of_all_experts(), fetched=self.mesh.shard > 1)
 
-    # --- seconds ----------------------------------------------------------------------------------------
+    # --- seconds ----------------------------------------------------------------------------------
 
     def step_s(self) -> float:
         """Return the seconds of a step."""
         compute = self.compute_s()
         exchanged = self.link_s()
-        if self.mesh.shard > 1:  # weights travel beside the passes, but for those of the first block
+        if (
+            self.mesh.shard > 1
+        ):  # weights travel beside the passes, but for those of the first block
             divided = self.divided
             fetches = divided.blocks.layers - 1 + divided.work.trained_layers
-            exchanged = max(exchanged / max(1, fetches * divided.micro_batches), exchanged - compute)
+            exchanged = max(
+                exchanged / max(1, fetches * divided.micro_batches), exchanged - compute
+            )
         return self.means.serial_s + compute + exchanged + self.sums_s() + self.gradients_s(compute)
 
     def compute_s(self) -> float:
@@ -327,14 +373,18 @@ class MeshWay:
         return again * (passes + (self.mesh.tensor - 1) * passes * outside_share(self.blocks))
 
     def sums_s(self) -> float:
-        """Return the seconds of sums of hidden states of ranks with parts of matrices, which are waited for."""
+        """Return the seconds of sums of hidden states of ranks with parts of matrices, which are
+        waited for.
+        """
         if self.mesh.tensor == 1:
             return 0.0
         divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
         costs = self._sums()
         each = group.sum_s(self.link, costs.hidden_bytes / divided.micro_batches)
         each += 0.0 if self.on_cpu else WAIT_OF_GPU_S
-        return costs.sums * divided.micro_batches * each + group.sum_s(self.link, costs.partial_bytes)
+        return costs.sums * divided.micro_batches * each + group.sum_s(
+            self.link, costs.partial_bytes
+        )
 
     def link_s(self) -> float:
         """Return the seconds of what passes exchange besides sums of hidden states."""
@@ -346,7 +396,9 @@ class MeshWay:
             times = 1 if costs.keeps else divided.micro_batches
             fetch_s = times * fetches * group.gather_s(self.link, costs.fetched_bytes / fetches)
             units = max(1, divided.work.trained_layers)
-            return fetch_s + divided.micro_batches * units * half * group.sum_s(self.link, costs.pushed_bytes / units)
+            return fetch_s + divided.micro_batches * units * half * group.sum_s(
+                self.link, costs.pushed_bytes / units
+            )
         if mesh.expert > 1:
             divided, group = self._of_all_experts(), self.group(mesh.expert)
             costs, batches = expert_costs(divided, mesh.expert), divided.micro_batches
@@ -361,14 +413,22 @@ class MeshWay:
         return 0.0
 
     def gradients_s(self, compute: float) -> float:
-        """Return the seconds of the exchange of gradients at the end of a step, as far as it is waited for."""
+        """Return the seconds of the exchange of gradients at the end of a step, as far as it is
+        waited for.
+        """
         mesh, trained = self.mesh, self.divided.work.trained_bytes
         if mesh.shard > 1:
             return self.group(mesh.size_of("data")).sum_s(self.link, trained / mesh.shard)
         world = mesh.expert > 1 or mesh.context > 1
-        whole = (Group(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(self.link, trained)
+        whole = (Group(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(
+            self.link, trained
+        )
         return max(0.0, whole - compute / 2) if self.job.step.overlapped else whole
 
 
 def _times(traffic: Traffic, factor: float) -> Traffic:
-    return Traffic(int(traffic.all_reduced * factor), int(traffic.gathered * factor), int(traffic.scattered * factor))
+    return Traffic(
+        int(traffic.all_reduced * factor),
+        int(traffic.gathered * factor),
+        int(traffic.scattered * factor),
+    )

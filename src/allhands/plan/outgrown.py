@@ -42,11 +42,17 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
     return [sign for some in signs for sign in some]
 
 
-def _of_steps(history: RunHistory, started: RunStarted, samples: Sequence[Sample]) -> Iterator[Sign]:
+def _of_steps(
+    history: RunHistory, started: RunStarted, samples: Sequence[Sample]
+) -> Iterator[Sign]:
     """Parts of a step that are large, on the average."""
-    reports = history.train[1:] if len(history.train) > _LEAST else history.train  # the first has the start in it
+    reports = (
+        history.train[1:] if len(history.train) > _LEAST else history.train
+    )  # the first has the start in it
     names = ("step_time_s", "comm_s", "data_wait_s", "compute_s")
-    step, *seconds = (statistics.mean(getattr(report, name) for report in reports) for name in names)
+    step, *seconds = (
+        statistics.mean(getattr(report, name) for report in reports) for name in names
+    )
     exchange, data, compute = (each / step for each in seconds)
     rest = max(0.0, 1.0 - compute - exchange - data) if compute else 0.0
     several = started.num_ranks > 1
@@ -66,7 +72,11 @@ def _of_steps(history: RunHistory, started: RunStarted, samples: Sequence[Sample
 
 
 def _of_memory(samples: Sequence[Sample]) -> Iterator[Sign]:
-    used = [one.gpu_used_bytes / one.gpu_total_bytes for one in samples if one.gpu_used_bytes and one.gpu_total_bytes]
+    used = [
+        one.gpu_used_bytes / one.gpu_total_bytes
+        for one in samples
+        if one.gpu_used_bytes and one.gpu_total_bytes
+    ]
     if (most := max(used, default=0.0)) > _FULL:
         yield Sign(
             f"{100 * most:.0f} % of a GPU's memory was in use",
@@ -104,8 +114,8 @@ def _is_one_computer(samples: Sequence[Sample]) -> bool:
 def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer: bool) -> str:
     """Return the remedy for an exchange that takes this share of a step.
 
-    Were all ranks' work done one after the other it would take a step's time without the exchange for each of them; a
-    process that has more cores for it takes less.
+    Were all ranks' work done one after the other it would take a step's time without the exchange
+    for each of them; a process that has more cores for it takes less.
     """
     ranks = started.num_ranks
     alone_s = ranks * (1.0 - share) * step_s
@@ -121,7 +131,9 @@ def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer:
             f"{more_work}, so that each exchange has more to compute; see that each process has cores of its own, "
             "which nothing else uses; or fewer processes"
         )
-    advice = f"a faster link, {more_work}; unequal computers want unequal shares (--rank-weights auto)"
+    advice = (
+        f"a faster link, {more_work}; unequal computers want unequal shares (--rank-weights auto)"
+    )
     if alone_s < step_s:
         advice += f". One of these {ranks} processes alone would need {format_duration(alone_s)} for the same batch"
         advice += f", and together they take {format_duration(step_s)}"

@@ -12,14 +12,32 @@ from allhands.io.formatting import format_bytes
 from allhands.parallel.costs import Memory, Work
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.asked import asked_ways
-from allhands.plan.computers import Computer, Team, all_hold, alone, fractions, largest, names, ordered, shown
+from allhands.plan.computers import (
+    Computer,
+    Team,
+    all_hold,
+    alone,
+    fractions,
+    largest,
+    names,
+    ordered,
+    shown,
+)
 from allhands.plan.divided import Held, best_divided, divided_ways
 from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
 from allhands.plan.pipelines import FEWER, Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, Setting, Way, all_ways, cheapest, those_told
+from allhands.plan.strategies import (
+    CHECKPOINT,
+    QUANTISE,
+    Setting,
+    Way,
+    all_ways,
+    cheapest,
+    those_told,
+)
 from allhands.run.training_memory import DecoderShape, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
@@ -30,11 +48,14 @@ _NO_LINK = Link("", math.inf, 0.0)
 
 @dataclass(frozen=True)
 class OutlookLine:
-    """Prediction for a number of computers: a step, the time to the first one, the whole training, and its costs.
+    """Prediction for a number of computers: a step, the time to the first one, the whole training,
+    and its costs.
 
     Attributes:
-        validation_s: seconds of all validations, of which each rank computes its share; included in ``training_s``.
-        fits: True if each computer holds its part, without further flags; ``None`` if that is not known.
+        validation_s: seconds of all validations, of which each rank computes its share; included in
+            ``training_s``.
+        fits: True if each computer holds its part, without further flags; ``None`` if that is not
+            known.
         weights: for ``--rank-weights``, in the order of ``computers``; empty if shares are equal.
         computers: names of the computers.
         short: those computers that have too little memory.
@@ -59,12 +80,15 @@ class Outlook:
 
     Attributes:
         lines: one prediction for each number of computers.
-        enough: number of computers beyond which another saves less than 5 % of a step; all of them if they differ.
-        memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for each line.
+        enough: number of computers beyond which another saves less than 5 % of a step; all of them
+            if they differ.
+        memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for
+            each line.
         alone: the computer that "one computer" means.
         alone_s: seconds of the training on it, by a process that has all of it.
         lighter: ways to send less, on the computers of the last line, if the link is slow.
-        pipelines: the model's blocks divided among several computers, if it does not fit one or they are asked for.
+        pipelines: the model's blocks divided among several computers, if it does not fit one or
+            they are asked for.
     """
 
     job: Job
@@ -96,16 +120,29 @@ class Outlook:
         """Return plain values, in seconds and bytes."""
         job, step = self.job, self.job.step
         return {
-            **{name: getattr(job, name) for name in ("steps", "start_s", "first_s", "validations", "validation_s")},
+            **{
+                name: getattr(job, name)
+                for name in ("steps", "start_s", "first_s", "validations", "validation_s")
+            },
             "one_process_s": job.whole_s,
-            "step": {**asdict(step), "alone_s": step.alone_s, "serial_fraction": step.serial_fraction},
+            "step": {
+                **asdict(step),
+                "alone_s": step.alone_s,
+                "serial_fraction": step.serial_fraction,
+            },
             "link": None if job.link is None else getattr(job.link, "name", "measured"),
             "usable_bytes": largest(job.computers).usable_bytes,
             "computers": [asdict(computer) for computer in job.computers],
             "alone_s": self.alone_s,
             "doubt": job.doubt or None,
             "machines": [
-                {**asdict(line), "prediction": {**asdict(line.prediction), "efficiency": line.prediction.efficiency}}
+                {
+                    **asdict(line),
+                    "prediction": {
+                        **asdict(line.prediction),
+                        "efficiency": line.prediction.efficiency,
+                    },
+                }
                 for line in self.lines
             ],
             "enough_machines": self.enough,
@@ -151,16 +188,27 @@ class _Planner:
         """Everything, with the advice."""
         job = self.job
         teams = [self._team(number) for number in self._numbers()]
-        ways = {len(team): those_told(self._ways(team) if len(team) > 1 else self.ones) for team in teams}
+        ways = {
+            len(team): those_told(self._ways(team) if len(team) > 1 else self.ones)
+            for team in teams
+        }
         lines = [self._line(team, ways[len(team)]) for team in teams]
-        ways = {line.machines: [self._timed(way, line) for way in ways[line.machines]] for line in lines}
+        ways = {
+            line.machines: [self._timed(way, line) for way in ways[line.machines]] for line in lines
+        }
         pipelines = self._pipelines(teams[1:])
         divided = [way for team in teams for way in self._divided(team)]
-        memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number]), *divided]
+        memory = [
+            *those_told(self.ones),
+            *(way for number in ways if number > 1 for way in ways[number]),
+            *divided,
+        ]
         situation = self._situation(teams, lines, ways, pipelines)
         situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
-        lighter = lighter_ways(job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind)
+        lighter = lighter_ways(
+            job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind
+        )
         return Outlook(
             job=job,
             lines=tuple(lines),
@@ -181,14 +229,20 @@ class _Planner:
         pipelines: Sequence[Pipelined],
     ) -> Situation:
         job, pairs = self.job, zip(teams[1:], lines[1:], strict=True)
-        offers = [offer for team, line in pairs if (offer := self._offer(team, line, ways[len(team)])) is not None]
+        offers = [
+            offer
+            for team, line in pairs
+            if (offer := self._offer(team, line, ways[len(team)])) is not None
+        ]
         same = [each for each in offers if self._is_open(each.more)]
         enough = min(self.enough, self.most)
         return Situation(
             again=not job.once,
             alone_s=self.alone_s,
             fits_one=self.fits_one,
-            fits_smaller=next((way.flags for way in those_told(self.ones) if way.fits and way.flags), ""),
+            fits_smaller=next(
+                (way.flags for way in those_told(self.ones) if way.fits and way.flags), ""
+            ),
             offer=_best(same, enough),
             larger=max(same, key=lambda each: each.accumulated, default=None),
             rounded=_best(offers, enough),
@@ -207,29 +261,39 @@ class _Planner:
             pipeline=None if self.fits_one else best_pipeline(pipelines),
         )
 
-    # --- computers ------------------------------------------------------------------------------------
+    # --- computers --------------------------------------------------------------------------------
 
     def _team(self, number: int) -> Team:
         """Return the first so many computers, or so many of the one that there is."""
         return self.job.computers * number if len(self.job.computers) == 1 else self._order[:number]
 
     def _able(self) -> Callable[[Computer], bool]:
-        """Return a test if a computer holds its share of a batch that is divided among all, in any way."""
+        """Return a test if a computer holds its share of a batch that is divided among all, in any
+        way.
+        """
         team = self.job.computers
         ways = [way for way in self._ways(team) if self._is_open(way.flags)] + self._divided(team)
         places = {each: place for place, each in enumerate(self.job.computers)}
-        return lambda each: not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
+        return lambda each: (
+            not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
+        )
 
     def _is_open(self, flags: str) -> bool:
         return not (self.fits_one and QUANTISE in flags)
 
     def _numbers(self) -> list[int]:
         """Return the numbers of computers that have a line."""
-        asked = {1, *self.job.numbers} if self.job.numbers and len(self.job.computers) == 1 else {*shown(self.most)}
+        asked = (
+            {1, *self.job.numbers}
+            if self.job.numbers and len(self.job.computers) == 1
+            else {*shown(self.most)}
+        )
         return sorted(asked | ({self.enough} if self.enough <= self.most else set()))
 
     def _enough(self) -> int:
-        """Return the number of computers beyond which each further one saves less than 5 % of a step's time."""
+        """Return the number of computers beyond which each further one saves less than 5 % of a
+        step's time.
+        """
         job, limit = self.job, self.most
         if equal := len({(each.speed, each.usable_bytes) for each in job.computers}) == 1:
             limit = max(1, min(job.room or _MOST, job.step.rows))
@@ -258,7 +322,9 @@ class _Planner:
             start_s=start_s,
             validation_s=validations_s,
             fits=ways[0].fits if ways else None,
-            weights=tuple(round(speed / min(speeds), 2) for speed in speeds) if len(set(speeds)) > 1 else (),
+            weights=tuple(round(speed / min(speeds), 2) for speed in speeds)
+            if len(set(speeds)) > 1
+            else (),
             computers=names(team),
             short=self._short(team, ways),
         )
@@ -268,12 +334,16 @@ class _Planner:
         if not ways or len(team) == 1 or self.job.shares:
             return ()
         pairs = zip(team, ways[0].by_rank, strict=True)
-        return tuple(dict.fromkeys(each.name for each, needed in pairs if each.holds(needed) is False))
+        return tuple(
+            dict.fromkeys(each.name for each, needed in pairs if each.holds(needed) is False)
+        )
 
-    # --- memory ---------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def _ways(self, team: Team) -> list[Way]:
-        """Return all ways for these computers, with all that counts besides arrays, and whether each fits."""
+        """Return all ways for these computers, with all that counts besides arrays, and whether
+        each fits.
+        """
         job = self.job
         if job.blocks is None or job.work is None:
             return []
@@ -291,25 +361,34 @@ class _Planner:
         return [self._held_to(way, team) for way in all_ways(job.work, held.shares, setting)]
 
     def _needs(self, team: Team, blocks: DecoderShape, work: Work) -> Held:
-        """Return what a rank of these computers needs for some arrays, and the part of a batch of each."""
+        """Return what a rank of these computers needs for some arrays, and the part of a batch of
+        each.
+        """
         job = self.job
-        # What was seen beyond what is computed is taken to be needed in every other way, too. The steps that were made
-        # may not have met the largest batch, so that less than was computed proves nothing.
+        # What was seen beyond what is computed is taken to be needed in every other way, too. The
+        # steps that were made may not have met the largest batch, so that less than was computed
+        # proves nothing.
         more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
 
         def needed(memory: Memory, ranks: int) -> int:
             if not job.present_bytes:
                 return memory.arrays + more
             # Of a process on a CPU everything counts.
-            return of_process(memory, job.present_bytes, 0) + (job.backend_bytes if ranks > 1 else 0)
+            return of_process(memory, job.present_bytes, 0) + (
+                job.backend_bytes if ranks > 1 else 0
+            )
 
         rows = job.batch_rows
         # No rank gets a part of a row.
-        shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
+        shares = [
+            math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)
+        ]
         return Held(needed, min(job.step.bucket_bytes, job.step.gradient_bytes), shares)
 
     def _divided(self, team: Team) -> list[Way]:
-        """Return the ways in which these computers divide arrays, matrices or rows, and whether each fits."""
+        """Return the ways in which these computers divide arrays, matrices or rows, and whether
+        each fits.
+        """
         job = self.job
         if job.blocks is None or job.work is None:
             return []
@@ -324,20 +403,24 @@ class _Planner:
         if way.ranks == 1 or way.combined or QUANTISE in way.flags:
             return way
         more = 0.0
-        if way.strategy == "zero1" and not self.job.step.overlapped:  # new weights travel, half as long as sums of them
+        if (
+            way.strategy == "zero1" and not self.job.step.overlapped
+        ):  # new weights travel, half as long as sums of them
             more = self.link.seconds(self.job.step.gradient_bytes, way.ranks) / 2
         step_s = line.prediction.step_s + more
         return replace(way, step_s=step_s, training_s=line.training_s + self.job.steps * more)
 
     def _pipelines(self, teams: Sequence[Team]) -> list[Pipelined]:
-        """Return the pipelines of these computers, where no single one is enough or they are asked for."""
+        """Return the pipelines of these computers, where no single one is enough or they are asked
+        for.
+        """
         if self.fits_one and not self.job.wants_stages:
             return []
         return [each for team in teams if (each := pipelined(self.job, team)) is not None]
 
     def _parts(self, ways: Sequence[Way], at: Situation) -> dict[str, Way | None]:
-        """Return the ways of several computers that divide more than a batch, and are worth it: for their time where
-        one computer would do, else for their memory.
+        """Return the ways of several computers that divide more than a batch, and are worth it: for
+        their time where one computer would do, else for their memory.
         """
         if self.job.link is None:
             return {}
@@ -353,7 +436,9 @@ class _Planner:
         return replace(way, fits=all_hold(team, way.by_rank))
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
-        """Tell the computers that cannot take part, each with the least that its share takes and what it has."""
+        """Tell the computers that cannot take part, each with the least that its share takes and
+        what it has.
+        """
         ways = [way for way in ways if self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
             return ()
@@ -362,13 +447,17 @@ class _Planner:
             least = min(way.by_rank[place] for way in ways)
             if each.holds(least) is False:
                 has = format_bytes(each.usable_bytes or 0)
-                found[f"{each.name}: its share takes {format_bytes(least)} at least, and it has {has}"] = None
+                found[
+                    f"{each.name}: its share takes {format_bytes(least)} at least, and it has {has}"
+                ] = None
         return tuple(found)
 
-    # --- what is offered ------------------------------------------------------------------------------
+    # --- what is offered --------------------------------------------------------------------------
 
     def _offer(self, team: Team, line: OutlookLine, ways: Sequence[Way]) -> Offer | None:
-        """Return the training on these computers, with the flags that it takes there; ``None``: it does not fit."""
+        """Return the training on these computers, with the flags that it takes there; ``None``: it
+        does not fit.
+        """
         way = cheapest(ways)
         if ways and way is None:
             return None
@@ -376,7 +465,9 @@ class _Planner:
         training_s = line.training_s
         if way is not None and CHECKPOINT in way.flags:  # the passes take longer
             longer = replace(job.step, token_s=job.step.token_s * job.again_s)
-            training_s += job.steps * (predict(longer, self.link, speeds, job.room).step_s - step.step_s)
+            training_s += job.steps * (
+                predict(longer, self.link, speeds, job.room).step_s - step.step_s
+            )
         four = predict(job.step.times(_FOUR), self.link, speeds, job.room)
         return Offer(
             machines=len(team),
@@ -393,7 +484,9 @@ class _Planner:
 
 
 def _best(offers: Sequence[Offer], enough: int) -> Offer | None:
-    """Return that with as many as are enough, or the most below; where one is enough, the quickest of several."""
+    """Return that with as many as are enough, or the most below; where one is enough, the quickest
+    of several.
+    """
     found = [each for each in offers if each.machines <= enough]
     if found:
         return max(found, key=lambda each: each.machines)

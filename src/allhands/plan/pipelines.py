@@ -1,4 +1,6 @@
-"""A model whose blocks are divided among several computers: how many each has, in what memory, and in what time."""
+"""A model whose blocks are divided among several computers: how many each has, in what memory, and
+in what time.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,12 @@ class Pipelined:
 
     Attributes:
         computers: their names.
-        sizes: blocks of each; ``num_bytes`` that each needs at its peak, ``usable_bytes`` of those it has, ``missing``
-            beyond them; all 0 where the model fits.
+        sizes: blocks of each; ``num_bytes`` that each needs at its peak, ``usable_bytes`` of those
+            it has, ``missing`` beyond them; all 0 where the model fits.
         fits: ``None`` where a memory is not known.
         micro_batches: of a step.
-        step_s: of a step; ``compute_s`` of that the slowest stage's passes, ``messages_s`` what waits for the link.
+        step_s: of a step; ``compute_s`` of that the slowest stage's passes, ``messages_s`` what
+            waits for the link.
         bubble: the part of a step in which stages wait for the first and the last micro-batch.
         sent_bytes: by a rank in a step, at most.
         training_s: of the whole training.
@@ -73,9 +76,15 @@ class Pipelined:
     @property
     def told(self) -> str:
         """One line: which computers, which split, how long, how much waiting."""
-        blocks = " and ".join(map(str, self.sizes)) if len(self.sizes) == 2 else " + ".join(map(str, self.sizes))
+        blocks = (
+            " and ".join(map(str, self.sizes))
+            if len(self.sizes) == 2
+            else " + ".join(map(str, self.sizes))
+        )
         memory = ", ".join(
-            f"{format_bytes(needed)} of {format_bytes(usable)}" if usable is not None else format_bytes(needed)
+            f"{format_bytes(needed)} of {format_bytes(usable)}"
+            if usable is not None
+            else format_bytes(needed)
             for needed, usable in zip(self.num_bytes, self.usable_bytes, strict=True)
         )
         short = ", ".join(
@@ -84,19 +93,34 @@ class Pipelined:
             if missing
         )
         seconds = f"{self.step_s:.2g} s" if self.step_s < 10 else f"{self.step_s:,.0f} s"
-        end = f"does not fit: {short}" if short else f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
+        end = (
+            f"does not fit: {short}"
+            if short
+            else f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
+        )
         which = (
-            f"{len(self.sizes)} x {self.computers[0]}" if len(set(self.computers)) == 1 else " + ".join(self.computers)
+            f"{len(self.sizes)} x {self.computers[0]}"
+            if len(set(self.computers)) == 1
+            else " + ".join(self.computers)
         )
         return f"{which}: split {blocks} layers, {memory}; {end}"
 
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
-    """Return the pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
-    if job.blocks is None or job.work is None or not job.takes_stages or not 1 < len(team) <= job.blocks.layers:
+    """Return the pipeline of these computers; ``None`` where there is none, or nothing is known of
+    the model.
+    """
+    if (
+        job.blocks is None
+        or job.work is None
+        or not job.takes_stages
+        or not 1 < len(team) <= job.blocks.layers
+    ):
         return None
     blocks, ranks, cut = job.blocks, len(team), cut_step(job, len(team))
-    costs = PipelineCosts(cut.batches, cut.work.tokens * job.blocks.dims * (_FLOAT if job.present_bytes else _HALF))
+    costs = PipelineCosts(
+        cut.batches, cut.work.tokens * job.blocks.dims * (_FLOAT if job.present_bytes else _HALF)
+    )
     models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
     form, layers, found, slower = split_model(
         job, team, cut, models, lambda work: job.of(blocks, work), costs.hidden_bytes
@@ -135,13 +159,15 @@ def split_model(
     fetched_bytes: int = 0,
     given: Sequence[int] = (),
 ) -> tuple[int, Layers, Split, float]:
-    """Return the first of the forms of a model that fits, its layers, their split, and a factor on times.
+    """Return the first of the forms of a model that fits, its layers, their split, and a factor on
+    times.
 
     Args:
         team: computers of the stages.
         models: weights of a stage's rank in each form, the fastest first.
         of: function that returns the arrays of work with the whole model.
-        fetched_bytes: whole weights that a rank has for a while, where others have parts of its stage's.
+        fetched_bytes: whole weights that a rank has for a while, where others have parts of its
+            stage's.
         given: blocks of each stage; empty: they are found.
     """
     on_gpu, ranks = not job.present_bytes, len(team)
@@ -150,13 +176,16 @@ def split_model(
     layers, once = parts[0]
     taken = once + fetched_bytes + _process_bytes(job, layers)
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
-    # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
+    # A CPU computes forward passes again for the way back, and holds the activations of one
+    # micro-batch.
     held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
     seats = [
         Seat(each.speed, each.usable_bytes, taken + on_the_way(hidden_bytes, ranks, has), most)
         for each, has, most in zip(team, begun, held, strict=True)
     ]
-    splits = [split_as(layers, seats, given) if given else divide(layers, seats) for layers, _ in parts]
+    splits = [
+        split_as(layers, seats, given) if given else divide(layers, seats) for layers, _ in parts
+    ]
     form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
     return form, parts[form][0], splits[form], _packed_takes(cut.work.tokens) if form else 1.0
 
@@ -167,12 +196,15 @@ def _process_bytes(job: Job, layers: Layers) -> int:
         return 0
     longest = 0 if job.small is None else job.small.longest
     kept = kept_of_unequal(job.step.tokens / job.step.rows, longest, layers)
-    # A process is there also where one that was looked at had the model's weights in its memory anyway.
+    # A process is there also where one that was looked at had the model's weights in its memory
+    # anyway.
     return max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS + kept
 
 
 def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
-    """Return the fitting pipeline with the fewest computers, or one with more if they save enough of the time."""
+    """Return the fitting pipeline with the fewest computers, or one with more if they save enough
+    of the time.
+    """
     best: Pipelined | None = None
     for each in found:
         if each.fits is not False and (best is None or each.training_s < FEWER * best.training_s):
@@ -207,12 +239,15 @@ def cut_step(job: Job, ranks: int) -> Cut:
         each = max(1, min(rows // (MICRO_BATCHES * ranks), max(1, work.tokens // row)))
         tokens, batches = min(work.tokens, max(1, whole * each // rows)), math.ceil(rows / each)
     else:
-        # Each pass takes some time however few tokens it has; what was measured may be for another number of stages.
+        # Each pass takes some time however few tokens it has; what was measured may be for another
+        # number of stages.
         times = (small_enough(small.longest, rows, ranks) or small.limit) / small.limit
         tokens, batches = round(times * small.tokens), math.ceil(small.batches / times - _ROUNDED)
         once_s = max(0.0, small.seconds - job.step.alone_s) / max(1, small.batches - small.usual)
         usual = small.usual
-    work = replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1)
+    work = replace(
+        work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1
+    )
     pass_s = once_s + job.step.tokens * job.step.token_s / batches
     return Cut(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
 
@@ -225,15 +260,21 @@ def largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer])
     own[0] += model.embedding.trained_bytes
     own[-1] += model.head.trained_bytes
     whole = sum(trained) + model.embedding.trained_bytes + model.head.trained_bytes
-    return max(each / computer.speed for each, computer in zip(own, team, strict=True)) / max(1, whole)
+    return max(each / computer.speed for each, computer in zip(own, team, strict=True)) / max(
+        1, whole
+    )
 
 
 def _packed_takes(tokens: int) -> float:
-    """Return the relative time of passes with packed weights: 1.1 with 500 tokens at once, 1.33 with 30."""
+    """Return the relative time of passes with packed weights: 1.1 with 500 tokens at once, 1.33
+    with 30.
+    """
     return 1.09 + 7.2 / tokens
 
 
-def model_of(blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float, float] | None = None) -> Model:
+def model_of(
+    blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float, float] | None = None
+) -> Model:
     """Return the model's weights.
 
     Args:
@@ -259,5 +300,7 @@ def model_of(blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float,
 
 
 def message_s(link: ExchangeTimes | None, num_bytes: float) -> float:
-    """Return the seconds of a message between two neighbours: a sum of two ranks sends as much, in two messages."""
+    """Return the seconds of a message between two neighbours: a sum of two ranks sends as much, in
+    two messages.
+    """
     return 0.0 if link is None else max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)

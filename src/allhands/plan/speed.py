@@ -1,7 +1,8 @@
 """Time of a step on any number of computers, from its time on one: Amdahl's law and its neighbours.
 
-A step has a serial part (the update, the program itself), a part that is divided among the ranks (the passes), and the
-exchange. On one computer there are only the first two parts, and measurements with two batch sizes separate them.
+A step has a serial part (the update, the program itself), a part that is divided among the ranks
+(the passes), and the exchange. On one computer there are only the first two parts, and measurements
+with two batch sizes separate them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Prediction:
         compute_s: seconds of computation on the slowest rank.
         exchange_s: seconds of the whole exchange; ``exposed_s``: the part that ranks wait for.
         speed_up: against the fastest computer alone with the same batch.
-        capacity: sum of the speeds, relative to the fastest computer: the number of computers if all are equal.
+        capacity: sum of the speeds, relative to the fastest computer: the number of computers if
+            all are equal.
     """
 
     ranks: int
@@ -90,7 +92,9 @@ class Prediction:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit ``(serial_s, token_s)`` to the line through ``(tokens, seconds)`` of steps; neither is below 0."""
+    """Fit ``(serial_s, token_s)`` to the line through ``(tokens, seconds)`` of steps; neither is
+    below 0.
+    """
     if len({tokens for tokens, _ in points}) < 2:
         tokens, seconds = points[0]
         return 0.0, seconds / tokens
@@ -102,29 +106,40 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Return the time to exchange all gradients, call by call; with rare exchanges, the part of one step."""
+    """Return the time to exchange all gradients, call by call; with rare exchanges, the part of one
+    step.
+    """
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
     everything += _call_s(model, link, ranks, rest) if rest else 0.0
-    return everything if model.every == 1 else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
+    return (
+        everything
+        if model.every == 1
+        else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
+    )
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
     """Return the time of one call, with so much of the gradients."""
     packed = model.packed
-    return link.seconds(gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks)
+    return link.seconds(
+        gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks
+    )
 
 
-def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
+def predict(
+    model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0
+) -> Prediction:
     """Predict a step on computers of these speeds; the measured computer has speed 1.
 
-    Shares are in proportion to speeds, in whole rows, and a step waits for the rank with the longest share. More ranks
-    than one computer has ``room`` for take turns on its cores in all computation; 0: each has cores of its own.
+    Shares are in proportion to speeds, in whole rows, and a step waits for the rank with the
+    longest share. More ranks than one computer has ``room`` for take turns on its cores in all
+    computation; 0: each has cores of its own.
     """
     ranks, whole = len(speeds), sum(speeds)
     even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
-    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two. But no rank that
-    # computes at all has less than a row.
+    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the
+    # two. But no rank that computes at all has less than a row.
     longest = max((even + largest) / 2, 1 / max(speeds))
     turns = max(1.0, ranks / room) if room else 1.0
     compute = turns * model.tokens * model.token_s * longest / model.rows
@@ -132,17 +147,23 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
     exposed = exchange
     if model.overlapped:
         last = _call_s(model, link, ranks, min(model.bucket_bytes, model.gradient_bytes))
-        exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
+        exposed = max(
+            min(last, exchange), exchange - compute / 2
+        )  # a backward pass is more than half of it
     if model.beside:
         hidden = (turns * model.serial_s + compute) * model.beside / model.every
         exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, whole / turns / max(speeds))
+    return Prediction(
+        ranks, step, compute, exchange, exposed, alone / step, whole / turns / max(speeds)
+    )
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
-    """Rows by speed of the rank that takes longest, each row given to the one that is done with it first."""
+    """Rows by speed of the rank that takes longest, each row given to the one that is done with it
+    first.
+    """
     if len(set(speeds)) == 1:
         return math.ceil(rows / len(speeds)) / speeds[0]
     done = [(1 / speed, place) for place, speed in enumerate(speeds)]
@@ -155,19 +176,24 @@ def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
 
 
 def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
-    """Return the speed-up of Amdahl (the same batch) and of Gustafson (a batch for each), with nothing exchanged."""
+    """Return the speed-up of Amdahl (the same batch) and of Gustafson (a batch for each), with
+    nothing exchanged.
+    """
     amdahl = 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
     return {"amdahl": amdahl, "gustafson": ranks - serial_fraction * (ranks - 1)}
 
 
 def enough(seconds: Mapping[int, float]) -> int:
-    """Return the number of computers beyond which each further one saves less than 5 % of a step's seconds.
+    """Return the number of computers beyond which each further one saves less than 5 % of a step's
+    seconds.
 
-    If rows do not divide evenly, the next computer may save nothing although a later one does. So all larger numbers
-    are checked.
+    If rows do not divide evenly, the next computer may save nothing although a later one does. So
+    all larger numbers are checked.
     """
     # Each computer that is worth it takes log(1 - 5 %) off the logarithm at least.
-    left = {ranks: math.log(time) - ranks * math.log(1.0 - _WORTH) for ranks, time in seconds.items()}
+    left = {
+        ranks: math.log(time) - ranks * math.log(1.0 - _WORTH) for ranks, time in seconds.items()
+    }
     least = math.inf
     found = max(left)
     for ranks in sorted(left, reverse=True):

@@ -1,4 +1,6 @@
-"""A pipeline whose stages' matrices or arrays are divided once more, or of which there are several copies."""
+"""A pipeline whose stages' matrices or arrays are divided once more, or of which there are several
+copies.
+"""
 
 from __future__ import annotations
 
@@ -31,26 +33,42 @@ class StagedWay(MeshWay):
         shared = [each.divided(1, mesh.shard, keeps=keeps) for each in models]
         fetched = shared[0].fetched_bytes(mesh.shard, keeps=keeps)
         form, layers, found, slower = split_model(
-            job, stages, cut, shared, lambda work: self.of(self.blocks, work), hidden_bytes, fetched, self._given()
+            job,
+            stages,
+            cut,
+            shared,
+            lambda work: self.of(self.blocks, work),
+            hidden_bytes,
+            fetched,
+            self._given(),
         )
         model, costs = models[form], PipelineCosts(cut.batches, hidden_bytes)
         needed = list(found.num_bytes)
         if mesh.shard > 1:
-            needed = [self._of_fetching(cut, model, found, place, hidden_bytes) for place in range(mesh.pipe)]
+            needed = [
+                self._of_fetching(cut, model, found, place, hidden_bytes)
+                for place in range(mesh.pipe)
+            ]
         whole = sum(part.cost for part in layers.blocks) + layers.head.cost
         stage_s = [
             slower * self._turns() * cut.pass_s * each / whole / mesh.tensor + extra
-            for each, extra in zip(found.seconds, self._extra_s(cut, model, found.sizes), strict=True)
+            for each, extra in zip(
+                found.seconds, self._extra_s(cut, model, found.sizes), strict=True
+            )
         ]
         step_s = cut.rest_s * largest_update(shared[form], found.sizes, stages)
         step_s += costs.step_s(stage_s, message_s(job.link, hidden_bytes))
         sent_bytes = max(self._sent(cut, model, found.sizes, place) for place in range(mesh.pipe))
         by_rank = [needed[mesh.coordinates(rank).pipe] for rank in range(self.ranks)]
         largest = needed.index(max(needed))
-        return self.told(self._shown(cut, shared[form], found.sizes, largest), by_rank, 0, step_s, sent_bytes)
+        return self.told(
+            self._shown(cut, shared[form], found.sizes, largest), by_rank, 0, step_s, sent_bytes
+        )
 
     def _given(self) -> list[int]:
-        """The blocks of each stage that a person has asked for; of several stages a rank has together, their sum."""
+        """The blocks of each stage that a person has asked for; of several stages a rank has
+        together, their sum.
+        """
         if self.config.pp_split == "auto":
             return []
         sizes = [int(each) for each in self.config.pp_split.split(",")]
@@ -71,13 +89,17 @@ class StagedWay(MeshWay):
         """The slowest speed and the least memory of the ranks of each stage."""
         found: list[Computer] = []
         for place in range(self.mesh.pipe):
-            own = [each for rank, each in enumerate(self.team) if self.mesh.coordinates(rank).pipe == place]
+            own = [
+                each
+                for rank, each in enumerate(self.team)
+                if self.mesh.coordinates(rank).pipe == place
+            ]
             rooms = [each.usable_bytes for each in own if each.usable_bytes is not None]
             least = min(rooms) if len(rooms) == len(own) else None
             found.append(replace(own[0], speed=min(each.speed for each in own), usable_bytes=least))
         return found
 
-    # --- a stage whose arrays are divided ---------------------------------------------------------------
+    # --- a stage whose arrays are divided ---------------------------------------------------------
 
     def _stage(self, model: Model, sizes: Sequence[int], place: int) -> Model:
         """The weights of a stage."""
@@ -101,20 +123,26 @@ class StagedWay(MeshWay):
         blocks = replace(self.blocks, layers=sizes[place])
         return Divided(stage, blocks, work, self.of, tied=False, on_cpu=self.on_cpu)
 
-    def _of_fetching(self, cut: Cut, model: Model, found: Split, place: int, hidden_bytes: int) -> int:
+    def _of_fetching(
+        self, cut: Cut, model: Model, found: Split, place: int, hidden_bytes: int
+    ) -> int:
         """Bytes of a rank that fetches the arrays of its stage from others."""
         divided = self._divided_stage(cut, model, found.sizes, place)
         fetching = self.fetching(last=place == len(found.sizes) - 1)
-        memory = sharded_costs(divided, fetching).memory_of(divided.memory(divided.work), 1 / self.mesh.shard)
+        memory = sharded_costs(divided, fetching).memory_of(
+            divided.memory(divided.work), 1 / self.mesh.shard
+        )
         begun = alive("1f1b", self.mesh.pipe, cut.batches, 1, native=False)[place]
-        return self.means.needed(memory, self.ranks) + on_the_way(hidden_bytes, self.mesh.pipe, begun)
+        return self.means.needed(memory, self.ranks) + on_the_way(
+            hidden_bytes, self.mesh.pipe, begun
+        )
 
     def _shown(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> Memory:
         """What the arrays of a stage's rank are for."""
         divided = self._divided_stage(cut, model, sizes, place)
         return divided.memory(divided.work)
 
-    # --- traffic and seconds ----------------------------------------------------------------------------
+    # --- traffic and seconds ----------------------------------------------------------------------
 
     def _sent(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> int:
         """Bytes that a rank of a stage sends in a step."""
@@ -124,8 +152,13 @@ class StagedWay(MeshWay):
         divided = self._divided_stage(cut, model, sizes, place)
         trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
         if mesh.shard > 1:
-            costs = replace(sharded_costs(divided, self.fetching(last=place == pipe - 1)), micro_batches=cut.batches)
-            sent += self.group(mesh.shard).sent(costs.traffic(trained, trained, scatters=self.scatters))
+            costs = replace(
+                sharded_costs(divided, self.fetching(last=place == pipe - 1)),
+                micro_batches=cut.batches,
+            )
+            sent += self.group(mesh.shard).sent(
+                costs.traffic(trained, trained, scatters=self.scatters)
+            )
         if mesh.tensor > 1:
             sums = self._sums_of(cut, sizes, place)
             sent += self.group(mesh.tensor).sent(Traffic(all_reduced=sums * hidden))
@@ -146,12 +179,19 @@ class StagedWay(MeshWay):
         for place in range(len(sizes)):
             seconds = 0.0
             if mesh.tensor > 1:
-                seconds += self._sums_of(cut, sizes, place) * self.group(mesh.tensor).sum_s(self.link, hidden)
+                seconds += self._sums_of(cut, sizes, place) * self.group(mesh.tensor).sum_s(
+                    self.link, hidden
+                )
             if mesh.shard > 1:
-                divided, group = self._divided_stage(cut, model, sizes, place), self.group(mesh.shard)
+                divided, group = (
+                    self._divided_stage(cut, model, sizes, place),
+                    self.group(mesh.shard),
+                )
                 costs = sharded_costs(divided, self.fetching(last=place == len(sizes) - 1))
                 times = 1 / cut.batches if costs.keeps else 1.0
                 seconds += times * group.gather_s(self.link, costs.fetched_bytes)
-                seconds += (0.5 if self.scatters else 1.0) * group.sum_s(self.link, costs.pushed_bytes)
+                seconds += (0.5 if self.scatters else 1.0) * group.sum_s(
+                    self.link, costs.pushed_bytes
+                )
             extra.append(seconds)
         return extra

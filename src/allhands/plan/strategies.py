@@ -1,4 +1,6 @@
-"""Memory of a rank under each way of dividing a training, by the costs of the strategies themselves."""
+"""Memory of a rank under each way of dividing a training, by the costs of the strategies
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ class Setting:
 
     Attributes:
         of: the arrays of a rank's work at its peak.
-        needed: bytes of one of so many ranks that has such arrays, without the buckets of the exchange.
+        needed: bytes of one of so many ranks that has such arrays, without the buckets of the
+            exchange.
         quantised: whether the model's weights are already.
         bucket_bytes: of the exchange between several ranks.
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
         scatters: whether the back-end has a reduce-scatter.
-        rounds: of local steps, or of one step with a delay, where such were asked for: several ranks have no other way.
+        rounds: of local steps, or of one step with a delay, where such were asked for: several
+            ranks have no other way.
     """
 
     of: Callable[[Work], Memory]
@@ -54,15 +58,19 @@ class Way:
 
     Attributes:
         ranks: computers that it takes.
-        parts: bytes of the rank with the largest share by what they are for, in the order of a table.
+        parts: bytes of the rank with the largest share by what they are for, in the order of a
+            table.
         rank_bytes: of that rank at the peak; less than all parts, which do not come together.
         by_rank: the same of each rank; all alike where each has an equal share.
         flags: what switches it on; ``more`` of these what saves memory.
         sent_bytes: that a rank sends in a step.
         fits: whether each rank's bytes do; ``None`` where that is not known.
-        combined: whether several flags save memory together, which is of interest where none alone is enough.
-        strategy: name in the registry, or ``context``; empty: plain data parallel with what saves memory.
-        step_s: seconds of a step, and ``training_s`` of the whole training; 0 where that is not told.
+        combined: whether several flags save memory together, which is of interest where none alone
+            is enough.
+        strategy: name in the registry, or ``context``; empty: plain data parallel with what saves
+            memory.
+        step_s: seconds of a step, and ``training_s`` of the whole training; 0 where that is not
+            told.
     """
 
     name: str
@@ -83,7 +91,8 @@ class Way:
 def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]:
     """Return all ways that make sense for this work, the simplest first.
 
-    Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
+    Those of several flags together are all of them, from the one that costs the least time on: see
+    :func:`those_told`.
 
     Args:
         work: the whole batch, in micro-batches as one computer would cut it.
@@ -140,15 +149,28 @@ class _AllWays:
         for name, flags, change in savings if _ZERO1 in entries else ():
             yield self._way(f"divided, {name}", f"{SHARD} {flags}", change, _ZERO1, combined=True)
 
-    def _way(self, name: str, more: str, change: _Change, entry: Entry | None = None, *, combined: bool = False) -> Way:
+    def _way(
+        self,
+        name: str,
+        more: str,
+        change: _Change,
+        entry: Entry | None = None,
+        *,
+        combined: bool = False,
+    ) -> Way:
         """All ranks with the same flags, each with its share."""
         entry = entry or self.plain
         works = {share: change(self.work.share(share)) for share in {*self.shares}}
         kept = {share: self._memory(entry, each) for share, each in works.items()}
         buckets = self.setting.bucket_bytes if self.ranks > 1 else 0
-        needed = {share: self.setting.needed(each, self.ranks) + buckets for share, each in kept.items()}
+        needed = {
+            share: self.setting.needed(each, self.ranks) + buckets for share, each in kept.items()
+        }
         largest = max(self.shares)
-        memory, gradients = kept[largest], works[largest].trained_bytes * (2 if works[largest].accumulated else 1)
+        memory, gradients = (
+            kept[largest],
+            works[largest].trained_bytes * (2 if works[largest].accumulated else 1),
+        )
         return Way(
             name=name,
             ranks=self.ranks,
@@ -166,7 +188,11 @@ class _AllWays:
             more=more,
             sent_bytes=self._sent(entry) if self.ranks > 1 else 0,
             combined=combined,
-            strategy="zero1" if entry is _ZERO1 else "data" if self.ranks > 1 and self.rounds is None else "",
+            strategy="zero1"
+            if entry is _ZERO1
+            else "data"
+            if self.ranks > 1 and self.rounds is None
+            else "",
         )
 
     def _memory(self, entry: Entry, work: Work) -> Memory:
@@ -175,13 +201,19 @@ class _AllWays:
     def _sent(self, entry: Entry) -> int:
         # Gradients travel in the type of what is trained.
         trained, packed = self.work.trained_bytes, self.work.packed
-        travels = packed.traffic(trained, self.ranks) if packed is not None and entry.packs else None
-        return entry.costs.traffic(trained, trained, scatters=self.setting.scatters, packed=travels).sent(self.ranks)
+        travels = (
+            packed.traffic(trained, self.ranks) if packed is not None and entry.packs else None
+        )
+        return entry.costs.traffic(
+            trained, trained, scatters=self.setting.scatters, packed=travels
+        ).sent(self.ranks)
 
     def _flags(self, more: str) -> str:
         """With what starts the ranks; a model in 4 bits comes before."""
         after = more.removeprefix(QUANTISE).removeprefix(_THEN)
-        rounds = self.plain.flags if self.rounds is not None and self.plain.flags not in after else ""
+        rounds = (
+            self.plain.flags if self.rounds is not None and self.plain.flags not in after else ""
+        )
         flags = " ".join(filter(None, [self.start, after, rounds]))
         return _THEN.join(filter(None, [QUANTISE if QUANTISE in more else "", flags]))
 
@@ -211,9 +243,11 @@ def _both(first: _Change, then: _Change, work: Work) -> Work:
 
 
 def _savings(work: Work) -> Iterator[tuple[str, str, _Change]]:
-    """Name, flags and change of all that saves memory and changes no result, from what costs the least time on.
+    """Name, flags and change of all that saves memory and changes no result, from what costs the
+    least time on.
 
-    Micro-batches are halved as far as one row; then the same with activations that are computed again.
+    Micro-batches are halved as far as one row; then the same with activations that are computed
+    again.
     """
     sizes: list[int] = []
     size = work.tokens
@@ -227,7 +261,11 @@ def _savings(work: Work) -> Iterator[tuple[str, str, _Change]]:
     yield "checkpointing", CHECKPOINT, partial(replace, recomputed=True)
     for size in sizes:
         flags = f"{CHECKPOINT} {_cut(size)}"
-        yield f"checkpointing, micro-batches of {size}", flags, partial(_smaller, tokens=size, recomputed=True)
+        yield (
+            f"checkpointing, micro-batches of {size}",
+            flags,
+            partial(_smaller, tokens=size, recomputed=True),
+        )
 
 
 def _smaller(work: Work, *, tokens: int, recomputed: bool = False) -> Work:
@@ -240,21 +278,31 @@ def _cut(tokens: int) -> str:
 
 
 def cheapest(ways: Sequence[Way]) -> Way | None:
-    """Return the way that fits and costs the least: what changes results comes last, before it what takes time most."""
+    """Return the way that fits and costs the least: what changes results comes last, before it what
+    takes time most.
+    """
     able = [way for way in ways if way.fits is not False]
-    return min(able, key=lambda way: (QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags), default=None)
+    return min(
+        able,
+        key=lambda way: (QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags),
+        default=None,
+    )
 
 
 def those_told(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
+    """Return the ways that are worth telling: of those of several flags the first that fits, if no
+    simple one does.
 
-    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much. On several
-    computers the cheapest one is always told.
+    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by
+    how much. On several computers the cheapest one is always told.
     """
     best = cheapest([way for way in ways if way.ranks > 1])
     chosen = [best]
     fits = False
-    for rounded in (False, True):  # 4 bits change the results: they come by themselves, and after the others
+    for rounded in (
+        False,
+        True,
+    ):  # 4 bits change the results: they come by themselves, and after the others
         group = [way for way in ways if way.flags.startswith(QUANTISE) is rounded]
         fits |= any(way.fits is not False for way in group if not way.combined)
         more = [way for way in group if way.combined]

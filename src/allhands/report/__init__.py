@@ -1,4 +1,6 @@
-"""Page about one run or several: runs are read and judged, and written as self-contained HTML and as Markdown."""
+"""Page about one run or several: runs are read and judged, and written as self-contained HTML and
+as Markdown.
+"""
 
 from allhands.observe.judging import Judgement, judge
 from allhands.report.facts import Answers, ReportFacts, read_facts

@@ -1,4 +1,6 @@
-"""Charts and bars of a report: learning rate, speed, memory of the ranks, and the parts of a step's time."""
+"""Charts and bars of a report: learning rate, speed, memory of the ranks, and the parts of a step's
+time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from allhands.observe.charts import (
 from allhands.observe.metrics import RunHistory, TrainReport
 from allhands.observe.monitor import Sample
 
-# --- over steps --------------------------------------------------------------------------------------
+# --- over steps -----------------------------------------------------------------------------------
 
 # Key, title, name of the axis, unit, and field of a report.
 _KINDS: tuple[tuple[str, str, str, Unit, str], ...] = (
@@ -40,7 +42,9 @@ _KINDS: tuple[tuple[str, str, str, Unit, str], ...] = (
 
 def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[Chart]:
     """Learning rate, gradient norm, throughput, time of a step and bytes sent, over steps."""
-    marks = tuple((float(step), colour) for colour, run in enumerate(runs) for step, _ in run.restarts)
+    marks = tuple(
+        (float(step), colour) for colour, run in enumerate(runs) for step, _ in run.restarts
+    )
     for key, title, y_label, unit, name in _KINDS:
         columns = [[(one.step, getattr(one, name)) for one in run.train] for run in runs]
         if key == "sent" and not any(value for column in columns for _, value in column):
@@ -58,12 +62,26 @@ def rank_memory(key: str, label: str, run: RunHistory) -> Chart:
     count = max((len(one.peak_memory_bytes) for one in run.train), default=0)
     lines: list[Line] = []
     for rank in range(count):
-        points = [(one.step, one.peak_memory_bytes[rank]) for one in run.train if rank < len(one.peak_memory_bytes)]
-        lines.append(line_of(f"rank {rank}", rank, points, kind="rank", width=line_width(rank, count)))
-    return Chart(key, f"Peak memory of each rank of {label}", "step", "memory", "bytes", drawable(lines), whole=True)
+        points = [
+            (one.step, one.peak_memory_bytes[rank])
+            for one in run.train
+            if rank < len(one.peak_memory_bytes)
+        ]
+        lines.append(
+            line_of(f"rank {rank}", rank, points, kind="rank", width=line_width(rank, count))
+        )
+    return Chart(
+        key,
+        f"Peak memory of each rank of {label}",
+        "step",
+        "memory",
+        "bytes",
+        drawable(lines),
+        whole=True,
+    )
 
 
-# --- bars --------------------------------------------------------------------------------------------
+# --- bars -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,11 +154,15 @@ def phase_bars(label: str, samples: Sequence[Sample], complete: bool) -> Bars:
             host = f" on {group[-1].host}" if several else ""
             rows.append((f"{group[0].name}{host}", tuple(spent.items())))
     described = "Phases of the training thread of each rank, from its start to its end, "
-    described += "all starts together." if complete else "in the latest starts: samples of earlier ones are not kept."
+    described += (
+        "all starts together."
+        if complete
+        else "in the latest starts: samples of earlier ones are not kept."
+    )
     return Bars(f"Phases of each rank of {label}", described, tuple(rows))
 
 
-# --- phases over steps -------------------------------------------------------------------------------
+# --- phases over steps ----------------------------------------------------------------------------
 
 PHASES_TOLD = (
     "Seconds of a step: the wait for data, computing forward and backward, the exchange of gradients with the wait for "
@@ -151,25 +173,36 @@ _MOST_POINTS = 60  # of the samples: each is a mean over many of them
 _HEADROOM = 1.08
 
 
-def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample], colour: int = 0) -> Iterator[Chart]:
-    """Yield the parts of a step over a run: of rank 0 as it reported them, and of each of several ranks, as sampled.
+def phase_charts(
+    key: str, label: str, run: RunHistory, samples: Sequence[Sample], colour: int = 0
+) -> Iterator[Chart]:
+    """Yield the parts of a step over a run: of rank 0 as it reported them, and of each of several
+    ranks, as sampled.
 
     Args:
         colour: of the run among those of the page.
     """
-    ranks = [(group[0].name, _rank_lines(group)) for group in groups_of(samples) if group[0].role == "rank"]
+    ranks = [
+        (group[0].name, _rank_lines(group))
+        for group in groups_of(samples)
+        if group[0].role == "rank"
+    ]
     ranks = [(name, lines) for name, lines in ranks if lines]
     reports = _timed(run)
     lines = _part_lines([(one.step, _parts_of(one), one.step_time_s) for one in reports])
     marks = tuple((float(step), colour) for step, _ in run.restarts)
     if lines:
-        chart = _phase_chart(key, f"rank 0 of {label}, as reported", lines, max(one.step_time_s for one in reports))
+        chart = _phase_chart(
+            key, f"rank 0 of {label}, as reported", lines, max(one.step_time_s for one in reports)
+        )
         yield replace(chart, marks=marks, wide=len(ranks) > 1)
     if len(ranks) > 1:
         yield from _rank_charts(key, label, ranks)
 
 
-def _rank_charts(key: str, label: str, ranks: Sequence[tuple[str, tuple[Line, ...]]]) -> Iterator[Chart]:
+def _rank_charts(
+    key: str, label: str, ranks: Sequence[tuple[str, tuple[Line, ...]]]
+) -> Iterator[Chart]:
     """The first ranks' charts, all with one scale."""
     more = f" (the first {_MOST_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MOST_RANKS else ""
     ranks = ranks[:_MOST_RANKS]
@@ -180,16 +213,27 @@ def _rank_charts(key: str, label: str, ranks: Sequence[tuple[str, tuple[Line, ..
 
 def _phase_chart(key: str, of: str, lines: tuple[Line, ...], highest: float) -> Chart:
     top = _HEADROOM * highest if highest > 0 else None
-    return Chart(key, f"Phases of a step: {of}", "step", "seconds", "seconds", lines, whole=True, top=top)
+    return Chart(
+        key, f"Phases of a step: {of}", "step", "seconds", "seconds", lines, whole=True, top=top
+    )
 
 
 def _part_lines(points: Sequence[tuple[int, Sequence[float], float]]) -> tuple[Line, ...]:
-    """A line of each part, and one of the whole step, through (step, seconds of the parts, seconds of the step)."""
+    """A line of each part, and one of the whole step, through (step, seconds of the parts, seconds
+    of the step).
+    """
     lines = [
-        line_of(name, phase_colour(name), [(step, parts[place]) for step, parts, _ in points], kind="phase")
+        line_of(
+            name,
+            phase_colour(name),
+            [(step, parts[place]) for step, parts, _ in points],
+            kind="phase",
+        )
         for place, name in enumerate(_PARTS)
     ]
-    whole = line_of("whole step", 0, [(step, total) for step, _, total in points], dashed=True, kind="ink")
+    whole = line_of(
+        "whole step", 0, [(step, total) for step, _, total in points], dashed=True, kind="ink"
+    )
     return drawable([*lines, whole])
 
 
@@ -206,7 +250,8 @@ def _rank_lines(group: Sequence[Sample]) -> tuple[Line, ...]:
 
 
 def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, Floats]]:
-    """Between samples after which steps were done: the last step, the number of steps, and the seconds of each phase.
+    """Between samples after which steps were done: the last step, the number of steps, and the
+    seconds of each phase.
 
     The first step after a start counts as a phase of its own, and is left out.
     """

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from allhands.report.facts import ReportFacts
 
-# Options that say which tokens a validation is about; the number of its examples is the product of two more.
+# Options that say which tokens a validation is about; the number of its examples is the product of
+# two more.
 _ABOUT = (
     "data",
     "hf_dataset",
@@ -20,7 +21,9 @@ _ABOUT = (
 
 
 def unlike_validations(runs: Sequence[ReportFacts]) -> str:
-    """Say that the runs were validated on different samples, and which options differ; empty if they were not."""
+    """Say that the runs were validated on different samples, and which options differ; empty if
+    they were not.
+    """
     runs = [run for run in runs if run.history.valid]
     if len(runs) < 2:
         return ""

@@ -1,4 +1,6 @@
-"""The contents of a run's directory: curves, samples of processes, options, answers, and what is missing."""
+"""The contents of a run's directory: curves, samples of processes, options, answers, and what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ class ReportFacts:
         path: as it was given.
         status: how it ended, or whether it goes on; ``reason`` says more, in words.
         journal: the supervisor's events, in their order.
-        rows: the processes with their highest memory; ``samples`` are all looks at them. ``together_bytes`` and, of the
-            ranks alone, ``ranks_bytes`` are what they had at the same time.
+        rows: the processes with their highest memory; ``samples`` are all looks at them.
+            ``together_bytes`` and, of the ranks alone, ``ranks_bytes`` are what they had at the
+            same time.
         config: the options that the run was given, by name; empty if not known.
         prepared: the report of ``allhands data prepare`` on the data, if it is there.
         plan: that was made for it before it began, if one was kept.
@@ -73,7 +76,9 @@ class ReportFacts:
         return first is not None and bool(self.samples) and first.time < _began(self.samples)
 
 
-def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None) -> ReportFacts:
+def read_facts(
+    path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None
+) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
 
     Args:
@@ -109,20 +114,27 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, n
     facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
     notes += amiss
     if missing:
-        how = "has not come to its first step yet" if facts.status == "going on" else "ended before its first step"
+        how = (
+            "has not come to its first step yet"
+            if facts.status == "going on"
+            else "ended before its first step"
+        )
         notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
     notes += _amiss(history)
     return facts
 
 
 def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
-    """Return the samples of all starts of a run, those that were set aside for a later one included; whether that is
-    all.
+    """Return the samples of all starts of a run, those that were set aside for a later one
+    included; whether that is all.
     """
     samples = list(run.samples)
     if not run.began_before:
         return samples, True
-    logs, first = (run.path if run.path.is_dir() else run.path.parent) / LOGS, run.history.starts[0].time
+    logs, first = (
+        (run.path if run.path.is_dir() else run.path.parent) / LOGS,
+        run.history.starts[0].time,
+    )
     for place in logs.glob("earlier-*"):
         with suppress(DataError):
             earlier = read_samples(place)
@@ -153,7 +165,7 @@ def _amiss(history: RunHistory) -> Iterator[str]:
         yield "There is no report of training yet."
 
 
-# --- files of JSON -----------------------------------------------------------------------------------
+# --- files of JSON --------------------------------------------------------------------------------
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -180,7 +192,9 @@ def _config(directory: Path, notes: list[str], *, goes_on: bool) -> dict[str, An
         if found := _object(place / "state.json").get("config"):
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     if not goes_on:  # they are written with the first weights
-        notes.append("Its options are not known: there is no adapter_config.json and no checkpoint.")
+        notes.append(
+            "Its options are not known: there is no adapter_config.json and no checkpoint."
+        )
     return {}
 
 

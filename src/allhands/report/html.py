@@ -16,13 +16,16 @@ from allhands.report.charts import Bars
 from allhands.report.page import Page
 
 MARK = '<meta name="generator" content="allhands report">'
-# Text that is darker than this part of white stands out from the colour behind it more than white text does.
+# Text that is darker than this part of white stands out from the colour behind it more than white
+# text does.
 _BRIGHT = 0.18
 _NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
 def to_html(page: Page) -> str:
-    """Return the page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
+    """Return the page as HTML. What comes from a run is escaped; a policy in the file lets no
+    script but ours run.
+    """
     style = asset("uplot/uPlot.min.css") + asset("report.css") + colour_sheet()
     licence = f"/*! uPlot\n{asset('uplot/LICENSE')}\n*/\n"
     script = licence + asset("uplot/uPlot.iife.min.js") + "\n" + asset("charts.js")
@@ -42,7 +45,9 @@ def to_html(page: Page) -> str:
 
 
 def page_parts(page: Page) -> tuple[str, dict[str, Any]]:
-    """For a page that goes on living: what stands between its header and its footer, as HTML, and its charts."""
+    """For a page that goes on living: what stands between its header and its footer, as HTML, and
+    its charts.
+    """
     return _environment().get_template("report_body.html.j2").render(page=page), _charts(page)
 
 
@@ -51,7 +56,9 @@ def _charts(page: Page) -> dict[str, Any]:
 
 
 def _environment() -> Environment:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset)
+    )
     environment.globals.update(bar_parts=_bar_parts, part_class=_part_class, run_class=_run_class)  # pyright: ignore[reportArgumentType]
     return environment
 
@@ -72,8 +79,14 @@ def _sum(content: str) -> str:
 
 
 def colour_sheet() -> str:
-    """Return the colours of runs, ranks and phases as styles: those of the pictures, in light and dark pages alike."""
-    named = [(f"{kind}-{place}", colour) for kind, some in palettes().items() for place, colour in enumerate(some)]
+    """Return the colours of runs, ranks and phases as styles: those of the pictures, in light and
+    dark pages alike.
+    """
+    named = [
+        (f"{kind}-{place}", colour)
+        for kind, some in palettes().items()
+        for place, colour in enumerate(some)
+    ]
     values = "".join(f" --{name}: {colour.lower()};" for name, colour in named)
     classes = "".join(
         f".c-{name} {{ --ink: var(--{name}); --on: {'#000' if luminance(colour) > _BRIGHT else '#fff'}; }}\n"
@@ -99,6 +112,8 @@ def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str, str]]:
     for name, seconds in parts:
         share = 100 * seconds / whole
         told = name if share >= _NARROW else ""
-        placed.append((f"{name}: {share:.0f} %", _part_class(name), f"{place:.3f}", f"{share:.3f}", told))
+        placed.append(
+            (f"{name}: {share:.0f} %", _part_class(name), f"{place:.3f}", f"{share:.3f}", told)
+        )
         place += share
     return placed

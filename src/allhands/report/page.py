@@ -1,4 +1,6 @@
-"""The contents of a report, in the order of its sections; HTML and Markdown are two ways to write them."""
+"""The contents of a report, in the order of its sections; HTML and Markdown are two ways to write
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from allhands.observe.monitor import BoardRow
 from allhands.observe.times import of_starts, times_of
 from allhands.plan.compared import Comparison
 from allhands.plan.outgrown import signs_of
-from allhands.report.charts import PHASES_TOLD, Bars, phase_bars, phase_charts, rank_memory, step_bars, step_charts
+from allhands.report.charts import (
+    PHASES_TOLD,
+    Bars,
+    phase_bars,
+    phase_charts,
+    rank_memory,
+    step_bars,
+    step_charts,
+)
 from allhands.report.compared import unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
@@ -89,7 +99,9 @@ class _Run:
     compared: Comparison | None
 
 
-def make_page(runs: Sequence[ReportFacts], *, title: str | None = None, now: float | None = None) -> Page:
+def make_page(
+    runs: Sequence[ReportFacts], *, title: str | None = None, now: float | None = None
+) -> Page:
     """Put a report of one run or several together.
 
     Args:
@@ -133,7 +145,11 @@ def _part(run: _Run, colour: int) -> RunPart:
     facts, history = run.facts, run.facts.history
     found = judge_run(history, is_over=facts.status != "going on")
     for sign in signs_of(history, facts.samples):
-        found.append(Judgement("time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."))
+        found.append(
+            Judgement(
+                "time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."
+            )
+        )
     notes = list(facts.notes)
     if run.compared:
         found += plan_words(run.compared)
@@ -143,11 +159,17 @@ def _part(run: _Run, colour: int) -> RunPart:
         more = "…" if len(skipped) > _MOST_CHANGES else ""
         notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}{more}.")
     if changes := history.shares[-_MOST_CHANGES:]:
-        told = [f"from step {one.from_step + 1} {form.format_shares(one.shares)}" for one in changes]
+        told = [
+            f"from step {one.from_step + 1} {form.format_shares(one.shares)}" for one in changes
+        ]
         first = form.format_shares(changes[0].before)
-        notes.append(f"Ranks' shares of a batch, which follow their speeds: {first}, {', '.join(told)}.")
+        notes.append(
+            f"Ranks' shares of a batch, which follow their speeds: {first}, {', '.join(told)}."
+        )
     notes += [f"Warning at step {one.step}: {one.message}" for one in history.warned]
-    return RunPart(run.label, str(facts.path), colour, facts.status, facts.reason, tuple(found), tuple(notes))
+    return RunPart(
+        run.label, str(facts.path), colour, facts.status, facts.reason, tuple(found), tuple(notes)
+    )
 
 
 def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -> Iterator[Section]:
@@ -160,7 +182,10 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
 
     title, caption = "In figures", "figures of the run"
     if many:
-        title, caption = "Side by side", "speed-up: tokens/s relative to the first run; medians over the reports"
+        title, caption = (
+            "Side by side",
+            "speed-up: tokens/s relative to the first run; medians over the reports",
+        )
     rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
     times = Grid(caption, ("", *labels), tuple(rows))
     yield Section("times", title, unlike_validations(facts), "Figures", grids=(times,))
@@ -169,14 +194,20 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
         losses[0] = replace(losses[0], wide=True)
     yield Section("loss", "Loss", _LOSS, charts=tuple(losses))
     rate, norm, *speed = step_charts(labels, histories)
-    yield Section("optimizer", "Learning rate and gradient", "", "Learning rate", charts=(rate, norm))
+    yield Section(
+        "optimizer", "Learning rate and gradient", "", "Learning rate", charts=(rate, norm)
+    )
     ranks = [phase_bars(run.label, *samples_of_starts(run.facts)) for run in runs]
     bars = (step_bars(labels, histories), *ranks)
     yield Section("time", "Speed and phases", "", "Speed", charts=tuple(speed), bars=bars)
     phases: list[Chart] = []
     for place, run in enumerate(runs):
-        phases += phase_charts(f"phases-{place}", run.label, run.facts.history, run.facts.samples, place)
-    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, "Phases", charts=tuple(phases))
+        phases += phase_charts(
+            f"phases-{place}", run.label, run.facts.history, run.facts.samples, place
+        )
+    yield Section(
+        "phases", "Phases of a step over the run", PHASES_TOLD, "Phases", charts=tuple(phases)
+    )
     yield Section("memory", "Memory", charts=tuple(_memory_charts(runs)), grids=grids(_needs))
     planned = grids(lambda run: planned_grids(run.label, run.compared))
     yield Section("plan", "Planned and measured", PLANNED_TOLD, "Plan", grids=planned)
@@ -184,7 +215,9 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     machines = _columns("model and machines", labels, [_machine(run) for run in facts])
     yield Section("machines", "Model and machines", "", "Machines", grids=(machines,))
     yield Section("data", "Data", grids=(_columns("data", labels, [_data(run) for run in facts]),))
-    yield Section("samples", "Samples", "Texts of the model during training.", grids=grids(_samples))
+    yield Section(
+        "samples", "Samples", "Texts of the model during training.", grids=grids(_samples)
+    )
     yield Section("answers", "Answers before and after", "", "Answers", grids=grids(_answers))
     yield Section("options", "Configuration", grids=tuple(_options(labels, facts)), folded=True)
 
@@ -203,7 +236,7 @@ _LOSS = (
 )
 
 
-# --- tables ------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def _needs(run: _Run) -> Iterator[Grid]:
@@ -224,7 +257,14 @@ def _needs(run: _Run) -> Iterator[Grid]:
     if directing:
         names = ", ".join(row.last.name for row in directing)
         caption += f"; training needs what the ranks need ({names} only starts and watches them)"
-    measures = ("expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays")
+    measures = (
+        "expected",
+        "measured in training",
+        "of expected",
+        "highest resident",
+        "proportional",
+        "MLX's arrays",
+    )
     yield Grid(caption, ("process", "computer", *measures), tuple(rows))
 
 
@@ -246,9 +286,13 @@ def _bytes(count: int) -> str:
 
 
 def _in_training(facts: ReportFacts, rank: int | None) -> int:
-    """The highest memory that a rank reported in training: what it needed on an NVIDIA GPU, else what was resident."""
+    """The highest memory that a rank reported in training: what it needed on an NVIDIA GPU, else
+    what was resident.
+    """
     peaks = [one.needed_bytes or one.peak_rss_bytes for one in facts.history.train]
-    return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
+    return (
+        0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
+    )
 
 
 def _events(run: _Run) -> Iterator[Grid]:
@@ -260,7 +304,9 @@ def _events(run: _Run) -> Iterator[Grid]:
         text += f"{form.counted(start.num_ranks, 'rank')} ({start.backend})"
         text += f", resumed from {start.resumed_from}" if start.resumed_from else ""
         rows.append((start.time, "start", "", text))
-    rows += [(float(event["time"]), str(event["kind"]), *words_of(event)) for event in run.facts.journal]
+    rows += [
+        (float(event["time"]), str(event["kind"]), *words_of(event)) for event in run.facts.journal
+    ]
     if len(rows) < 2:
         return
     rows.sort(key=lambda row: row[0])
@@ -270,7 +316,9 @@ def _events(run: _Run) -> Iterator[Grid]:
         (_after(time, begun), kind, where or NONE, text, form.format_moment(time))
         for time, kind, where, text in rows[-_MOST_EVENTS:]
     ]
-    yield Grid(f"{run.label}{left}", ("after", "event", "where", "in words", "time (UTC)"), tuple(cells))
+    yield Grid(
+        f"{run.label}{left}", ("after", "event", "where", "in words", "time (UTC)"), tuple(cells)
+    )
 
 
 def _after(time: float, begun: float | None) -> str:
@@ -293,7 +341,9 @@ def _machine(run: ReportFacts) -> dict[str, object]:
     hosts: dict[str, list[str]] = {}
     for row in run.rows:
         hosts.setdefault(row.last.host, []).append(row.last.name)
-    gpus = [(row.last.name, row.last.gpu_total_bytes) for row in run.rows if row.last.gpu_total_bytes]
+    gpus = [
+        (row.last.name, row.last.gpu_total_bytes) for row in run.rows if row.last.gpu_total_bytes
+    ]
     return {
         "model": of_starts(history, lambda it: it.model),
         "method": of_starts(history, lambda it: it.method),
@@ -306,7 +356,8 @@ def _machine(run: ReportFacts) -> dict[str, object]:
         "cores per rank": of_starts(history, lambda it: it.cores_per_rank),
         "computers": "; ".join(f"{host}: {', '.join(names)}" for host, names in hosts.items()),
         "GPU memory": "; ".join(f"{name}: {form.format_bytes(held or 0)}" for name, held in gpus),
-        "versions": started and ", ".join(f"{name} {version}" for name, version in started.versions.items()),
+        "versions": started
+        and ", ".join(f"{name} {version}" for name, version in started.versions.items()),
         "directory": run.path,
     }
 
@@ -315,7 +366,10 @@ def _parameters(started: RunStarted) -> str | None:
     if not started.total_params:
         return None
     share = 100 * started.trainable_params / started.total_params
-    trained, total = form.format_count(started.trainable_params), form.format_count(started.total_params)
+    trained, total = (
+        form.format_count(started.trainable_params),
+        form.format_count(started.total_params),
+    )
     return f"{trained} of {total} ({share:.3g} %)"
 
 
@@ -326,7 +380,9 @@ def _data(run: ReportFacts) -> dict[str, object]:
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
     test_loss = history.ended and history.ended.test_loss
     names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
-    prepared = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
+    prepared = [
+        f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared
+    ]
     return {
         "training examples": history.started and _count(history.started.num_train_examples),
         "trained tokens": last and _count(last.trained_tokens),
@@ -367,22 +423,34 @@ def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Gri
     names = sorted({name for config in configs for name in config})
     if not names:
         return
-    rows = tuple((name, *(_option(config.get(name)) or NONE for config in configs)) for name in names)
+    rows = tuple(
+        (name, *(_option(config.get(name)) or NONE for config in configs)) for name in names
+    )
     differ = tuple(row for row in rows if len(set(row[1:])) > 1)
     if differ:
         yield Grid("options in which the runs differ", ("option", *labels), differ)
-    yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {NONE}))
+    yield Grid(
+        "all options that are set",
+        ("option", *labels),
+        tuple(row for row in rows if set(row[1:]) != {NONE}),
+    )
 
 
 def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the warm-up in one place: it may be given on its own or with the schedule, not as both."""
+    """The options with the warm-up in one place: it may be given on its own or with the schedule,
+    not as both.
+    """
     schedule = config.get("lr_schedule")
     if not isinstance(schedule, Mapping):
         return dict(config)
     told = {str(name): value for name, value in schedule.items() if name != "warmup"}
     if not told.get("warmup_init"):
         told.pop("warmup_init", None)
-    return {**config, "lr_schedule": told, "warmup_steps": schedule.get("warmup") or config.get("warmup_steps")}
+    return {
+        **config,
+        "lr_schedule": told,
+        "warmup_steps": schedule.get("warmup") or config.get("warmup_steps"),
+    }
 
 
 def _option(value: Any) -> str:

@@ -18,8 +18,14 @@ PLANNED_TOLD = (
 
 
 def comparison_of(run: ReportFacts) -> Comparison | None:
-    """Return the run beside its plan; ``None`` if there is none, or the run has not written its options yet."""
-    if run.plan is None or run.history.started is None or (run.status == "going on" and not run.config):
+    """Return the run beside its plan; ``None`` if there is none, or the run has not written its
+    options yet.
+    """
+    if (
+        run.plan is None
+        or run.history.started is None
+        or (run.status == "going on" and not run.config)
+    ):
         return None
     return compare(run.plan, run.history, run.config, run.samples)
 
@@ -30,16 +36,30 @@ def plan_words(found: Comparison) -> list[Judgement]:
     if not measured:
         return []
     off = [figure for figure in measured if figure.off]
-    # Once is enough: what the run expected of itself has words where the plan was right, or had none.
-    words = [_word(one) for one in off if one.key != "expected" or all(other.key != "memory" for other in off)]
+    # Once is enough: what the run expected of itself has words where the plan was right, or had
+    # none.
+    words = [
+        _word(one)
+        for one in off
+        if one.key != "expected" or all(other.key != "memory" for other in off)
+    ]
     if found.differences:
         told = "; ".join(one.told for one in found.differences[:_MOST])
         left = len(found.differences) - _MOST
         more = f"; and {left} more" * (left > 0)
-        words.insert(0, Judgement("plan", "note", f"Not trained with the options that were planned: {told}{more}."))
+        words.insert(
+            0,
+            Judgement(
+                "plan", "note", f"Not trained with the options that were planned: {told}{more}."
+            ),
+        )
     if not off:
         level = "note" if found.differences else "good"
-        words.append(Judgement("plan", level, f"As planned. {'; '.join(figure.told for figure in measured)}."))
+        words.append(
+            Judgement(
+                "plan", level, f"As planned. {'; '.join(figure.told for figure in measured)}."
+            )
+        )
     return words
 
 
@@ -47,7 +67,9 @@ def _word(figure: Figure) -> Judgement:
     more = figure.ratio is not None and figure.ratio > 1.0
     grave = more and not figure.marked and figure.key != "start"
     other = ", with other options" if figure.marked else ""
-    return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.")
+    return Judgement(
+        "plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}."
+    )
 
 
 def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:

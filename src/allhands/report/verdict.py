@@ -11,7 +11,9 @@ from allhands.io.formatting import format_duration
 from allhands.observe.metrics import METRICS_FILE, RunHistory
 from allhands.observe.monitor import Board, gone_here
 
-Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
+Status = Literal[
+    "finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"
+]
 
 _FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
 _STOPS = (130, 143)  # exit codes of a job that a person or a scheduler ended
@@ -28,7 +30,8 @@ class Verdict:
 def verdict_of(
     path: Path, history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board, now: float
 ) -> Verdict:
-    """Find the state of a run from its metrics, the supervisor's last event, its processes, and the age of its files.
+    """Find the state of a run from its metrics, the supervisor's last event, its processes, and the
+    age of its files.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
@@ -47,7 +50,10 @@ def verdict_of(
     if lives or (not known and now - written < _FRESH_S):
         return Verdict("going on", "it goes on: what follows is what there is so far")
     silent = f"; last written {format_duration(max(now - written, 0.0))} ago" if written else ""
-    return Verdict("crashed or killed", f"its file has no end: it crashed, was killed, or lost its computer{silent}")
+    return Verdict(
+        "crashed or killed",
+        f"its file has no end: it crashed, was killed, or lost its computer{silent}",
+    )
 
 
 def _written(path: Path) -> float:
@@ -58,8 +64,12 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board) -> Verdict | None:
-    """The state by the supervisor's last event; ``None`` if it goes on, or a later start had no supervisor."""
+def _last_word(
+    history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board
+) -> Verdict | None:
+    """The state by the supervisor's last event; ``None`` if it goes on, or a later start had no
+    supervisor.
+    """
     if not journal:
         return None
     last = journal[-1]
@@ -73,13 +83,20 @@ def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board:
         return None
     if code == 0:
         return Verdict("finished")
-    unsaved = "; its metrics have no end: what was not in a checkpoint by then is lost" if history.train else ""
+    unsaved = (
+        "; its metrics have no end: what was not in a checkpoint by then is lost"
+        if history.train
+        else ""
+    )
     return Verdict("interrupted", f"{told(last)}{unsaved}")
 
 
 def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
     """The last failure that the supervisor saw, in words."""
-    last = next((one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")), None)
+    last = next(
+        (one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")),
+        None,
+    )
     return told(last) if last is not None else ""
 
 
@@ -91,6 +108,8 @@ def told(event: Mapping[str, Any]) -> str:
 
 def words_of(event: Mapping[str, Any]) -> tuple[str, str]:
     """Place and words of an event of the supervisor."""
-    where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
+    where = ", ".join(
+        f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None
+    )
     text, error = str(event.get("message", "")), str(event.get("error") or "")
     return where, f"{text}: {error}" if error and error not in text else text

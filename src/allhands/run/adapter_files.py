@@ -10,7 +10,15 @@ from typing import Any, cast
 from allhands.checkpoints import is_checkpoint, look_at, survey
 from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.io.files import of_peft
-from allhands.io.names import BEST, BEST_MODEL, CHECKPOINTS, CONFIG_FILE, LOGS, MODEL, MODELS_OF_A_RUN
+from allhands.io.names import (
+    BEST,
+    BEST_MODEL,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LOGS,
+    MODEL,
+    MODELS_OF_A_RUN,
+)
 from allhands.io.paths import meant
 from allhands.observe.judging import harm
 from allhands.observe.metrics import RunHistory, read_metrics
@@ -18,7 +26,9 @@ from allhands.observe.metrics import RunHistory, read_metrics
 WEIGHTS_FILE = "adapters.safetensors"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _ELSE = "give the directory that allhands train wrote (--adapter-path there)"
-_OTHERWISE = f"{_ELSE}, once it has saved (--save-every); a model is for --model, data is for --data"
+_OTHERWISE = (
+    f"{_ELSE}, once it has saved (--save-every); a model is for --model, data is for --data"
+)
 _NUMBERED = f"[0-9]*_{WEIGHTS_FILE}"
 
 
@@ -61,15 +71,21 @@ def _wrong_in(described: Any) -> str | None:
     if not isinstance(settings, dict):
         return "there are no lora_parameters"
     found = {**content, **cast("dict[str, Any]", settings)}
-    wrong = (name for name in ("num_layers", "rank", "scale") if not isinstance(found.get(name), int | float))
+    wrong = (
+        name
+        for name in ("num_layers", "rank", "scale")
+        if not isinstance(found.get(name), int | float)
+    )
     return next((f"{name} is no number" for name in wrong), None)
 
 
-# --- what else there is -------------------------------------------------------------------------------
+# --- what else there is ---------------------------------------------------------------------------
 
 
 def run_of(adapter_path: Path) -> Path:
-    """Return the run that weights belong to: their directory, or that above ``best``, ``model`` or its checkpoints."""
+    """Return the run that weights belong to: their directory, or that above ``best``, ``model`` or
+    its checkpoints.
+    """
     path = adapter_path.absolute()
     if path.parent.name == CHECKPOINTS:
         return adapter_path.parent.parent
@@ -78,8 +94,8 @@ def run_of(adapter_path: Path) -> Path:
 
 
 def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
-    """Return the model that an adapter is for, as its ``config`` says; a checkpoint of pre-training is of its run's
-    own.
+    """Return the model that an adapter is for, as its ``config`` says; a checkpoint of pre-training
+    is of its run's own.
 
     Raises:
         ConfigError: it names none, or the run has not written it yet.
@@ -93,21 +109,35 @@ def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
     if (written / "config.json").is_file():
         return str(written)
     hint = "let the training end, with --resume if it was broken off; it writes its model then"
-    raise ConfigError(f"a checkpoint of pre-training, and {written} is not there", where=str(adapter_path), hint=hint)
+    raise ConfigError(
+        f"a checkpoint of pre-training, and {written} is not there",
+        where=str(adapter_path),
+        hint=hint,
+    )
 
 
 def instead_of(adapter_path: Path) -> str | None:
-    """Weights of the same run that are whole and can be used instead of these, in words; ``None``: none are."""
+    """Weights of the same run that are whole and can be used instead of these, in words; ``None``:
+    none are.
+    """
     run = run_of(adapter_path)
     try:
         found = survey(run)
     except AllhandsError:
         return None
-    whole = [(one.checkpoint.step, one.path) for one in found if one.checkpoint is not None and one.error is None]
+    whole = [
+        (one.checkpoint.step, one.path)
+        for one in found
+        if one.checkpoint is not None and one.error is None
+    ]
     for step, path in whole:
-        if path.resolve() != adapter_path.resolve() and all((path / name).is_file() for name in _FILES):
+        if path.resolve() != adapter_path.resolve() and all(
+            (path / name).is_file() for name in _FILES
+        ):
             return f"the checkpoint of step {step} is whole: --adapter-path {path}"
-    numbered = [file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if not _torn_by(file)]
+    numbered = [
+        file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if not _torn_by(file)
+    ]
     if numbered and run.resolve() == adapter_path.resolve():
         return f"{numbered[0]} beside it can be read: copy it to {WEIGHTS_FILE}, with the {CONFIG_FILE} of the run"
     return None
@@ -133,21 +163,31 @@ def what_is(directory: Path) -> tuple[str, str]:
         return "this is a file, not a directory", hint
     names = sorted(path.name for path in directory.iterdir())
     shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-    # A run of pre-training has models; they come before its checkpoints, which hold no adapter either.
-    inside = [f"--model {path.parent}" for path in sorted(directory.glob("*/config.json"), reverse=True)]
-    inside += [f"--adapter-path {path.parent}" for path in sorted(directory.glob(f"*/{WEIGHTS_FILE}"))]
+    # A run of pre-training has models; they come before its checkpoints, which hold no adapter
+    # either.
+    inside = [
+        f"--model {path.parent}" for path in sorted(directory.glob("*/config.json"), reverse=True)
+    ]
+    inside += [
+        f"--adapter-path {path.parent}" for path in sorted(directory.glob(f"*/{WEIGHTS_FILE}"))
+    ]
     if peft := of_peft(directory):
         hint = peft.partition(": ")[2]
     else:
-        hint = f"give one of those in it: {inside[0]}" if inside else instead_of(directory) or _OTHERWISE
+        hint = (
+            f"give one of those in it: {inside[0]}"
+            if inside
+            else instead_of(directory) or _OTHERWISE
+        )
     return f"the directory holds {shown or 'nothing'}", hint
 
 
-# --- what became of the run ---------------------------------------------------------------------------
+# --- what became of the run -----------------------------------------------------------------------
 
 
 def warning_of(adapter_path: Path | None, model: str | None = None) -> str | None:
-    """Return a warning about the run that an adapter, or else a model of pre-training, comes from, if there is one.
+    """Return a warning about the run that an adapter, or else a model of pre-training, comes from,
+    if there is one.
 
     The run is judged up to the step of these weights: what came later did them no harm.
     """
@@ -178,6 +218,7 @@ def _until(history: RunHistory, step: int | None) -> RunHistory:
     if step is None:
         return history
     kept: dict[str, Any] = {
-        name: [one for one in getattr(history, name) if one.step <= step] for name in ("train", "valid", "skipped")
+        name: [one for one in getattr(history, name) if one.step <= step]
+        for name in ("train", "valid", "skipped")
     }
     return replace(history, **kept)

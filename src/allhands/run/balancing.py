@@ -28,10 +28,15 @@ SHARES = "shares"  # of what a checkpoint says
 
 
 def make_balance(
-    config: TrainConfig, mesh: Mesh, windows: Windows, order: GlobalOrder, begin: int, saved: Mapping[str, Any]
+    config: TrainConfig,
+    mesh: Mesh,
+    windows: Windows,
+    order: GlobalOrder,
+    begin: int,
+    saved: Mapping[str, Any],
 ) -> tuple[Balance, list[str]]:
-    """Return the shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off; what a person should
-    know.
+    """Return the shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off;
+    what a person should know.
 
     They follow the speeds if that was requested, and by default with several computers.
     """
@@ -47,7 +52,9 @@ def make_balance(
     )
     if not balance.restore(saved.get(SHARES)):
         return balance, []
-    return balance, [f"shares of a batch as in the checkpoint: {format_shares(balance.shares(begin))}"]
+    return balance, [
+        f"shares of a batch as in the checkpoint: {format_shares(balance.shares(begin))}"
+    ]
 
 
 def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> None:
@@ -80,10 +87,14 @@ def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
 def rebalanced(
     balance: Balance, result: StepResult, num_ranks: int, state: LoopState, accumulation: int
 ) -> SharesChanged | None:
-    """Hear what all ranks told of their step before ``result``'s; what to tell if that changes their shares."""
+    """Hear what all ranks told of their step before ``result``'s; what to tell if that changes
+    their shares.
+    """
     moved = balance.hear(result.of_each(num_ranks, slice(0, len(balance.own))), state.iteration)
     balance.own = result.pace
     if moved is None:
         return None
     from_step = state.step + (moved.begin - state.iteration) // accumulation
-    return SharesChanged(state.step, from_step, moved.weights, moved.before, moved.speeds, moved.rows)
+    return SharesChanged(
+        state.step, from_step, moved.weights, moved.before, moved.speeds, moved.rows
+    )

@@ -1,8 +1,10 @@
-"""The strategy that ``--strategy auto`` takes where ranks have too little memory for whole models, before any is read.
+"""The strategy that ``--strategy auto`` takes where ranks have too little memory for whole models,
+before any is read.
 
-Where every rank can hold the whole training, with micro-batches as small as its rows allow, nothing is decided here.
-Otherwise all ranks agree on the first way that fits each of them: a divided optimizer, then fully sharded or a
-pipeline, whichever takes less time by the measured link and speeds. All of them give the result of one process.
+Where every rank can hold the whole training, with micro-batches as small as its rows allow, nothing
+is decided here. Otherwise all ranks agree on the first way that fits each of them: a divided
+optimizer, then fully sharded or a pipeline, whichever takes less time by the measured link and
+speeds. All of them give the result of one process.
 """
 
 from __future__ import annotations
@@ -75,16 +77,25 @@ def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel) -> bool:
 
 
 def chosen_by_memory(
-    facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, *, hooked: bool
+    facts: RankFacts,
+    mesh: Mesh,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    *,
+    hooked: bool,
 ) -> tuple[RankFacts, list[str]]:
-    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason; as they are if none is open."""
+    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason; as they are
+    if none is open.
+    """
     if not may_choose(facts.config, mesh, facts.loaded):
         return facts, []
     assert facts.data.train is not None
     divided = DividedModel(facts.loaded.model, facts.loaded.config, facts.data.train.work)
     present = 0
     if accelerator.kind == "cpu":
-        present = psutil.Process().memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+        present = (
+            psutil.Process().memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+        )
     choosing = Choosing(facts.config, divided, mesh, accelerator, present, hooked)
     config, told = strategy_by_memory(choosing, communicator)
     return replace(facts, config=config), told
@@ -108,11 +119,15 @@ class Choosing:
     hooked: bool = False
 
 
-def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the strategy that memory asks for, and the reason; called on all ranks together.
+def strategy_by_memory(
+    choosing: Choosing, communicator: Communicator
+) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the strategy that memory asks for, and the reason; called on
+    all ranks together.
 
     Raises:
-        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, by its weights alone.
+        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, by its
+            weights alone.
     """
     mesh, rank = choosing.mesh, _Rank(choosing)
     room = Device(choosing.accelerator, mesh, 0).room
@@ -127,7 +142,9 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     if "data" in fits:
         return choosing.config, []
     stages = rank.stages(told)
-    names = [name for name, here in (("fsdp", "fsdp" in fits), ("pipeline", stages is not None)) if here]
+    names = [
+        name for name, here in (("fsdp", "fsdp" in fits), ("pipeline", stages is not None)) if here
+    ]
     if "zero1" in fits:
         names = ["zero1"]
     elif len(names) > 1 and communicator.size == mesh.size:
@@ -138,7 +155,9 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     return choosing.config.model_copy(update={"strategy": names[0]}), [why]
 
 
-def _least(rank: _Rank, told: Sequence[Mapping[str, Any]], able: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+def _least(
+    rank: _Rank, told: Sequence[Mapping[str, Any]], able: Sequence[str]
+) -> tuple[TrainConfig, list[str]]:
     """The way that needs least where none fits, and the doubt.
 
     Raises:
@@ -156,7 +175,9 @@ def _holds(told: Mapping[str, Any], name: str) -> bool:
 
 
 def _short_of(told: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Tell what the rank with the least memory of those that have too little for a strategy would need, and has."""
+    """Tell what the rank with the least memory of those that have too little for a strategy would
+    need, and has.
+    """
     short = [place for place, each in enumerate(told) if not _holds(each, name)]
     least = min(short, key=lambda place: told[place]["room"])
     needed, room = format_bytes(told[least]["needs"][name]), format_bytes(told[least]["room"])
@@ -180,7 +201,9 @@ class _Rank:
         form: Form = "packed" if is_quantized(divided.model) else "dense"
         self._model = weights_of(divided, form, accelerator)
         # Activations are known of native operations and of GPUs.
-        known = not self._on_cpu or (accelerator.runs_natively(config.compile) and native.available())
+        known = not self._on_cpu or (
+            accelerator.runs_natively(config.compile) and native.available()
+        )
         self.blocks = blocks_of(divided.config) if known else None
         parts = [*self._model.blocks, self._model.embedding, self._model.head]
         table = self._model.embedding.held_bytes
@@ -236,20 +259,32 @@ class _Rank:
         return self._of_process(self.shards(self.work).memory_of(self._whole(), share))
 
     def by_memory(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ranks have told, with the needs of fully sharded ones whose parts follow their memory."""
+        """Return what ranks have told, with the needs of fully sharded ones whose parts follow
+        their memory.
+        """
         rooms = [each["room"] for each in told]
         parts = shares_by_memory(rooms) if min(rooms) and self._can("fsdp") else ()
         if not parts:
             return [dict(each) for each in told]
         besides = [each["present"] - self.present for each in told]
-        needs = [self.sharded(part / sum(parts)) + more for part, more in zip(parts, besides, strict=True)]
-        return [{**each, "needs": {**each["needs"], "fsdp": need}} for each, need in zip(told, needs, strict=True)]
+        needs = [
+            self.sharded(part / sum(parts)) + more
+            for part, more in zip(parts, besides, strict=True)
+        ]
+        return [
+            {**each, "needs": {**each["needs"], "fsdp": need}}
+            for each, need in zip(told, needs, strict=True)
+        ]
 
     @property
     def largest(self) -> Work:
         """The work in micro-batches as large as they are where memory is not short."""
-        sizing = self.choosing.accelerator.sizing(self.choosing.config.micro_batch_tokens, compiled=False)
-        return replace(self.work, tokens=max(self.work.tokens, min(self.work.batch_tokens, sizing.max_tokens)))
+        sizing = self.choosing.accelerator.sizing(
+            self.choosing.config.micro_batch_tokens, compiled=False
+        )
+        return replace(
+            self.work, tokens=max(self.work.tokens, min(self.work.batch_tokens, sizing.max_tokens))
+        )
 
     def shards(self, work: Work) -> ShardedCosts:
         """Return the costs of fully sharded ranks."""
@@ -259,12 +294,16 @@ class _Rank:
         return sharded_costs(Divided(self._model, self.blocks, work, of, self._tied, self._on_cpu))
 
     def _whole(self) -> Memory:
-        """Return the arrays of a rank with everything; where activations are not known, without them."""
+        """Return the arrays of a rank with everything; where activations are not known, without
+        them.
+        """
         # Those of a Mac have not been compared with what it takes.
         if self.blocks is not None and self.choosing.accelerator.kind != "metal":
             return (on_cpu if self._on_cpu else on_gpu)(self.blocks, self.work)
         gradients = self._trained
-        return Memory(self._weights, _STATES * gradients, gradients, 0, gradients, trained=gradients)
+        return Memory(
+            self._weights, _STATES * gradients, gradients, 0, gradients, trained=gradients
+        )
 
     def _of_process(self, memory: Memory) -> int:
         return of_process(memory, self.present, 0) if self._on_cpu else memory.arrays
@@ -276,7 +315,9 @@ class _Rank:
         if by_blocks and kind_of(choosing.divided.model) not in CAN_BE_CUT:
             return False
         native_way = choosing.accelerator.runs_natively(config.compile)
-        if STRATEGIES[name].unfit(TrainingNeeds(config.optimizer, native_way, choosing.hooked, self.work.masters)):
+        if STRATEGIES[name].unfit(
+            TrainingNeeds(config.optimizer, native_way, choosing.hooked, self.work.masters)
+        ):
             return False
         try:
             refuse_combinations(config.model_copy(update={"strategy": name}))
@@ -285,22 +326,31 @@ class _Rank:
         return True
 
     def stages(self, told: Sequence[Mapping[str, Any]]) -> PipedSplit | None:
-        """Return the stages of a pipeline of all ranks that fit their memory; ``None``: there are none."""
+        """Return the stages of a pipeline of all ranks that fit their memory; ``None``: there are
+        none.
+        """
         if not self._can("pipeline"):
             return None
         config = self.choosing.config.model_copy(update={"strategy": "pipeline"})
         mesh = piped(config, self.choosing.mesh)
         taken = [each["present"] + ROOM_OF_PRODUCTS * self._on_cpu for each in told]
         rooms = [each["room"] for each in told]
-        return split_that_fits(config, self.choosing.divided, mesh, self.choosing.accelerator, rooms, taken)
+        return split_that_fits(
+            config, self.choosing.divided, mesh, self.choosing.accelerator, rooms, taken
+        )
 
 
 def _is_tied(model: Model) -> bool:
-    return model.head.numbers == model.embedding.numbers and model.head.held_bytes >= model.embedding.held_bytes
+    return (
+        model.head.numbers == model.embedding.numbers
+        and model.head.held_bytes >= model.embedding.held_bytes
+    )
 
 
 def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None) -> str:
-    """Return the one of fully sharded and pipeline that takes less time; called on all ranks together."""
+    """Return the one of fully sharded and pipeline that takes less time; called on all ranks
+    together.
+    """
     blocks, work, config = rank.blocks, rank.work, rank.choosing.config
     rates = time_products(communicator, _MEASURED_S)
     sums = time_all_sum(communicator, BenchPlan(_MEASURED_BYTES, _MEASURED_S, 5.0))
@@ -313,15 +363,22 @@ def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None)
     lengths: Any = rank.choosing.divided.work
     tokens = float(lengths.mean()) * config.batch_size
     per_token = partial(flops_per_token, blocks, config.fine_tune_type, work.trained_layers)
-    again_s, once_s = (tokens * per_token(recomputed=each) / min(rates) for each in (True, work.recomputed))
+    again_s, once_s = (
+        tokens * per_token(recomputed=each) / min(rates) for each in (True, work.recomputed)
+    )
     shards = rank.shards(rank.largest)
-    sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(ranks)
+    sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(
+        ranks
+    )
     # A CPU computes fetched blocks again, and so does a GPU where they have experts.
     each_s = again_s if stages.again or blocks.experts else once_s
     sharded_s = max(each_s / ranks, sent / sent_per_s)
     whole = sum(stages.seconds)
     # So does a CPU the forward passes of all stages but the last.
-    parts_s = [(again_s if stages.again else once_s) * part / whole / stages.micro_batches for part in stages.seconds]
+    parts_s = [
+        (again_s if stages.again else once_s) * part / whole / stages.micro_batches
+        for part in stages.seconds
+    ]
     message_s = latency + stages.hidden_bytes / sent_per_s
     piped_s = PipelineCosts(stages.micro_batches, stages.hidden_bytes).step_s(parts_s, message_s)
     return "pipeline" if piped_s < sharded_s else "fsdp"
@@ -339,7 +396,10 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
         counts = range(len(told) + 1, _MOST_RANKS + 1)
         enough = next((count for count in counts if rank.sharded(1 / count) <= room), None)
         if enough is not None:
-            hints.insert(0, f"{enough} such ranks would hold it (--strategy fsdp), or fewer with --strategy pipeline")
+            hints.insert(
+                0,
+                f"{enough} such ranks would hold it (--strategy fsdp), or fewer with --strategy pipeline",
+            )
     return ModelError(
         f"no strategy fits this training into the ranks' memory: with --strategy {least} {_short_of(told, least)}",
         where=config.model,

@@ -19,16 +19,19 @@ from allhands.io.terminal import print_line
 
 @dataclass(frozen=True)
 class RunContext:
-    """Inputs of a run from outside: the other ranks, the outputs for text, and the requests to stop.
+    """Inputs of a run from outside: the other ranks, the outputs for text, and the requests to
+    stop.
 
     Attributes:
         connect: joins the group; called after data and model are known to be good.
         started: called once when this rank is ready to train.
         busy: called now and then, by another thread, while the data are fetched and tokenised.
         beat: called with the activity of the training (phase, steps done), at every change.
-        waits: called while the training waits for data (steps done, seconds since they were requested).
+        waits: called while the training waits for data (steps done, seconds since they were
+            requested).
         stop_requested: the signal that asked this process to stop, or 0.
-        regroup_requested: True if the run should end at a checkpoint, to be started again with other ranks.
+        regroup_requested: True if the run should end at a checkpoint, to be started again with
+            other ranks.
         run_id: one for all attempts of a run.
         attempt: number of this start of the run, from 1.
         moment: time at which the run began, by the wall clock of the computer that started it.
@@ -36,10 +39,12 @@ class RunContext:
         cores_per_rank: processor cores of each local process, if limited.
         log_file: file for this rank's own lines, besides the console.
         short_lines: True if each line gets a prefix and should still fit on a screen.
-        computer: the name of this computer, as the launcher has it; empty: ranks are named by their numbers.
+        computer: the name of this computer, as the launcher has it; empty: ranks are named by their
+            numbers.
         given: the starter of the ranks, for messages about ranks that differ.
         attest: called by rank 0 with the agreement of the ranks; ``None``: nobody asks.
-        trial: True for a process that only finds out whether it would fit as a rank: ``attest`` ends it.
+        trial: True for a process that only finds out whether it would fit as a rank: ``attest``
+            ends it.
     """
 
     mesh: Mesh = field(default_factory=Mesh)

@@ -23,7 +23,9 @@ def context_of(communicator: Communicator, mesh: Mesh) -> Communicator:
         ConfigError: the back-end has no groups of some ranks.
     """
     # Groups have rows of their own, of other lengths and at other times.
-    return SingleProcess() if mesh.context == 1 else along(communicator, mesh, "context", alike=False)
+    return (
+        SingleProcess() if mesh.context == 1 else along(communicator, mesh, "context", alike=False)
+    )
 
 
 def check_context(model: nn.Module, mesh: Mesh) -> None:
@@ -56,12 +58,17 @@ def same_rows(communicator: Communicator, mesh: Mesh) -> Communicator:
 
 
 def agreed(sizing: Sizing, group: Communicator) -> Sizing:
-    """Return the sizing by which all ranks of ``group`` cut their rows alike; called on all of them together.
+    """Return the sizing by which all ranks of ``group`` cut their rows alike; called on all of them
+    together.
 
     Memory and processors may differ: micro-batches are as small as the least of them needs.
     """
     if group.size == 1:
         return sizing
-    told = gather_json(group, [sizing.max_tokens, sizing.overhead_tokens, sizing.few_shapes, sizing.ladder])
+    told = gather_json(
+        group, [sizing.max_tokens, sizing.overhead_tokens, sizing.few_shapes, sizing.ladder]
+    )
     most, overhead, few, ladder = min(told)
-    return replace(sizing, max_tokens=most, overhead_tokens=overhead, few_shapes=few, ladder=tuple(ladder))
+    return replace(
+        sizing, max_tokens=most, overhead_tokens=overhead, few_shapes=few, ladder=tuple(ladder)
+    )

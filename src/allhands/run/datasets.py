@@ -26,7 +26,14 @@ from allhands.data.splits import (
     split_of_hub,
 )
 from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
-from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
+from allhands.data.store import (
+    Build,
+    StoredTokens,
+    StoreWriter,
+    TokenSetReport,
+    open_store,
+    store_key,
+)
 from allhands.data.templates import MERGE, OPTION, ChatChoice
 from allhands.data.token_roles import unstopped
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
@@ -59,7 +66,8 @@ class Datasets:
         stored: every split that the run needs, by name, mapped from its store.
         packing: way of reading the splits.
         notes: notes for a person about them.
-        dated: the moment whose date the chat template writes, by the wall clock; ``None`` if it writes none.
+        dated: the moment whose date the chat template writes, by the wall clock; ``None`` if it
+            writes none.
         template: the chat template that was chosen in place of the model's own.
         stop_tokens: tokens that end the answers, if the model itself does not stop there.
     """
@@ -99,11 +107,18 @@ class Datasets:
 
     def fingerprints(self) -> dict[str, str | None]:
         """sha256 of each split's tokens and masks."""
-        return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
+        return {
+            name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS
+        }
 
     def recorded(self) -> dict[str, str | None]:
-        """Return the data as a checkpoint records them: the fingerprints, and the moment whose date is in them."""
-        return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
+        """Return the data as a checkpoint records them: the fingerprints, and the moment whose date
+        is in them.
+        """
+        return {
+            **self.fingerprints(),
+            DATE_KEY: None if self.dated is None else self.dated.isoformat(),
+        }
 
 
 SPLITS = ("train", "valid", "test")
@@ -122,11 +137,14 @@ def open_data(
 
     Args:
         sources: of :func:`find_splits`.
-        leads: True for the process of its host that should do the work, because its progress is shown.
-        moment: moment for a chat template that writes the current date; ``None``: that of this call.
+        leads: True for the process of its host that should do the work, because its progress is
+            shown.
+        moment: moment for a chat template that writes the current date; ``None``: that of this
+            call.
 
     Raises:
-        DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
+        DataError: malformed or empty data, nothing to train on, or a record that cannot be
+            rendered.
         ConfigError: an option has no effect on these data.
         StorageError: the tokens cannot be stored.
     """
@@ -154,19 +172,35 @@ def open_data(
         )
     packs = partial(PackedRows, block=config.max_seq_length, isolate=config.isolate_documents)
     dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
-    return Datasets(stored, packs if config.packing else None, tuple(notes), dated, tokenizer.template, stops)
+    return Datasets(
+        stored, packs if config.packing else None, tuple(notes), dated, tokenizer.template, stops
+    )
 
 
 def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
     """Refuse options of conversations where there are none."""
-    flag = f"{OPTION} {config.chat_template}" if config.chat_template else MERGE if config.system == "merge" else None
-    if flag and stored and all(one.report.num_texts == one.report.num_records for one in stored.values()):
+    flag = (
+        f"{OPTION} {config.chat_template}"
+        if config.chat_template
+        else MERGE
+        if config.system == "merge"
+        else None
+    )
+    if (
+        flag
+        and stored
+        and all(one.report.num_texts == one.report.num_records for one in stored.values())
+    ):
         hint = "leave it out, or give the data as messages, or as prompt and completion"
-        raise ConfigError("all records are plain texts, which go through no chat template", where=flag, hint=hint)
+        raise ConfigError(
+            "all records are plain texts, which go through no chat template", where=flag, hint=hint
+        )
 
 
 def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
-    """The token that ends answers, where generation would not stop there; nothing if there are no answers."""
+    """The token that ends answers, where generation would not stop there; nothing if there are no
+    answers.
+    """
     answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
     found = unstopped(tokenizer) if answers else None
     return () if found is None else (found[0],)
@@ -176,7 +210,8 @@ def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
     """Return the chat template that ``config`` asks for.
 
     Args:
-        kept: a run's directory, whose template is meant where none is named, because the run is only tested.
+        kept: a run's directory, whose template is meant where none is named, because the run is
+            only tested.
     """
     return ChatChoice(config.chat_template, config.system, kept)
 
@@ -185,12 +220,18 @@ def load_data(config: TrainConfig) -> Datasets:
     """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
     trust = config.trust_remote_code
     return open_data(
-        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
+        config,
+        find_splits(config),
+        load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config)),
     )
 
 
-def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
-    """Return the way in which ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
+def rendering_of(
+    config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None
+) -> Rendering:
+    """Return the way in which ``config`` makes tokens of records; ``moment``: see
+    :func:`open_data`.
+    """
     return Rendering(
         cast("Any", tokenizer.tokenizer),
         mask_prompt=config.mask_prompt,
@@ -211,7 +252,8 @@ def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
 
 
 def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
-    """Find the sources of the splits that ``config`` needs; an optional split that is absent is left out.
+    """Find the sources of the splits that ``config`` needs; an optional split that is absent is
+    left out.
 
     Raises:
         DataError: the data, or a split that is needed, is missing.
@@ -237,14 +279,17 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
                 hint=f'name it: hf_dataset with {split}_split, for example "{split}"',
             )
     if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
-        raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
+        raise DataError(
+            "early stopping needs validation data", where=config.data, hint="add valid.jsonl"
+        )
     return found
 
 
 def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
     """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
     path = Path(config.data)
-    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
+    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is
+    # here.
     named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
     if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
         return None
@@ -263,8 +308,12 @@ def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
         ) from error
 
 
-def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
-    features = {name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None}
+def _source(
+    config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None
+) -> RecordSource | None:
+    features = {
+        name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None
+    }
     columns = ColumnNames.from_options(features)
     if features:
         _refuse_features(config, next(iter(features)))
@@ -295,10 +344,14 @@ def _refuse_features(config: TrainConfig, feature: str) -> None:
         what, hint = "the demo's data", "leave it out"
     else:
         return
-    raise ConfigError(f"it has no effect on {what}", where=f"--{feature.replace('_', '-')}", hint=hint)
+    raise ConfigError(
+        f"it has no effect on {what}", where=f"--{feature.replace('_', '-')}", hint=hint
+    )
 
 
-def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
+def _builder(
+    source: RecordSource, identity: Any, rendering: Rendering, progress: Callable[[int, int], None]
+) -> Build:
     def build(writer: StoreWriter) -> TokenSetReport:
         report = fill_store(source.records(), rendering, writer, progress)
         # Else tokens of the new content would be stored, and trusted, under the name of the old.
@@ -319,7 +372,9 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
     if not config.train or "train" not in stored:
         return
     tokens = stored["train"].tokens
-    trained, held = (_count(stored[split], config) if split in stored else 0 for split in ("train", "valid"))
+    trained, held = (
+        _count(stored[split], config) if split in stored else 0 for split in ("train", "valid")
+    )
     yield from _held_notes(config, trained, held)
     # A row's targets are one token further on.
     count, what, least, whole = len(tokens), "example", config.batch_size - 1, "batch"
@@ -349,7 +404,9 @@ def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
         yield f"valid: {counted(held, 'example')}: too few for a reliable loss"
 
 
-def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
+def size_notes(
+    config: TrainConfig, windows: Windows, epochs: float, positions: int | None
+) -> list[str]:
     """Return notes on the sizes of the data, of the training and of the model together."""
     notes: list[str] = []
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
@@ -373,11 +430,15 @@ def without_effect(config: TrainConfig) -> list[str]:
     if config.compress != "none":
         notes.append(f"--compress {config.compress} has no effect: {alone}")
     if config.rank_weights is not None and config.given_weights is None:
-        notes.append(f"--rank-weights {config.rank_weights} has no effect: one rank has the whole batch")
+        notes.append(
+            f"--rank-weights {config.rank_weights} has no effect: one rank has the whole batch"
+        )
     if config.sync_every and config.sync_every > 1:
         notes.append(f"--sync-every {config.sync_every} saves no time: {alone}")
     elif config.sync_delay:
-        notes.append(f"--sync-delay {config.sync_delay} saves no time and makes each update a step late: {alone}")
+        notes.append(
+            f"--sync-delay {config.sync_delay} saves no time and makes each update a step late: {alone}"
+        )
     return notes
 
 
@@ -394,7 +455,10 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> Iterat
         told = f"{report.num_truncated} of {of} are longer than {limit} tokens and were cut"
         yield f"{split}: {told} ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
     if report.num_dropped:
-        first, dropped = _first(report.dropped, report.num_dropped), counted(report.num_dropped, "example")
+        first, dropped = (
+            _first(report.dropped, report.num_dropped),
+            counted(report.num_dropped, "example"),
+        )
         yield f"{split}: {dropped} left out, no token of them is trained: {first}"
     for part in report.left_out:
         message, remedy = words_of(part.code, part.sample)
@@ -414,6 +478,8 @@ def tell_progress(say: Callable[[str], object]) -> Progress:
         nonlocal told
         if time.monotonic() > told + _TELL_EVERY_S:
             told = time.monotonic()
-            say(f"tokenising {split}: {counted(records, 'record')}, {format_count(tokens)} tokens so far")
+            say(
+                f"tokenising {split}: {counted(records, 'record')}, {format_count(tokens)} tokens so far"
+            )
 
     return tell

@@ -1,8 +1,9 @@
-"""Costs of ranks that divide arrays, matrices or rows, from a model's widths and weights, before anything is loaded.
+"""Costs of ranks that divide arrays, matrices or rows, from a model's widths and weights, before
+anything is loaded.
 
-Memory is counted as in :mod:`allhands.run.training_memory`, whose multiples hold inside of a block, too. What dividing
-adds was measured on CPUs, over two and three ranks of a ring: ``tests/distributed/test_divided_planned.py`` compares
-it with real runs.
+Memory is counted as in :mod:`allhands.run.training_memory`, whose multiples hold inside of a block,
+too. What dividing adds was measured on CPUs, over two and three ranks of a ring:
+``tests/distributed/test_divided_planned.py`` compares it with real runs.
 """
 
 from __future__ import annotations
@@ -12,24 +13,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from allhands.distributed.reduce import BUCKET_BYTES
-from allhands.parallel.costs import ContextCosts, ExpertCosts, Memory, ShardedCosts, TensorCosts, Work
+from allhands.parallel.costs import (
+    ContextCosts,
+    ExpertCosts,
+    Memory,
+    ShardedCosts,
+    TensorCosts,
+    Work,
+)
 from allhands.run.model_sizes import block_weights
 from allhands.run.stage_costs import Model, Weights
 from allhands.run.training_memory import KEPT_BYTES, DecoderShape
 
-# Values for each token of a block's width that a rank with a part of matrices keeps besides: in each block the sums of
-# attention and feed-forward part; for a while a gradient before and after its sum, and two messages.
+# Values for each token of a block's width that a rank with a part of matrices keeps besides: in
+# each block the sums of attention and feed-forward part; for a while a gradient before and after
+# its sum, and two messages.
 _SUMS_KEPT, _SUMS_PASSING = 2.0, 4.0
-# Keys and values of whole rows that are there for a while besides: gradients before and after their sum.
+# Keys and values of whole rows that are there for a while besides: gradients before and after their
+# sum.
 _ROWS_PASSING = 2.0
-# Of a block's trained weights as they are added up: gradients, end to end in a row, and the sums of all ranks. A table
-# of tokens is a row by itself.
+# Of a block's trained weights as they are added up: gradients, end to end in a row, and the sums of
+# all ranks. A table of tokens is a row by itself.
 _ROW_COPIES, _TABLE_COPIES = 3.0, 2.0
-# Of what a CPU has for one block of a divided model and its rows, that MLX keeps for later: rows and gradients come and
-# go with each block, and four tenths of the activations find a place that is there.
+# Of what a CPU has for one block of a divided model and its rows, that MLX keeps for later: rows
+# and gradients come and go with each block, and four tenths of the activations find a place that is
+# there.
 _ROWS_KEPT, _GRADIENTS_KEPT, _ACTIVATIONS_KEPT = 4.0, 2.0, 0.6
 _ROWS_KEPT_ONCE = 2.0
-# Bytes of buffers of other sizes that a rank with some of the experts keeps, by whether ranks compute the same rows.
+# Bytes of buffers of other sizes that a rank with some of the experts keeps, by whether ranks
+# compute the same rows.
 _PLACES_KEPT = {False: 50_000_000, True: 33_000_000}
 _FLOAT, _HALF = 4, 2
 
@@ -41,7 +53,8 @@ class Divided:
     Attributes:
         model: weights as a rank would hold them.
         blocks: widths of the model.
-        work: of a rank that has all rows of its micro-batch: the largest one, and the number of tokens of a step.
+        work: of a rank that has all rows of its micro-batch: the largest one, and the number of
+            tokens of a step.
         of: function that returns the arrays of a rank's work: of a CPU or of a GPU.
         tied: True if the embedding is also the head.
         on_cpu: True if ranks compute on a CPU, in float32.
@@ -79,7 +92,7 @@ class Divided:
         return self.of(self.blocks, work)
 
 
-# --- fully sharded ------------------------------------------------------------------------------------
+# --- fully sharded --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,11 +128,14 @@ class Fetching:
 
     Attributes:
         keeps: True if fetched weights stay until the step ends.
-        boxed: True if parts are boxes of arrays, so that whole arrays are copied out of what was fetched.
-        copies: number of ranks with the same part, which add up their gradients at the end of a step.
-        slots: number of groups for which all ranks exchange at once, where the back-end has no groups; 1: it has.
-        turns: True if the backward pass follows a forward pass at once, with the block that is there: not so in the
-            stages of a pipeline but the last one.
+        boxed: True if parts are boxes of arrays, so that whole arrays are copied out of what was
+            fetched.
+        copies: number of ranks with the same part, which add up their gradients at the end of a
+            step.
+        slots: number of groups for which all ranks exchange at once, where the back-end has no
+            groups; 1: it has.
+        turns: True if the backward pass follows a forward pass at once, with the block that is
+            there: not so in the stages of a pipeline but the last one.
     """
 
     keeps: bool = False
@@ -139,7 +155,8 @@ def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> Sharded
     every = [*divided.model.blocks, *divided.outside] if fetching.keeps else []
     return ShardedCosts(
         part=lambda share: _part_of_shards(divided, units, first, share, fetching),
-        fetched_bytes=sum(each.held_bytes for each in every) or sum(unit.held for unit in (*there, *back)),
+        fetched_bytes=sum(each.held_bytes for each in every)
+        or sum(unit.held for unit in (*there, *back)),
         pushed_bytes=sum(unit.trained for unit in back),
         micro_batches=divided.micro_batches,
         keeps=fetching.keeps,
@@ -156,9 +173,14 @@ def _units(divided: Divided) -> list[_Unit]:
     return units
 
 
-def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share: float, fetching: Fetching) -> Memory:
+def _part_of_shards(
+    divided: Divided, units: Sequence[_Unit], first: int, share: float, fetching: Fetching
+) -> Memory:
     work, counted = divided.work, [*divided.model.blocks, *divided.outside]
-    weights, trained = sum(each.held_bytes for each in counted), sum(each.trained_bytes for each in counted)
+    weights, trained = (
+        sum(each.held_bytes for each in counted),
+        sum(each.trained_bytes for each in counted),
+    )
     whole = divided.memory(replace(work, weights_bytes=weights, trained_bytes=trained))
     one = divided.memory(replace(work, trained_layers=1, trained_bytes=0, alive=1.0))
     passes = _Passes(divided, units, first, one, share, fetching).peak(trained)
@@ -167,7 +189,9 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share:
     if divided.on_cpu:
         # Rows of a stage that come once a step are not there twice.
         rows = _ROWS_KEPT_ONCE if fetching.keeps and not fetching.turns else _ROWS_KEPT
-        rows += 2.0 * fetching.boxed  # whole arrays are copied out of what was fetched, and come and go, too
+        rows += (
+            2.0 * fetching.boxed
+        )  # whole arrays are copied out of what was fetched, and come and go, too
         kept = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
             kept += _GRADIENTS_KEPT * largest.block.trained_bytes
@@ -186,9 +210,17 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share:
 
 
 def _inputs(divided: Divided, first: int, place: int) -> float:
-    """Bytes of the inputs of blocks from the first trained one up to ``place``; the first of all has tokens."""
+    """Bytes of the inputs of blocks from the first trained one up to ``place``; the first of all
+    has tokens.
+    """
     work = divided.work
-    return work.alive * (place - first + (first > 0)) * work.tokens * divided.blocks.dims * divided.word
+    return (
+        work.alive
+        * (place - first + (first > 0))
+        * work.tokens
+        * divided.blocks.dims
+        * divided.word
+    )
 
 
 @dataclass(frozen=True)
@@ -223,7 +255,8 @@ class _Passes:
                 parts += self.units[place].trained * self.share
         if self.fetching.copies == 1:
             return peak
-        # The sums of parts over the ranks that have the same ones, and what travels end to end, with slots for others'.
+        # The sums of parts over the ranks that have the same ones, and what travels end to end,
+        # with slots for others'.
         own, slots = trained * self.share, self.fetching.slots
         slotted = slots * own if slots > 1 else 0
         return max(peak, 2 * own + slots * 2 * min(BUCKET_BYTES, own) + slotted)
@@ -252,25 +285,30 @@ class _Passes:
         if place != len(self.units) - 1:
             return 0.0
         unit = self.units[place]
-        head = sum(each.trained_bytes for each in (*unit.tables, *([unit.head] if unit.head else [])))
+        head = sum(
+            each.trained_bytes for each in (*unit.tables, *([unit.head] if unit.head else []))
+        )
         return self.one.logits + (head if self.divided.on_cpu else 0)
 
 
-# --- matrices -----------------------------------------------------------------------------------------
+# --- matrices -------------------------------------------------------------------------------------
 
 
 def tensor_costs(divided: Divided, *, fetched: bool = False) -> TensorCosts:
     """Return the costs of ranks with a part of each matrix.
 
     Args:
-        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but for the last one.
+        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but
+            for the last one.
     """
     work, blocks = divided.work, divided.blocks
     sums = 2 * blocks.layers + 2 * work.trained_layers * (2 if work.recomputed or fetched else 1)
     if not (divided.model.embedding.trained_bytes or (work.recomputed and not fetched)):
         sums -= 1  # nobody asks for the gradient of what the first trained block is given
     sums -= 2 * fetched
-    adapters = 0 if work.method == "full" else sum(each.trained_bytes for each in divided.model.blocks)
+    adapters = (
+        0 if work.method == "full" else sum(each.trained_bytes for each in divided.model.blocks)
+    )
     return TensorCosts(
         part=lambda ranks: _part_of_matrices(divided, ranks),
         hidden_bytes=divided.step_tokens * blocks.dims * divided.word,
@@ -280,7 +318,9 @@ def tensor_costs(divided: Divided, *, fetched: bool = False) -> TensorCosts:
 
 
 def _whole_of_adapters(blocks: DecoderShape) -> float:
-    """Return the part of LoRA's factors that stays whole: of each pair of them the one at the undivided side."""
+    """Return the part of LoRA's factors that stays whole: of each pair of them the one at the
+    undivided side.
+    """
     experts = blocks.experts or 1
     whole = (4 + 3 * experts) * blocks.dims
     return whole / (whole + 2 * blocks.queries + 2 * blocks.keys + 3 * experts * blocks.mlp_dims)
@@ -298,7 +338,9 @@ def _part_of_matrices(divided: Divided, ranks: int) -> Memory:
 
 
 def part_of_matrices(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
-    """Return the weights of one of so many ranks that have divided the matrices of a model's blocks."""
+    """Return the weights of one of so many ranks that have divided the matrices of a model's
+    blocks.
+    """
     whole = 0.0 if work.method == "full" else _whole_of_adapters(blocks)
 
     def of(block: Weights) -> Weights:
@@ -310,7 +352,11 @@ def part_of_matrices(model: Model, blocks: DecoderShape, work: Work, ranks: int)
 
 
 def memory_of_matrices(
-    of: Callable[[DecoderShape, Work], Memory], blocks: DecoderShape, work: Work, ranks: int, word: int
+    of: Callable[[DecoderShape, Work], Memory],
+    blocks: DecoderShape,
+    work: Work,
+    ranks: int,
+    word: int,
 ) -> Memory:
     """Return the arrays of one of so many ranks with parts of matrices, whose weights ``work`` has.
 
@@ -318,24 +364,29 @@ def memory_of_matrices(
         word: bytes of a number of activations.
     """
     part = replace(
-        blocks, mlp_dims=blocks.mlp_dims // ranks, queries=blocks.queries // ranks, keys=blocks.keys // ranks
+        blocks,
+        mlp_dims=blocks.mlp_dims // ranks,
+        queries=blocks.queries // ranks,
+        keys=blocks.keys // ranks,
     )
     kept = _SUMS_KEPT * (1 if work.recomputed else work.trained_layers) + _SUMS_PASSING
     return _with_more(of(part, work), int(kept * work.tokens * blocks.dims * word))
 
 
-# --- experts ------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
 
 def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
-    """Return the costs of ranks with some of the experts, and rows of their own; ``divided`` has all experts.
+    """Return the costs of ranks with some of the experts, and rows of their own; ``divided`` has
+    all experts.
 
     Args:
         ranks: those that divide the experts.
     """
     blocks, work = divided.blocks, divided.work
-    # The choices of routers travel with the hidden states, a weight and two digits of a number each, and the gradients
-    # of these weights with those of hidden states: of four exchanges one has three times as many, and one as many.
+    # The choices of routers travel with the hidden states, a weight and two digits of a number
+    # each, and the gradients of these weights with those of hidden states: of four exchanges one
+    # has three times as many, and one as many.
     width = blocks.dims + blocks.active
     return ExpertCosts(
         expert_share=_in_experts(blocks, work),
@@ -347,7 +398,10 @@ def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
 def _in_experts(blocks: DecoderShape, work: Work) -> float:
     """Return the part of a block's weights that is in its experts; with adapters, of their factors."""
     if work.method == "full":
-        inside, outside = 3 * blocks.experts * blocks.dims * blocks.mlp_dims, block_weights(blocks, 0)
+        inside, outside = (
+            3 * blocks.experts * blocks.dims * blocks.mlp_dims,
+            block_weights(blocks, 0),
+        )
     else:
         inside = 3 * blocks.experts * (blocks.dims + blocks.mlp_dims)
         outside = 5 * blocks.dims + 2 * blocks.queries + 2 * blocks.keys + blocks.experts
@@ -362,7 +416,9 @@ def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) 
 
     def of(block: Weights) -> Weights:
         trained = block.trained_bytes * (1.0 - share + share / ranks)
-        held = (block.held_bytes - block.trained_bytes) * (1.0 - frozen_share + frozen_share / ranks) + trained
+        held = (block.held_bytes - block.trained_bytes) * (
+            1.0 - frozen_share + frozen_share / ranks
+        ) + trained
         return Weights(block.numbers, round(held), round(trained))
 
     return replace(model, blocks=tuple(map(of, model.blocks)))
@@ -380,7 +436,8 @@ def memory_of_experts(
 
     Args:
         word: bytes of a number of activations.
-        alike: True if the ranks compute the same rows, of which each takes the places of its own experts.
+        alike: True if the ranks compute the same rows, of which each takes the places of its own
+            experts.
     """
     whole = of(blocks, work)
     inner, places = blocks.active * blocks.mlp_dims, blocks.active * blocks.dims
@@ -390,12 +447,13 @@ def memory_of_experts(
     memory = _with_more(whole, int(more))
     if word == _HALF:
         return memory
-    # How many places a rank's experts compute is another number in each pass, so that buffers are kept for later.
+    # How many places a rank's experts compute is another number in each pass, so that buffers are
+    # kept for later.
     kept = min(_PLACES_KEPT[alike], whole.arrays // 2)
     return replace(memory, beside=memory.beside + kept)
 
 
-# --- rows ---------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def context_costs(divided: Divided) -> ContextCosts:
@@ -420,14 +478,22 @@ def _part_of_rows(divided: Divided, ranks: int) -> Memory:
 
 
 def memory_of_rows(
-    of: Callable[[DecoderShape, Work], Memory], blocks: DecoderShape, work: Work, ranks: int, word: int
+    of: Callable[[DecoderShape, Work], Memory],
+    blocks: DecoderShape,
+    work: Work,
+    ranks: int,
+    word: int,
 ) -> Memory:
     """Return the arrays of one of so many ranks with parts of rows; ``work`` is of whole rows.
 
     Args:
         word: bytes of a number of activations.
     """
-    own = replace(work, tokens=math.ceil(work.tokens / ranks), batch_tokens=math.ceil(work.batch_tokens / ranks))
+    own = replace(
+        work,
+        tokens=math.ceil(work.tokens / ranks),
+        batch_tokens=math.ceil(work.batch_tokens / ranks),
+    )
     layers = (1 if work.recomputed else work.trained_layers) + _ROWS_PASSING
     return _with_more(of(blocks, own), int(layers * 2 * work.tokens * blocks.keys * word))
 

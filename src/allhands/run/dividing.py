@@ -1,4 +1,6 @@
-"""Blocks of each rank of a pipeline: all ranks agree on them, by measured speed and the memory of each rank."""
+"""Blocks of each rank of a pipeline: all ranks agree on them, by measured speed and the memory of
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class DividedModel:
     Attributes:
         config: configuration of the model from its files.
         work: tokens of every row of the training data; ``None``: nothing is trained.
-        for_answers: True if tokens are generated one at a time; a CPU then holds quantised weights dense.
+        for_answers: True if tokens are generated one at a time; a CPU then holds quantised weights
+            dense.
     """
 
     model: nn.Module
@@ -74,10 +77,12 @@ def split_agreed(
     communicator: Communicator,
     recorded: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the blocks of each stage, the same on every rank, and the reason; called on all ranks together.
+    """Return the blocks of each stage, the same on every rank, and the reason; called on all ranks
+    together.
 
     Args:
-        recorded: the split in a checkpoint, on rank 0: it stays if the number of stages is the same.
+        recorded: the split in a checkpoint, on rank 0: it stays if the number of stages is the
+            same.
 
     Raises:
         ConfigError: the requested split does not divide the model.
@@ -90,15 +95,28 @@ def split_agreed(
     device = Device(accelerator, mesh, 0)
     present = present_bytes(accelerator)
     kept = recorded.get(STAGES) if recorded else None
-    own = {"room": device.room, "taken": int(present + found.once), "kept": kept, "several": is_several(mesh)}
+    own = {
+        "room": device.room,
+        "taken": int(present + found.once),
+        "kept": kept,
+        "several": is_several(mesh),
+    }
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    seats = _seats(config, found, mesh, told, per_rank, native=accelerator.runs_natively(config.compile))
+    seats = _seats(
+        config, found, mesh, told, per_rank, native=accelerator.runs_natively(config.compile)
+    )
     if given:
         refusal, notes = _judged(given, found, seats)
-        if refusal := hand_out_json(communicator, refusal):  # ranks of another kind may count bytes in another way
-            raise ModelError(refusal, where=f"--pp-split {config.pp_split}", hint="leave it out: memory divides them")
+        if refusal := hand_out_json(
+            communicator, refusal
+        ):  # ranks of another kind may count bytes in another way
+            raise ModelError(
+                refusal,
+                where=f"--pp-split {config.pp_split}",
+                hint="leave it out: memory divides them",
+            )
         return tuple(given), notes
     kept = told[0]["kept"]
     if any(_still_fits(kept, way, seats, per_rank) for way in found.ways):
@@ -109,7 +127,9 @@ def split_agreed(
         seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
     best, layers = _fitting(found.ways, seats, per_rank)
     sizes = tuple(gather_json(communicator, best.sizes)[0])
-    return sizes, [f"stages: {_told(sizes)} blocks{_copies(mesh)}{_why(best, layers, seats, per_rank)}"]
+    return sizes, [
+        f"stages: {_told(sizes)} blocks{_copies(mesh)}{_why(best, layers, seats, per_rank)}"
+    ]
 
 
 def _copies(mesh: Mesh) -> str:
@@ -141,17 +161,25 @@ def split_that_fits(
     rooms: Sequence[int],
     taken: Sequence[int],
 ) -> PipedSplit | None:
-    """Return the stages that :func:`split_agreed` would find for equally fast ranks; ``None``: none fit.
+    """Return the stages that :func:`split_agreed` would find for equally fast ranks; ``None``: none
+    fit.
 
     Args:
         mesh: with an axis of stages.
-        rooms: bytes that each rank may have, of which its process takes so many without the model (``taken``).
+        rooms: bytes that each rank may have, of which its process takes so many without the model
+            (``taken``).
     """
     blocks: Any = divided.model.layers
     if len(blocks) < mesh.pipe:
         return None
-    found, again = _part_costs(config, divided, mesh, accelerator), accelerator.runs_natively(config.compile)
-    told = [{"room": room, "taken": int(each + found.once)} for room, each in zip(rooms, taken, strict=True)]
+    found, again = (
+        _part_costs(config, divided, mesh, accelerator),
+        accelerator.runs_natively(config.compile),
+    )
+    told = [
+        {"room": room, "taken": int(each + found.once)}
+        for room, each in zip(rooms, taken, strict=True)
+    ]
     seats = _seats(config, found, mesh, told, 1, native=again)
     splits = [divide(way, seats, 1) for way in found.ways]
     best = next((split for split in splits if split.fits), None)
@@ -176,12 +204,15 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
 
 
 def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_ranks: int) -> int:
-    per_rank = num_given // num_ranks or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
+    per_rank = num_given // num_ranks or (
+        _INTERLEAVED if config.pp_schedule == "interleaved" else 1
+    )
     if num_blocks < num_ranks * per_rank:
         raise ConfigError(
             f"{counted(num_blocks, 'block')}: too few for {num_ranks * per_rank} stages",
             where="--strategy pipeline",
-            hint="take fewer ranks" + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
+            hint="take fewer ranks"
+            + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
         )
     return per_rank
 
@@ -234,15 +265,21 @@ def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
     return Seat(1.0, min(rooms, default=None), beside + max(each["taken"] for each in said), held)
 
 
-def _judged(given: Sequence[int], found: _PartCosts, seats: Sequence[Seat]) -> tuple[str, list[str]]:
+def _judged(
+    given: Sequence[int], found: _PartCosts, seats: Sequence[Seat]
+) -> tuple[str, list[str]]:
     """The reason why stages that a person has asked for are refused, or notes on them.
 
-    Weights alone that are larger than a rank's memory are refused; what is estimated besides is told.
+    Weights alone that are larger than a rank's memory are refused; what is estimated besides is
+    told.
     """
     bare = [replace(seat, taken=0, alive=0.0) for seat in seats]
     weights = split_as(found.weights, bare, given)
     if not weights.fits:
-        return f"stages of {_told(given)} blocks do not fit, by their weights alone: {_lacking(weights, seats)}", []
+        return (
+            f"stages of {_told(given)} blocks do not fit, by their weights alone: {_lacking(weights, seats)}",
+            [],
+        )
     splits = [split_as(way, seats, given) for way in found.ways]
     if any(each.fits for each in splits):
         return "", []
@@ -260,12 +297,16 @@ def _fitting(ways: Sequence[Layers], seats: Sequence[Seat], per_rank: int) -> tu
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
     """True if a recorded split is one of as many stages that has room, here as there."""
-    if not isinstance(kept, list) or len(kept) != len(seats) * per_rank or sum(kept) != len(layers.blocks):
+    if (
+        not isinstance(kept, list)
+        or len(kept) != len(seats) * per_rank
+        or sum(kept) != len(layers.blocks)
+    ):
         return False
     return split_as(layers, seats, kept).fits
 
 
-# --- in words -----------------------------------------------------------------------------------------
+# --- in words -------------------------------------------------------------------------------------
 
 
 def _told(sizes: Sequence[int]) -> str:
@@ -301,7 +342,9 @@ def _work_told(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: in
     trained = [replace(each, cost=max(each.cost, last.cost)) for each in blocks[:first]]
     once = [replace(each, again=0.0) for each in blocks]
     without: dict[str, dict[str, Any]] = {
-        f"the head takes as long as {max(1, round(layers.head.cost / last.cost))} blocks": {"head": Part(0.0)},
+        f"the head takes as long as {max(1, round(layers.head.cost / last.cost))} blocks": {
+            "head": Part(0.0)
+        },
         "all stages but the last compute forward passes twice": {"blocks": tuple(once)},
     }
     if 0 < first < len(blocks):
@@ -318,7 +361,9 @@ def _lacking(found: Split, seats: Sequence[Seat]) -> str:
     """The ranks that have too little memory for their stages, in words."""
     return "; ".join(
         f"rank {place} with {format_bytes(seat.room or 0)} would need {format_bytes(num_bytes)}"
-        for place, (seat, num_bytes, missing) in enumerate(zip(seats, found.num_bytes, found.missing, strict=True))
+        for place, (seat, num_bytes, missing) in enumerate(
+            zip(seats, found.num_bytes, found.missing, strict=True)
+        )
         if missing
     )
 
@@ -333,7 +378,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
     )
 
 
-# --- what is divided ----------------------------------------------------------------------------------
+# --- what is divided ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -341,11 +386,12 @@ class _PartCosts:
     """The costs of the model's parts.
 
     Attributes:
-        ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as a rank keeps them
-            whose memory is short.
+        ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as
+            a rank keeps them whose memory is short.
         weights: the parts with their weights alone, as small as they can be.
         once: bytes that a rank has for a while in a pass.
-        micro_batches: of a step, 0 where nothing is trained; ``hidden_bytes`` that a stage hands on for each.
+        micro_batches: of a step, 0 where nothing is trained; ``hidden_bytes`` that a stage hands on
+            for each.
     """
 
     ways: list[Layers]
@@ -355,7 +401,9 @@ class _PartCosts:
     hidden_bytes: int
 
 
-def _part_costs(config: TrainConfig, divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> _PartCosts:
+def _part_costs(
+    config: TrainConfig, divided: DividedModel, mesh: Mesh, accelerator: Accelerator
+) -> _PartCosts:
     forms: list[Form] = [_form(divided, mesh, accelerator)]
     computes, more, word = (on_cpu, ON_CPU, 4) if accelerator.kind == "cpu" else (on_gpu, 1.0, 2)
     if accelerator.kind == "cpu" and is_quantized(divided.model):
@@ -365,9 +413,16 @@ def _part_costs(config: TrainConfig, divided: DividedModel, mesh: Mesh, accelera
     work, batches = _work(config, divided, models[0], mesh, accelerator)
     blocks = blocks_of(divided.config)
     of = None if blocks is None else partial(computes, blocks)
-    found = [layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile)) for model in models]
+    found = [
+        layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile))
+        for model in models
+    ]
     weights, _ = layers_of(models[-1], None, None)
-    once, hidden, lengths = found[0][1] + models[0].fetched_bytes(mesh.shard, keeps=keeps), 0, divided.work
+    once, hidden, lengths = (
+        found[0][1] + models[0].fetched_bytes(mesh.shard, keeps=keeps),
+        0,
+        divided.work,
+    )
     if work is not None and blocks is not None:
         hidden = work.tokens * blocks.dims * word
         if accelerator.kind == "cpu" and lengths is not None:
@@ -386,7 +441,9 @@ def _form(divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> Form:
 def _work(
     config: TrainConfig, divided: DividedModel, model: Model, mesh: Mesh, accelerator: Accelerator
 ) -> tuple[Work | None, int]:
-    """The work of one micro-batch of this model, and how many of them a step has; none where nothing is trained."""
+    """The work of one micro-batch of this model, and how many of them a step has; none where
+    nothing is trained.
+    """
     if divided.work is None:
         return None, 0
     longest = int(divided.work.max())
@@ -398,7 +455,9 @@ def _work(
         tokens=max(longest, min(tokens, rows * longest)),
         trained_layers=len(model.blocks),
         weights_bytes=0,
-        trained_bytes=sum(each.trained_bytes for each in (*model.blocks, model.embedding, model.head)),
+        trained_bytes=sum(
+            each.trained_bytes for each in (*model.blocks, model.embedding, model.head)
+        ),
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=True,
@@ -408,7 +467,9 @@ def _work(
 
 
 def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> Model:
-    """Return the weights of a model, even if not read yet, as a rank would hold them with quantised layers so."""
+    """Return the weights of a model, even if not read yet, as a rank would hold them with quantised
+    layers so.
+    """
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
     # Experts of a block that compute a token; None where that is not told.
@@ -420,7 +481,9 @@ def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> M
         return Weights(_multiplied(module, active), num_bytes, trained_bytes)
 
     parts = tuple(map(of, model.layers))
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
+    tables = [
+        each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)
+    ]
     table: Any = max(tables, key=count_parameters, default=None)
     if table is None:
         return Model(parts, Weights(0, 0), Weights(0, 0))
@@ -430,17 +493,23 @@ def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> M
     others = whole.trained_bytes - sum(each.trained_bytes for each in inside)
     num_bytes = whole.held_bytes - sum(each.held_bytes for each in inside)
     if beside < embedding.numbers // 2:  # the table is the head, too: the last stage has a copy
-        head = Weights(embedding.numbers, num_bytes + embedding.held_bytes, others + embedding.trained_bytes)
+        head = Weights(
+            embedding.numbers, num_bytes + embedding.held_bytes, others + embedding.trained_bytes
+        )
         return Model(parts, embedding, head)
     return Model(parts, embedding, Weights(beside, num_bytes, others))
 
 
 def _multiplied(module: nn.Module, active: int | None) -> float:
-    """Numbers of ``module`` that each token is multiplied by: of its experts those of the ``active`` ones alone."""
+    """Numbers of ``module`` that each token is multiplied by: of its experts those of the
+    ``active`` ones alone.
+    """
     numbers = float(count_parameters(module))
     for each in module.modules():
         if isinstance(each, SwitchGLU | SwitchMLP) and active is not None:
-            experts = next(array.shape[0] for _, array in flatten(each.parameters()) if array.ndim == 3)
+            experts = next(
+                array.shape[0] for _, array in flatten(each.parameters()) if array.ndim == 3
+            )
             numbers -= count_parameters(each) * (1 - min(1.0, active / experts))
     return numbers
 

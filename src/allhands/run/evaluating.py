@@ -26,9 +26,11 @@ class Evaluation:
     Attributes:
         loss: mean over the trained tokens, in nats per token.
         perplexity: ``exp(loss)``.
-        bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts were cut.
+        bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts
+            were cut.
         num_tokens: number of tokens in the loss.
-        num_examples: number of evaluated examples; ``None`` for packed rows if a number of batches left some out.
+        num_examples: number of evaluated examples; ``None`` for packed rows if a number of batches
+            left some out.
         num_ranks: number of processes that computed it.
         notes: notes for a person about the data.
     """
@@ -43,7 +45,8 @@ class Evaluation:
 
 
 def run_evaluation(config: EvalConfig, surroundings: RunContext) -> Evaluation:
-    """Evaluate as ``config`` says, in this process, as one rank of ``surroundings.mesh``; the same on every rank.
+    """Evaluate as ``config`` says, in this process, as one rank of ``surroundings.mesh``; the same
+    on every rank.
 
     Raises:
         AllhandsError: one of its classes for every kind of wrong input or failure.
@@ -60,8 +63,14 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
     windows: Windows | None = getattr(ready.data, config.split)
     if windows is None or not len(windows):
-        raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
-    piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
+        raise DataError(
+            f"the {config.split} split is empty", where=config.data, hint="name another: --split"
+        )
+    piping = (
+        piping_of(config, ready.stages, ready.communicator, surroundings.mesh)
+        if ready.stages
+        else None
+    )
     together = sums_together(piping, ready, CAUSAL_LM)
     context = context_of(ready.communicator, surroundings.mesh)
     group = same_rows(ready.communicator, surroundings.mesh)
@@ -89,6 +98,10 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     if evaluator.num_windows == len(windows):
         num_examples = report.num_examples
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    notes = tuple(note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note)
+    notes = tuple(
+        note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note
+    )
     bits = None if ratio is None else loss / math.log(2) * ratio
-    return Evaluation(loss, perplexity, bits, num_tokens, num_examples, surroundings.mesh.size, notes)
+    return Evaluation(
+        loss, perplexity, bits, num_tokens, num_examples, surroundings.mesh.size, notes
+    )

@@ -1,4 +1,6 @@
-"""Memory that this rank is going to need, by :mod:`allhands.run.training_memory`, from the loaded model and data."""
+"""Memory that this rank is going to need, by :mod:`allhands.run.training_memory`, from the loaded
+model and data.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,15 @@ from allhands.run.divided_costs import (
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import Model, Weights, alive
-from allhands.run.training_memory import WRITING_BYTES, DecoderShape, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.run.training_memory import (
+    WRITING_BYTES,
+    DecoderShape,
+    Work,
+    blocks_of,
+    of_process,
+    on_cpu,
+    on_gpu,
+)
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
@@ -60,7 +70,8 @@ class Device:
     """Device on which a rank computes.
 
     Attributes:
-        present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
+        present_bytes: resident, now that everything is loaded and the optimizer has made nothing
+            yet.
     """
 
     accelerator: Accelerator
@@ -69,7 +80,8 @@ class Device:
 
     @property
     def room(self) -> int:
-        """Bytes that this rank may have: of the GPU's memory or, shared with the other ranks here, the computer's.
+        """Bytes that this rank may have: of the GPU's memory or, shared with the other ranks here,
+        the computer's.
 
         What other programs have now does not count, because a restart must cut its share as before.
         """
@@ -91,7 +103,9 @@ def expected_bytes(
     stages: Sequence[Stage] = (),
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return :func:`estimated_bytes`; ``None`` also on Macs, because it was not compared with their memory."""
+    """Return :func:`estimated_bytes`; ``None`` also on Macs, because it was not compared with their
+    memory.
+    """
     if device.accelerator.kind == "metal":
         return None
     return estimated_bytes(config, loaded, largest, device, stages, sharding=sharding)
@@ -107,7 +121,8 @@ def estimated_bytes(
     *,
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return the process's peak in training; ``None`` where that is not known, for other kinds of models.
+    """Return the process's peak in training; ``None`` where that is not known, for other kinds of
+    models.
 
     On a GPU it is what the rank needs of MLX's memory on one of NVIDIA's.
 
@@ -115,7 +130,8 @@ def estimated_bytes(
         largest: as :meth:`allhands.data.loader.Loader.largest` has it, of whole rows.
         stages: this rank's, where it has no more of the model.
         weights_bytes: of all weights, where they will be held in another way than now.
-        sharding: this rank's part of every array; ``None`` where it has whole ones, or they are not divided yet.
+        sharding: this rank's part of every array; ``None`` where it has whole ones, or they are not
+            divided yet.
     """
     accelerator, present_bytes = device.accelerator, device.present_bytes
     native_way = accelerator.runs_natively(config.compile) and native.available()
@@ -132,14 +148,18 @@ def estimated_bytes(
         trained_layers=through,
         weights_bytes=_bytes(model.parameters()) if weights_bytes is None else weights_bytes,
         trained_bytes=trained,
-        by_adam_bytes=left_to_adam(blocks, config.optimizer, trained, word) if pretraining(config) else 0,
+        by_adam_bytes=left_to_adam(blocks, config.optimizer, trained, word)
+        if pretraining(config)
+        else 0,
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=has_masters(config, model, accelerator),
         packed=_packed(config, device.mesh, word),
         # Inputs of blocks wait, where blocks are fetched, for the way back.
-        alive=_alive(config, device.mesh, cuts, len(stages), native=native_way and sharding is None),
+        alive=_alive(
+            config, device.mesh, cuts, len(stages), native=native_way and sharding is None
+        ),
         has_head=has_head,
     )
     own = _own_arrays(config, model, blocks, work, device, stages, sharding)
@@ -199,13 +219,17 @@ def _own_parts(
         slots=mesh.size // mesh.shard if isinstance(sharding.shard, GroupWithinWorld) else 1,
         turns=not stages or any(stage.blocks.is_last for stage in stages),
     )
-    divided = Divided(held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native)
+    divided = Divided(
+        held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native
+    )
     costs = sharded_costs(divided, fetching)
     return costs.memory_of(divided.memory(work), _share(sharding))
 
 
 def _summing_bytes(mesh: Mesh, trained: int) -> int:
-    """Bytes of gradients end to end, and of their sums, where ranks with the same parts of experts add them up."""
+    """Bytes of gradients end to end, and of their sums, where ranks with the same parts of experts
+    add them up.
+    """
     return 2 * min(BUCKET_BYTES, trained) if mesh.expert > 1 and mesh.size_of("data") > 1 else 0
 
 
@@ -216,17 +240,22 @@ def _share(sharding: Sharding) -> float:
 
 
 def _held(model: Any, stages: Sequence[Stage]) -> tuple[Model, bool]:
-    """The weights of a model, or of stages of it, as they are while they are in use; whether its head is the embedding.
+    """The weights of a model, or of stages of it, as they are while they are in use; whether its
+    head is the embedding.
 
     What is outside of the blocks counts half for the head, if that has weights of its own.
     """
-    places = [place for stage in stages for place in stage.blocks.places] or range(len(model.layers))
+    places = [place for stage in stages for place in stage.blocks.places] or range(
+        len(model.layers)
+    )
     blocks = tuple(_weights(model.layers[place]) for place in places)
     first, last = 0 in places, len(model.layers) - 1 in places
     tied = head_of(model) is getattr(getattr(model, "model", None), "embed_tokens", model)
     apart = first and last and not tied
     outside, nothing = _outside(model, blocks, 2 if apart else 1), Weights(0.0, 0)
-    return Model(blocks, outside if first else nothing, outside if last else nothing), tied and first and last
+    return Model(
+        blocks, outside if first else nothing, outside if last else nothing
+    ), tied and first and last
 
 
 def _weights(module: Any) -> Weights:
@@ -241,7 +270,9 @@ def _outside(model: Any, blocks: Sequence[Weights], parts: int) -> Weights:
     return Weights(0.0, held // parts, trained // parts)
 
 
-def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tuple[DecoderShape, int, bool]:
+def _own_part(
+    model: Any, blocks: DecoderShape, stages: Sequence[Stage]
+) -> tuple[DecoderShape, int, bool]:
     """A rank's blocks, how many of them gradients go back through, and whether it has the head."""
     if not stages:
         return blocks, blocks.layers - len(native.before_training(model)), True
@@ -250,29 +281,43 @@ def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tupl
 
 
 def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
-    """DecoderShape of these stages through which gradients go back: from the first one that is trained."""
+    """DecoderShape of these stages through which gradients go back: from the first one that is
+    trained.
+    """
     count = 0
     for stage in stages:
         own = model.layers[stage.blocks.first : stage.blocks.stop]
-        trained = (place for place, block in enumerate(own) if flatten(block.trainable_parameters()))
+        trained = (
+            place for place, block in enumerate(own) if flatten(block.trainable_parameters())
+        )
         count += len(own) - next(trained, len(own))
     return count
 
 
-def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int, *, native: bool) -> float:
+def _alive(
+    config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int, *, native: bool
+) -> float:
     """Micro-batches whose activations this rank holds at once."""
     if mesh.pipe == 1:
         return 1.0
-    return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[mesh.coordinates().pipe]
+    return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[
+        mesh.coordinates().pipe
+    ]
 
 
 def roomy_form_fits(
-    config: TrainConfig, loaded: LoadedModel, windows: Windows | None, device: Device, stages: Sequence[Stage]
+    config: TrainConfig,
+    loaded: LoadedModel,
+    windows: Windows | None,
+    device: Device,
+    stages: Sequence[Stage],
 ) -> bool:
-    """Return whether this rank can hold quantised weights in the fast form on a CPU, for training or evaluation.
+    """Return whether this rank can hold quantised weights in the fast form on a CPU, for training
+    or evaluation.
 
-    To be asked while all weights are there as they are stored; of models whose activations are not known, the weights
-    count alone. Micro-batches that are cut by memory (:func:`fitted_to_memory`) count as the smallest ones.
+    To be asked while all weights are there as they are stored; of models whose activations are not
+    known, the weights count alone. Micro-batches that are cut by memory (:func:`fitted_to_memory`)
+    count as the smallest ones.
     """
     held = bytes_of_form(loaded.model, "codes")
     present = device.present_bytes - mx.get_cache_memory()
@@ -292,11 +337,17 @@ def roomy_form_fits(
 
 
 def dense_form_fits(model: Any, device: Device) -> bool:
-    """Return whether this rank can hold quantised weights dense on a CPU, to answer; asked as :func:`roomy_form_fits`
-    is.
+    """Return whether this rank can hold quantised weights dense on a CPU, to answer; asked as
+    :func:`roomy_form_fits` is.
     """
     dense = bytes_of_form(model, "dense")
-    needed = device.present_bytes - mx.get_cache_memory() + dense - mx.get_active_memory() + ANSWERING_BYTES
+    needed = (
+        device.present_bytes
+        - mx.get_cache_memory()
+        + dense
+        - mx.get_active_memory()
+        + ANSWERING_BYTES
+    )
     return device.holds(needed)
 
 
@@ -333,7 +384,9 @@ def fitted_to_memory(
     order: GlobalOrder,
     sharding: Sharding | None,
 ) -> tuple[Sizing, list[str]]:
-    """``sizing`` with micro-batches that this rank can hold, however large its share becomes; what it should say."""
+    """``sizing`` with micro-batches that this rank can hold, however large its share becomes; what
+    it should say.
+    """
 
     def needs(cut: Sizing) -> int | None:
         largest = Loader(windows, order, cut, 0, (1.0,)).largest()
@@ -344,11 +397,16 @@ def fitted_to_memory(
     if held == sizing:
         return sizing, []
     room = format_bytes(device.room)
-    return held, [f"note: {held.max_tokens:,} tokens at once, not {sizing.max_tokens:,}: each rank here has {room}"]
+    return held, [
+        f"note: {held.max_tokens:,} tokens at once, not {sizing.max_tokens:,}: each rank here has {room}"
+    ]
 
 
-def held_by(sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], int | None]) -> Sizing:
-    """``sizing`` with micro-batches that fit into ``room`` bytes, as far as rows, which are not cut, allow that.
+def held_by(
+    sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], int | None]
+) -> Sizing:
+    """``sizing`` with micro-batches that fit into ``room`` bytes, as far as rows, which are not
+    cut, allow that.
 
     Args:
         longest: tokens of the longest row.
@@ -379,7 +437,8 @@ def _bytes(tree: Any) -> int:
 
 
 def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -> None:
-    """Refuse a model of which every rank has all, if its files of weights alone are larger than a rank's memory.
+    """Refuse a model of which every rank has all, if its files of weights alone are larger than a
+    rank's memory.
 
     Raises:
         ModelError: they are.

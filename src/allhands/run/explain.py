@@ -40,8 +40,16 @@ def choices(
         updates: trained numbers that this rank updates, and those of the whole model.
     """
     status = preload_blas() if accelerator.kind == "cpu" else None
-    lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
-    step = "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
+    lengths = (
+        f"lengths rounded up to one of {len(sizing.ladder)}"
+        if sizing.few_shapes
+        else "no rounding of lengths"
+    )
+    step = (
+        "compiled (lengths are few and each is compiled once)"
+        if compiled
+        else "one lazy graph, not compiled"
+    )
     if accelerator.runs_natively(config.compile):
         step = "eager (best on this processor)"
     chunked = "chunked over the vocabulary, at the trained tokens only"
@@ -50,7 +58,9 @@ def choices(
         "matrix products": f"{status.state} ({status.reason})" if status else "on the GPU",
         "micro-batches": f"at most {sizing.max_tokens} tokens ({_how(config.micro_batch_tokens)}), {lengths}",
         "step": step,
-        "loss": chunked if split(model) else "over all logits (this architecture scales, caps or shifts them)",
+        "loss": chunked
+        if split(model)
+        else "over all logits (this architecture scales, caps or shifts them)",
     }
     if communicator.size > 1:
         # In rounds the changes of weights travel, which are packed as gradients are.
@@ -78,8 +88,12 @@ _UPDATES = {
 def _calls(config: TrainConfig, communicator: Communicator, strategy: str) -> str:
     """What is exchanged at once."""
     if strategy in _TRAVELS:
-        return {"fsdp": "of one block at a time", "pipeline": "of one micro-batch at a time"}[strategy]
-    calls = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
+        return {"fsdp": "of one block at a time", "pipeline": "of one micro-batch at a time"}[
+            strategy
+        ]
+    calls = (
+        f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
+    )
     return f"{calls}, {communicator.told}" if isinstance(communicator, ByComputer) else calls
 
 
@@ -113,7 +127,11 @@ def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> lis
         tokens: of a micro-batch, at most.
         quantised: whether the model has quantised weights.
     """
-    names = [name for name in FORMS if kernels.kind in FORMS[name] and (quantised or name not in QUANTISED)]
+    names = [
+        name
+        for name in FORMS
+        if kernels.kind in FORMS[name] and (quantised or name not in QUANTISED)
+    ]
     told = [(name, *kernels.selection.explain(name, kernels.kind, tokens)) for name in names]
     return [f"chosen: {name}: {form} ({reason})" for name, form, reason in told]
 

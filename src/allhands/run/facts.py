@@ -1,4 +1,6 @@
-"""Facts of a rank before the first gradient, which must be equal on all ranks, and the files behind them."""
+"""Facts of a rank before the first gradient, which must be equal on all ranks, and the files behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,15 @@ class RankFacts:
 
         Weights are compared as files, because ranks on other devices may hold them in other types.
         """
-        trained = trained_weights(self.loaded.model) if self.config.train or self.start is not None else {}
+        trained = (
+            trained_weights(self.loaded.model)
+            if self.config.train or self.start is not None
+            else {}
+        )
         return {
-            "config": {k: v for k, v in self.config.shared_values().items() if k not in _BY_CONTENT},
+            "config": {
+                k: v for k, v in self.config.shared_values().items() if k not in _BY_CONTENT
+            },
             "parameters": {
                 name: [list(array.shape), str(array.dtype)]
                 for name, array in trained.items()
@@ -65,7 +73,9 @@ class RankFacts:
 
     def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
         """Return the facts that are added where ranks differ, with this run's options in the words."""
-        return Witness(computer, mesh.local_rank == 0, self.details, replace(given, **self._options()))
+        return Witness(
+            computer, mesh.local_rank == 0, self.details, replace(given, **self._options())
+        )
 
     def details(self, sections: set[str]) -> dict[str, Any]:
         """Return the files behind those sections of :meth:`values`, read now, and where they are."""
@@ -87,7 +97,10 @@ class RankFacts:
         files = self._behind_data() | hashes("model", [model / "config.json"])
         exam = self._exam()
         if exam is not None:
-            files |= {"weights/all": self.loaded.fingerprint, **files_behind_options(exam["options"])}
+            files |= {
+                "weights/all": self.loaded.fingerprint,
+                **files_behind_options(exam["options"]),
+            }
         if len(weights) == 1:
             files |= {f"model/{file.name}": self.loaded.fingerprint for file in present(model)}
         dated = None if self.data.dated is None else self.data.dated.isoformat()
@@ -105,19 +118,39 @@ class RankFacts:
         return files_behind_data(Path(self.config.data), self.data.stored, self.loaded.path)
 
     def _exam(self) -> dict[str, Any] | None:
-        """The files by which a computer is known to fit without loading anything; ``None``: files do not tell."""
+        """The files by which a computer is known to fit without loading anything; ``None``: files
+        do not tell.
+        """
         config = self.config
-        named = {"adapter": config.resume_adapter_file, "config": config.config, "template": config.chat_template}
-        told = pretraining(config) is None and Path(config.model).is_dir() and Path(config.data).exists()
+        named = {
+            "adapter": config.resume_adapter_file,
+            "config": config.config,
+            "template": config.chat_template,
+        }
+        told = (
+            pretraining(config) is None
+            and Path(config.model).is_dir()
+            and Path(config.data).exists()
+        )
         if not told or config.hf_dataset is not None:
             return None
-        options = {name: written(path) for name, path in named.items() if path and Path(path).is_file()}
-        splits, paths = sorted(self.data.stored), {"model": written(config.model), "data": written(config.data)}
+        options = {
+            name: written(path) for name, path in named.items() if path and Path(path).is_file()
+        }
+        splits, paths = (
+            sorted(self.data.stored),
+            {"model": written(config.model), "data": written(config.data)},
+        )
         return {**paths, "splits": splits, "options": options}
 
     def _places(self) -> dict[str, str]:
-        places = {"model": str(self.loaded.path.absolute()), "data": str(Path(self.config.data).absolute())}
-        return places | ({"adapter": str(self.start.parent.absolute())} if self.start is not None else {})
+        places = {
+            "model": str(self.loaded.path.absolute()),
+            "data": str(Path(self.config.data).absolute()),
+        }
+        return places | (
+            {"adapter": str(self.start.parent.absolute())} if self.start is not None else {}
+        )
 
     def _options(self) -> dict[str, str]:
         """The paths as the person gave them; an option that is no path here is left out."""
@@ -128,10 +161,15 @@ class RankFacts:
 
 
 def _architecture(loaded: LoadedModel) -> Any:
-    """The configuration that the model's class has read, or else the config without keys that nobody computes with."""
+    """The configuration that the model's class has read, or else the config without keys that
+    nobody computes with.
+    """
     args = getattr(loaded.model, "args", None)
     if is_dataclass(args) and not isinstance(args, type):
-        read: Mapping[str, Any] = {**asdict(args), "quantization": loaded.config.get("quantization")}
+        read: Mapping[str, Any] = {
+            **asdict(args),
+            "quantization": loaded.config.get("quantization"),
+        }
     else:
         read = {key: value for key, value in loaded.config.items() if key not in _IDLE_KEYS}
     return json.loads(json.dumps(read, default=lambda value: type(cast("object", value)).__name__))

@@ -1,8 +1,10 @@
-"""Compare the loss and gradient of a training step with those of mlx_lm's own model, before the first step.
+"""Compare the loss and gradient of a training step with those of mlx_lm's own model, before the
+first step.
 
-mlx_lm's own model computes them with MLX's operations, and the model computes them again with the faster forms of this
-package. Both compute the same two rows: a short one, and one as long as the longest of the data. Gradients are compared
-by random projections, so that no copy of a large model's gradient is held.
+mlx_lm's own model computes them with MLX's operations, and the model computes them again with the
+faster forms of this package. Both compute the same two rows: a short one, and one as long as the
+longest of the data. Gradients are compared by random projections, so that no copy of a large
+model's gradient is held.
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ from allhands.runtime.versions import versions_of
 
 _BINS = 1024  # of a projection: the norm of a difference is right to 1 / sqrt(2 * 1024)
 _LIMITS = {"float32": 5e-3, "float16": 0.15, "bfloat16": 0.15}
-# In half precision two right computations may differ by more: routers choose other experts, large activations round.
-# So mlx_lm's own distance from float32 is measured, and ours may be as far on the other side of it.
+# In half precision two right computations may differ by more: routers choose other experts, large
+# activations round. So mlx_lm's own distance from float32 is measured, and ours may be as far on
+# the other side of it.
 _TIMES_NOISE = 3.0
 _LIMIT_UNMEASURED = 0.6
 # Float32 products may be computed with shorter factors on a GPU.
 _LIMIT_GPU_FLOAT32 = 0.03
 _LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
 _SHORT_S, _LONG_S = 1.0, 2.0  # for a row
-# By chance a router may choose another expert in one row, in half precision: then most of so many rows decide.
+# By chance a router may choose another expert in one row, in half precision: then most of so many
+# rows decide.
 _DRAWS = 3
 _FORMAT = 1
 
@@ -65,7 +69,8 @@ class Compared:
         difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
         limit: largest difference that counts as rounding.
         loss_limit: the same for the loss, as a share of it.
-        worst: the array that differs most, and its difference as a share of its norm (at least 1 % of the gradient's).
+        worst: the array that differs most, and its difference as a share of its norm (at least 1 %
+            of the gradient's).
     """
 
     tokens: int
@@ -79,7 +84,9 @@ class Compared:
 
     @property
     def excess(self) -> float:
-        """The difference of gradients or losses in multiples of rounding; infinite if it is no number."""
+        """The difference of gradients or losses in multiples of rounding; infinite if it is no
+        number.
+        """
         loss = abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
         found = max(self.difference / self.limit, loss / self.loss_limit)
         return found if math.isfinite(found) and math.isfinite(loss) else math.inf
@@ -128,7 +135,7 @@ class GradientVerdict:
         )
 
 
-# --- the two passes -----------------------------------------------------------------------------------------
+# --- the two passes -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,9 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Told:
-    """A row, what mlx_lm makes of it, and up to which differences of gradient and loss are rounding."""
+    """A row, what mlx_lm makes of it, and up to which differences of gradient and loss are
+    rounding.
+    """
 
     row: _Row
     theirs: _Pass
@@ -191,8 +200,10 @@ class GradientCheck:
             model: as mlx_lm loaded it, after the choice of trained weights.
             config: configuration of the model.
             longest: tokens of the longest row that will be trained.
-            largest_token: largest token id of the data; the rows are made of random tokens up to it.
-            bounded: True to limit the check to a few seconds, with fewer blocks or a shorter row if necessary.
+            largest_token: largest token id of the data; the rows are made of random tokens up to
+                it.
+            bounded: True to limit the check to a few seconds, with fewer blocks or a shorter row if
+                necessary.
         """
         self._accelerator = accelerator
         self._largest_token = largest_token
@@ -212,11 +223,15 @@ class GradientCheck:
             speed = min(1.0, seconds / max(time.perf_counter() - started, 1e-3))
             rows = [first, *self._draws(model, first.row, seconds if bounded else math.inf)]
             # What is rounding in one row may be it in another.
-            limits = {name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")}
+            limits = {
+                name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")
+            }
             self._rows.append([replace(row, **limits) for row in rows])
 
     def _first(self, model: nn.Module, length: int, seconds: float) -> _Told | None:
-        """mlx_lm's part of a row of that length, or of what can be had of it in so many seconds; ``None``: nothing."""
+        """mlx_lm's part of a row of that length, or of what can be had of it in so many seconds;
+        ``None``: nothing.
+        """
         blocks, tokens = self._sizes.affordable(length, seconds)
         if tokens < length:
             self.notes.append(
@@ -226,10 +241,14 @@ class GradientCheck:
         told, problem = self._told(model, self._random_row(tokens, blocks))
         if problem and blocks < self._sizes.blocks:
             # Some bodies count on all of their blocks; then a short row must do.
-            told, problem = self._told(model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks))
+            told, problem = self._told(
+                model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks)
+            )
         if problem:
             self._is_complete = False
-            self.notes.append(f"mlx_lm's own model cannot compute this gradient, so there is no comparison: {problem}")
+            self.notes.append(
+                f"mlx_lm's own model cannot compute this gradient, so there is no comparison: {problem}"
+            )
         return told
 
     def _draws(self, model: nn.Module, row: _Row, seconds: float) -> Iterator[_Told]:
@@ -247,13 +266,19 @@ class GradientCheck:
         return _Row(mx.random.randint(0, self._largest_token + 1, (tokens,), key=key), blocks)
 
     def _told(self, model: nn.Module, row: _Row) -> tuple[_Told | None, str | None]:
-        """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that is no number."""
+        """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that
+        is no number.
+        """
         try:
             theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
             if self._dtype == "float32":
-                limit = _LIMITS["float32"] if self._accelerator.kind == "cpu" else _LIMIT_GPU_FLOAT32
+                limit = (
+                    _LIMITS["float32"] if self._accelerator.kind == "cpu" else _LIMIT_GPU_FLOAT32
+                )
                 return _Told(row, theirs, limit, _LOSS_LIMITS["float32"]), None
-            exact = self._theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
+            exact = (
+                self._theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
+            )
         except Exception as error:  # whatever an architecture may raise in MLX's or its own code
             return None, _in_short(error)
         limit, loss_limit = _LIMITS[self._dtype], _LOSS_LIMITS[self._dtype]
@@ -261,7 +286,9 @@ class GradientCheck:
             problem = f"in {self._dtype} it is not a number on this device"
             if exact is None or not exact.is_finite:
                 return None, problem
-            return _Told(row, exact, _LIMIT_UNMEASURED, _TIMES_NOISE * loss_limit), f"{problem}; one in float32 is"
+            return _Told(
+                row, exact, _LIMIT_UNMEASURED, _TIMES_NOISE * loss_limit
+            ), f"{problem}; one in float32 is"
         if exact is None:
             return _Told(row, theirs, _LIMIT_UNMEASURED, _TIMES_NOISE * loss_limit), None
         noise = _TIMES_NOISE * _apart(exact, theirs)[0]
@@ -276,12 +303,19 @@ class GradientCheck:
             return nn.losses.cross_entropy(logits[0], targets, reduction="sum")
 
         floats = moments.in_float32(model) if exact else nullcontext()
-        with moments.one_pass(model, row.blocks), floats, moments.last_places(model, row.places, row.trained):
+        with (
+            moments.one_pass(model, row.blocks),
+            floats,
+            moments.last_places(model, row.places, row.trained),
+        ):
             value, gradient = nn.value_and_grad(model, loss)(model)
             return _passed(value / row.trained, gradient)
 
-    def compare(self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None) -> GradientVerdict:
-        """Compare our gradient, by the model with its passes and its kernel selection, with mlx_lm's.
+    def compare(
+        self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None
+    ) -> GradientVerdict:
+        """Compare our gradient, by the model with its passes and its kernel selection, with
+        mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
@@ -293,14 +327,18 @@ class GradientCheck:
         give_back_freed_pages()
         return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
 
-    def _decided(self, model: nn.Module, rows: list[_Told], cpu_native: bool, dropout: DropoutKeys | None) -> Compared:
+    def _decided(
+        self, model: nn.Module, rows: list[_Told], cpu_native: bool, dropout: DropoutKeys | None
+    ) -> Compared:
         """The first of these rows if it is right, else the one in the middle of all."""
         found = [self._compared(model, rows[0], cpu_native, dropout)]
         if found[0].is_off:
             found += [self._compared(model, told, cpu_native, dropout) for told in rows[1:]]
         return sorted(found, key=lambda row: row.excess)[(len(found) - 1) // 2]
 
-    def _compared(self, model: nn.Module, told: _Told, cpu_native: bool, dropout: DropoutKeys | None) -> Compared:
+    def _compared(
+        self, model: nn.Module, told: _Told, cpu_native: bool, dropout: DropoutKeys | None
+    ) -> Compared:
         try:
             ours = _ours(model, told.row, cpu_native, dropout)
         except MemoryError:
@@ -319,11 +357,17 @@ class GradientCheck:
 def _apart(expected: _Pass, found: _Pass) -> tuple[float, tuple[str, float]]:
     """Norm of the difference as a share of the expected one's, and the array that differs most."""
     whole = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
-    off = {name: _norm(found.projections.get(name), expected.projections[name]) for name in expected.norms}
+    off = {
+        name: _norm(found.projections.get(name), expected.projections[name])
+        for name in expected.norms
+    }
     floor = max(0.01 * whole, 1e-30)
     shares = {name: off[name] / max(expected.norms[name], floor) for name in off}
     worst = max(shares, key=lambda name: shares[name])
-    return math.sqrt(sum(value**2 for value in off.values())) / max(whole, 1e-30), (worst, shares[worst])
+    return math.sqrt(sum(value**2 for value in off.values())) / max(whole, 1e-30), (
+        worst,
+        shares[worst],
+    )
 
 
 def _ours(model: Any, row: _Row, cpu_native: bool, dropout: DropoutKeys | None) -> _Pass:
@@ -332,7 +376,9 @@ def _ours(model: Any, row: _Row, cpu_native: bool, dropout: DropoutKeys | None) 
     if dropout is not None:
         batch.insert(0, dropout.of(np.zeros(1, dtype=np.int64), last, 0))
     with moments.one_pass(model, row.blocks):
-        value, gradient = make_gradient(model, cpu_native=cpu_native, compiled=False, dropout=dropout)(*batch)
+        value, gradient = make_gradient(
+            model, cpu_native=cpu_native, compiled=False, dropout=dropout
+        )(*batch)
         return _passed(value / count, gradient)
 
 
@@ -348,7 +394,9 @@ def _passed(loss: mx.array, gradient: Any) -> _Pass:
 
 
 def _projected(array: mx.array, index: int) -> mx.array:
-    """Random signs, then sums of every so many numbers: as long as the array in expectation, whatever its size."""
+    """Random signs, then sums of every so many numbers: as long as the array in expectation,
+    whatever its size.
+    """
     flat = array.reshape(-1)
     if flat.size <= _BINS:
         return flat
@@ -372,7 +420,9 @@ def _in_short(error: BaseException) -> str:
 
 
 def _computed_in(model: nn.Module) -> str:
-    """The type that most of the model's weights compute in; adapters, whose own is another, follow it."""
+    """The type that most of the model's weights compute in; adapters, whose own is another, follow
+    it.
+    """
     kinds: dict[str, int] = {}
     for name, array in flatten(model.parameters()):
         if ADAPTER_LEAVES & {*name.split(".")}:
@@ -384,16 +434,22 @@ def _computed_in(model: nn.Module) -> str:
     return found if found in _LIMITS else "float32"
 
 
-# --- what is remembered -------------------------------------------------------------------------------------
+# --- what is remembered ---------------------------------------------------------------------------
 
 # What decides how a step computes: with another value it is another step.
 _SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint", "compile")
 
 
 def memory_of(
-    config: TrainConfig, model: Mapping[str, Any], accelerator: Accelerator, kernels: KernelForms, longest: int
+    config: TrainConfig,
+    model: Mapping[str, Any],
+    accelerator: Accelerator,
+    kernels: KernelForms,
+    longest: int,
 ) -> Path:
-    """Return the file that records a passed check of this kind of step on this device, for rows up to ``longest``."""
+    """Return the file that records a passed check of this kind of step on this device, for rows up
+    to ``longest``.
+    """
     facts = {
         "format": _FORMAT,
         "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
@@ -404,13 +460,17 @@ def memory_of(
         "source": _source(),
         "longest": 1 << max(longest - 1, 1).bit_length(),
     }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[
+        :24
+    ]
     return cache_dir() / "gradient-checks" / f"{digest}.json"
 
 
 @cache
 def _source() -> str:
-    """The hash of the code that computes a step: a version under development changes without its number."""
+    """The hash of the code that computes a step: a version under development changes without its
+    number.
+    """
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for room in ("model", "kernels", "runtime/native", "objectives", "parallel"):
@@ -422,7 +482,9 @@ def _source() -> str:
 
 def remember(path: Path, verdict: GradientVerdict) -> None:
     """Write that a step was right; where it cannot be written it is checked again the next time."""
-    content = json.dumps({"compared": [asdict(row) for row in verdict.compared], "notes": verdict.notes}, indent=1)
+    content = json.dumps(
+        {"compared": [asdict(row) for row in verdict.compared], "notes": verdict.notes}, indent=1
+    )
     with suppress(StorageError):
         make_directory(path.parent, private=True)
         write_whole(path, lambda draft: draft.write_text(content), private=True)
@@ -436,10 +498,12 @@ def start_check(
     data: Datasets,
     say: Callable[[str], None],
 ) -> Callable[[DropoutKeys | None], list[str]] | None:
-    """Return the check before the first step of a training: made once for each kind of step, and remembered.
+    """Return the check before the first step of a training: made once for each kind of step, and
+    remembered.
 
-    Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours with it, tells what a
-    person should know, and raises ModelError where they differ; ``None`` where no check is wanted or needed.
+    Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours
+    with it, tells what a person should know, and raises ModelError where they differ; ``None``
+    where no check is wanted or needed.
     """
     if not config.train or data.train is None or config.gradient_check == "off":
         return None
@@ -448,8 +512,12 @@ def start_check(
     if config.gradient_check == "auto" and memory.is_file():
         return None
     if accelerator.kind != "cpu":  # where kernels may have to be built for it
-        say("comparing the first gradient with that of mlx_lm's own model, once for each kind of step")
-    check = GradientCheck(loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token)
+        say(
+            "comparing the first gradient with that of mlx_lm's own model, once for each kind of step"
+        )
+    check = GradientCheck(
+        loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
+    )
 
     def finish(dropout: DropoutKeys | None) -> list[str]:
         cpu_native = accelerator.runs_natively(config.compile)

@@ -1,4 +1,6 @@
-"""Comparison of a training step with mlx_lm's own model, without training: the work of ``allhands model check``."""
+"""Comparison of a training step with mlx_lm's own model, without training: the work of ``allhands
+model check``.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,21 @@ def check_gradient(
     mx.random.seed(config.seed)
     make_trainable(loaded.model, config)
     cpu_native = accelerator.runs_natively(config.compile)
-    say(f"mlx_lm's own model computes rows of 16 and {longest} tokens, then a training step does ...")
+    say(
+        f"mlx_lm's own model computes rows of 16 and {longest} tokens, then a training step does ..."
+    )
     check = GradientCheck(
-        loaded.model, accelerator, loaded.config, longest=longest, largest_token=largest, bounded=False
+        loaded.model,
+        accelerator,
+        loaded.config,
+        longest=longest,
+        largest_token=largest,
+        bounded=False,
     )
     selection = kernel_forms(accelerator, cpu_native=cpu_native).selection
-    for each in apply_passes(loaded.model, pass_context(loaded.model, config, accelerator, selection)):
+    for each in apply_passes(
+        loaded.model, pass_context(loaded.model, config, accelerator, selection)
+    ):
         say(f"pass: {each}")
     return check.compare(loaded.model, cpu_native=cpu_native, dropout=dropout_keys_of(loaded.model))
 

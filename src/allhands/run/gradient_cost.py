@@ -1,4 +1,6 @@
-"""Cost of a pass of mlx_lm's own model, and the part of it that fits into the time before a training."""
+"""Cost of a pass of mlx_lm's own model, and the part of it that fits into the time before a
+training.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class PassCost:
         blocks: number of blocks of the model.
         per_block: parameters of a block.
         beside: parameters outside of the blocks that a token is multiplied with.
-        floats: numbers for each token and block that the backward pass needs, without attention's scores.
+        floats: numbers for each token and block that the backward pass needs, without attention's
+            scores.
         heads: query heads, for the scores.
         rate: floating-point operations per second.
         decode_s: seconds to make a parameter dense.
@@ -50,7 +53,9 @@ class PassCost:
     memory: float
 
     @classmethod
-    def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool) -> PassCost:
+    def of(
+        cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool
+    ) -> PassCost:
         """Return the cost for ``model``; not ``bounded``: as much memory as there may be."""
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
@@ -61,7 +66,10 @@ class PassCost:
         return cls(
             blocks=max(len(layers), 1),
             per_block=per_block,
-            beside=min(count_parameters(model) - in_blocks, width * _integer(inner, ("vocab_size",), 1 << 17)),
+            beside=min(
+                count_parameters(model) - in_blocks,
+                width * _integer(inner, ("vocab_size",), 1 << 17),
+            ),
             floats=40.0 * width,
             heads=_integer(inner, ("num_attention_heads", "n_head", "num_heads"), 32),
             rate=_RATES[accelerator.kind],
@@ -71,7 +79,9 @@ class PassCost:
         )
 
     def fits_exact(self, blocks: int) -> bool:
-        """True if there is room for so many blocks in float32 as well, and the gradient of all of it."""
+        """True if there is room for so many blocks in float32 as well, and the gradient of all of
+        it.
+        """
         return 8.0 * (blocks * self.per_block + self.beside) <= _EXACT_SHARE * self.memory
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
@@ -89,4 +99,7 @@ class PassCost:
 
 
 def _integer(config: Mapping[str, Any], names: Sequence[str], otherwise: int) -> int:
-    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), otherwise)
+    return next(
+        (value for name in names if isinstance(value := config.get(name), int) and value > 0),
+        otherwise,
+    )

@@ -1,7 +1,7 @@
 """Forms of a run's operations: the same request on all ranks, and notes for a resumed run.
 
-Two forms may round differently. Forms follow from the kind of device and from ``ALLHANDS_KERNELS`` alone. So equal
-ranks, and a run that is resumed on such a device, compute the same bits.
+Two forms may round differently. Forms follow from the kind of device and from ``ALLHANDS_KERNELS``
+alone. So equal ranks, and a run that is resumed on such a device, compute the same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class KernelForms:
         return {"device": {"kind": self.kind, "missing": self._missing}, "wishes": self.request}
 
     def check_resumed(self, state: Mapping[str, Any]) -> KernelForms:
-        """With notes on what differs from the run whose checkpoint has this ``state``, if it was on such a device."""
+        """With notes on what differs from the run whose checkpoint has this ``state``, if it was on
+        such a device.
+        """
         before: Mapping[str, Any] = state.get("kernels") or {}
         device: Mapping[str, Any] = before.get("device") or {}
         if device.get("kind") != self.kind:
@@ -51,22 +53,35 @@ class KernelForms:
         missing = device.get("missing", "")
         if missing != self._missing:
             forms = missing or self._missing
-            found.append(f"one of the checkpoint's run and this one computes without {forms} operations")
+            found.append(
+                f"one of the checkpoint's run and this one computes without {forms} operations"
+            )
         if before.get("wishes", "") != self.request:
-            found.append(f"{VARIABLE} changed from {before.get('wishes', '')!r} to {self.request!r}")
-        return replace(self, notes=(*self.notes, *(f"{each}: results may differ by rounding" for each in found)))
+            found.append(
+                f"{VARIABLE} changed from {before.get('wishes', '')!r} to {self.request!r}"
+            )
+        return replace(
+            self,
+            notes=(*self.notes, *(f"{each}: results may differ by rounding" for each in found)),
+        )
 
     def agreed(self, communicator: Communicator) -> KernelForms:
-        """With rank 0's request on every rank; forms that this device does not have are passed over."""
+        """With rank 0's request on every rank; forms that this device does not have are passed
+        over.
+        """
         if communicator.size == 1:
             return self
-        first: dict[str, Any] = hand_out_json(communicator, {**self.recorded(), "wished": self.selection.requested})
+        first: dict[str, Any] = hand_out_json(
+            communicator, {**self.recorded(), "wished": self.selection.requested}
+        )
         self.selection.requested = first["wished"]
         device, notes = first["device"], self.notes
         unlike = device["kind"] == self.kind and device["missing"] != self._missing
         if number(communicator.all_sum(mx.array([unlike], dtype=mx.int32)).sum()):
             forms = "native" if device["kind"] == "cpu" else "fused"
-            notes += (f"some ranks compute without {forms} operations: what they compute differs by rounding",)
+            notes += (
+                f"some ranks compute without {forms} operations: what they compute differs by rounding",
+            )
         return replace(self, request=first["wishes"], notes=notes)
 
     @property
@@ -89,5 +104,7 @@ def kernel_forms(
         missing = frozenset({"fused"})
     request = environ.get(VARIABLE, "")
     return KernelForms(
-        accelerator.kind, request, KernelSelection(parse_request(request, accelerator.kind, missing), missing)
+        accelerator.kind,
+        request,
+        KernelSelection(parse_request(request, accelerator.kind, missing), missing),
     )

@@ -1,4 +1,6 @@
-"""Training loop: it decides when to step, report, validate, save and stop. ``step.py`` has the step itself."""
+"""Training loop: it decides when to step, report, validate, save and stop. ``step.py`` has the step
+itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.io.trees import numbers
 from allhands.model.load import MODEL
-from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
+from allhands.observe.metrics import (
+    RunEnded,
+    Sampled,
+    SavedReport,
+    Sink,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+)
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import rebalanced
 from allhands.run.state import LoopState, ReportWindow
@@ -55,10 +66,12 @@ class TrainLoop:
         saved: returns the outcomes of saves since the last call; waits for all of them on request.
         beat: sends a heartbeat to the supervisor (phase, steps done).
         stop_requested: returns the signal that asked this rank to stop, or 0.
-        regroup_requested: returns True if the run should end at a checkpoint, to go on with other ranks.
+        regroup_requested: returns True if the run should end at a checkpoint, to go on with other
+            ranks.
         learning_rate: returns the rate of the last update.
         total: number of batches to train on.
-        sample: lets the model write after so many steps and batches, on rank 0; the other ranks go on.
+        sample: lets the model write after so many steps and batches, on rank 0; the other ranks go
+            on.
         tokens_per_byte: of the validation texts, if the validation set has only plain texts.
         balance: the ranks' shares of each batch.
         copies: the checkpoint's copies on other computers, one of which this rank may keep.
@@ -106,7 +119,11 @@ class TrainLoop:
             return ended
         except (Interrupted, NumericsError) as error:
             # Raised on every rank alike, so that saving together is possible.
-            told = self._keep_stopped() if isinstance(error, Interrupted) else self._keep_suspect(error)
+            told = (
+                self._keep_stopped()
+                if isinstance(error, Interrupted)
+                else self._keep_suspect(error)
+            )
             self._tell_end("interrupted" if isinstance(told, Interrupted) else "failed")
             raise told from None
         except Regroup:
@@ -154,7 +171,9 @@ class TrainLoop:
         return self._ended("stopped early" if self._out_of_patience() else "finished")
 
     def _settle(self, before: int) -> bool:
-        """Validate, sample and save what is due since ``before`` batches; tells if patience is at its end too soon."""
+        """Validate, sample and save what is due since ``before`` batches; tells if patience is at
+        its end too soon.
+        """
         state, config, done = self.state, self.config, self.state.iteration == self.total
         samples = self._due(before, config.sample_every or config.steps_per_eval)
         stale = state.validation_due and self._validate()
@@ -170,37 +189,47 @@ class TrainLoop:
         return stale and not done
 
     def _due(self, before: int, every: int) -> bool:
-        """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of them."""
+        """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of
+        them.
+        """
         return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
 
     def _asked_to_stop(self, result: StepResult) -> bool:
         return bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
 
     def _round_ends(self, settled: int, *, stops: bool) -> bool:
-        """True if the training ends here, or a round's last step was taken and something waits for that."""
+        """True if the training ends here, or a round's last step was taken and something waits for
+        that.
+        """
         ends = self.step.strategy.steps_left == 0 and (stops or self._is_due(settled))
         return ends or self.state.iteration == self.total
 
     def _is_due(self, settled: int) -> bool:
         """True if something is due that needs the same weights on all ranks."""
         config, sees = self.config, self.evaluator is not None or bool(self.config.sample_prompts)
-        looks = (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
-        return any(_crossed(settled, self.state.iteration, every) for every in (*looks, config.save_every))
+        looks = (
+            (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
+        )
+        return any(
+            _crossed(settled, self.state.iteration, every) for every in (*looks, config.save_every)
+        )
 
     def _waits_for_round(self, step_s: float) -> bool:
         """True if a stop waits for the end of the round: on all ranks alike, only if that is soon.
 
-        A run that goes on from there equals one that was not stopped. If a round was closed before its end, no training
-        is lost either, but the run differs.
+        A run that goes on from there equals one that was not stopped. If a round was closed before
+        its end, no training is lost either, but the run differs.
         """
         strategy = self.step.strategy
         soon_s = min(_ROUND_S, self.config.stop_grace_s / 4)
         return strategy.in_round and not self._any_rank(strategy.steps_left * step_s > soon_s)
 
     def _regroup(self) -> None:
-        """End here if the checkpoint is written; if it could not be written, the training goes on to the next one.
+        """End here if the checkpoint is written; if it could not be written, the training goes on
+        to the next one.
 
-        It also goes on once if a copy of it could not be written. Later failures of a copy do not prevent regrouping.
+        It also goes on once if a copy of it could not be written. Later failures of a copy do not
+        prevent regrouping.
 
         Raises:
             Regroup: the checkpoint is written.
@@ -214,10 +243,12 @@ class TrainLoop:
         if not self._any_rank(failed or bool(self.copies.trouble and not before)):
             raise Regroup(f"stopped after step {self.state.step} to go on with other ranks")
 
-    # --- the end before the end ----------------------------------------------------------------------
+    # --- the end before the end -------------------------------------------------------------------
 
     def _place(self) -> str:
-        """The place of the run, once a round that has begun is closed; called on all ranks together."""
+        """The place of the run, once a round that has begun is closed; called on all ranks
+        together.
+        """
         self.step.strategy.close_round()
         steps = self.state.steps_in_all(self.total, self.config.grad_accumulation_steps)
         return f"step {self.state.step} of {steps}"
@@ -239,7 +270,9 @@ class TrainLoop:
         return Interrupted(f"stopped after {place}; the weights are saved in {path}", hint=hint)
 
     def _keep_suspect(self, error: NumericsError) -> NumericsError:
-        """Save the weights after which a number was not finite; the error to raise says where they are."""
+        """Save the weights after which a number was not finite; the error to raise says where they
+        are.
+        """
         place = self._place()
         if self.state.iteration == 0:
             return NumericsError(
@@ -261,10 +294,11 @@ class TrainLoop:
             f"--warmup-steps; --non-finite skip leaves such updates out; {kept}",
         )
 
-    # --- a step --------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def _update(self) -> StepResult:
-        """Take one optimizer update over ``grad_accumulation_steps`` batches (fewer at the end), and report it.
+        """Take one optimizer update over ``grad_accumulation_steps`` batches (fewer at the end),
+        and report it.
 
         Raises:
             NumericsError: too many updates in a row were left out.
@@ -282,16 +316,23 @@ class TrainLoop:
         reports = _crossed(before, end, self.config.steps_per_report) or end == self.total
         pace = self.balance.own if self.balance.moves else ()
         tells = reports and end < self.total and not self._pauses(end)
-        # As many numbers in each step: a ring adds up in parts of a message, so its length decides about last bits.
+        # As many numbers in each step: a ring adds up in parts of a message, so its length decides
+        # about last bits.
         peaks = self._extra() if tells else [0.0] * (_PEAKS + NUMBERS)
         upcoming = partial(self._load_ahead, end)
-        result = self.step(micro_batches, stop=self.stop_requested, upcoming=upcoming, extra=[*pace, *peaks])
+        result = self.step(
+            micro_batches, stop=self.stop_requested, upcoming=upcoming, extra=[*pace, *peaks]
+        )
         limit_cache(self.config.clear_cache_threshold)
         state.step, state.iteration = state.step + 1, end
         state.trained_tokens += result.num_targets
         state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
         ranks = self.communicator.size
-        if pace and (changed := rebalanced(self.balance, result, ranks, state, self.config.grad_accumulation_steps)):
+        if pace and (
+            changed := rebalanced(
+                self.balance, result, ranks, state, self.config.grad_accumulation_steps
+            )
+        ):
             self.sink.emit(changed)
         self._note_skipped(result)
         if reports:
@@ -306,7 +347,9 @@ class TrainLoop:
         return [batch for i in range(begin, self._end(begin)) for batch in self.load(i)]
 
     def _load_ahead(self, begin: int) -> list[MicroBatch]:
-        """Load the micro-batches of the update that begins at ``begin``; give them if it follows at once."""
+        """Load the micro-batches of the update that begins at ``begin``; give them if it follows at
+        once.
+        """
         if begin < self.total:
             mx.random.seed(self.config.seed + begin)
             # What fails does so again when its turn comes, after the update that is being made.
@@ -315,7 +358,9 @@ class TrainLoop:
         return [] if self._pauses(begin) else self._loaded.get(begin, [])
 
     def _pauses(self, end: int) -> bool:
-        """True if something else is computed after the update that ends at ``end``, before the next."""
+        """True if something else is computed after the update that ends at ``end``, before the
+        next.
+        """
         config, before = self.config, max(end - self.config.grad_accumulation_steps, 0)
         evaluates = self.evaluator is not None and _crossed(before, end, config.steps_per_eval)
         return evaluates or _crossed(before, end, config.sample_every or config.steps_per_eval)
@@ -331,11 +376,13 @@ class TrainLoop:
             state.skipped_in_row = 0
             return
         state.skipped_in_row += 1
-        self.sink.emit(StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits)))
+        self.sink.emit(
+            StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits))
+        )
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
 
-    # --- reports -------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def _report(self, gathered: Sequence[float]) -> None:
         """A report; ``gathered`` has :meth:`_extra` of all ranks, if the step has exchanged that."""
@@ -343,8 +390,12 @@ class TrainLoop:
         window, state.window = state.window, ReportWindow()
         if not gathered:
             self.beat("reduce", step)
-            gathered = numbers(self.communicator.all_gather(mx.array(self._extra(), dtype=mx.float32)))
-        by_rank = [gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)]
+            gathered = numbers(
+                self.communicator.all_gather(mx.array(self._extra(), dtype=mx.float32))
+            )
+        by_rank = [
+            gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)
+        ]
         self._warn(self.copies.hear([one for row in by_rank for one in row[_PEAKS:]], step))
         peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
         report = TrainReport(
@@ -377,11 +428,17 @@ class TrainLoop:
             callback.on_train_report(report)
 
     def _extra(self) -> list[float]:
-        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and its copy's state.
+        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and its
+        copy's state.
 
         Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
         """
-        mine = [peak_memory_bytes(self.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), self.step.needed_bytes]
+        mine = [
+            peak_memory_bytes(self.accelerator),
+            peak_rss_bytes(),
+            MLX_PEAK.whole(),
+            self.step.needed_bytes,
+        ]
         return [*(peak / 2**20 for peak in mine), *self.copies.told]
 
     @property
@@ -410,7 +467,9 @@ class TrainLoop:
         ratio = self.tokens_per_byte
         bits = None if ratio is None else loss / math.log(2) * ratio
         took = now - state.began, now - begun
-        report = ValidReport(state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration)
+        report = ValidReport(
+            state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration
+        )
         self.sink.emit(report)
         for callback in self._callbacks_here:
             callback.on_valid_report(report)
@@ -426,7 +485,7 @@ class TrainLoop:
         patience = self.config.early_stopping_patience
         return patience is not None and self.state.stale_validations >= patience
 
-    # --- saving --------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def _save(self, kind: SaveKind) -> None:
         """Begin to save; the training goes on meanwhile."""
@@ -446,8 +505,9 @@ class TrainLoop:
     def _tell_saved(self, *, wait: bool) -> list[SavedReport]:
         """Report the checkpoints that were written since the last time.
 
-        A checkpoint that could not be written costs nothing yet, and the next one may succeed: only when there will be
-        no next one it is an error, and not even then if it is a copy of rank 0's.
+        A checkpoint that could not be written costs nothing yet, and the next one may succeed: only
+        when there will be no next one it is an error, and not even then if it is a copy of rank
+        0's.
 
         Raises:
             StorageError: it was waited for, and it could not be written.
@@ -465,7 +525,11 @@ class TrainLoop:
             self._warn(self.copies.note(outcomes, self.state.step))
             return reports
         failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
-        final = failures.pop() if wait and isinstance(next(reversed(outcomes), None), AllhandsError) else None
+        final = (
+            failures.pop()
+            if wait and isinstance(next(reversed(outcomes), None), AllhandsError)
+            else None
+        )
         self._warn([Warned(self.state.step, not_saved(failure)) for failure in failures])
         if final is not None:
             again = "then the same command with --resume goes on from the last checkpoint, if there is one"
@@ -485,16 +549,22 @@ class TrainLoop:
         return votes(self.communicator, flag) > 0
 
     def _tell_end(self, reason: EndReason) -> None:
-        """Tell sinks that the run is over, in the phase in which ranks may take long: for curves, say."""
+        """Tell sinks that the run is over, in the phase in which ranks may take long: for curves,
+        say.
+        """
         self.beat("end", self.state.step)
         self.sink.emit(self._ended(reason))
 
     def _ended(self, reason: EndReason) -> RunEnded:
         state, took_s = self.state, time.perf_counter() - self.state.began
         best = state.best_loss if math.isfinite(state.best_loss) else None
-        return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)
+        return RunEnded(
+            state.step, reason, took_s, state.best_step, best, iteration=state.iteration
+        )
 
 
 def _crossed(before: int, after: int, every: int) -> bool:
-    """True if a multiple of ``every`` was reached; with accumulation an update takes several batches."""
+    """True if a multiple of ``every`` was reached; with accumulation an update takes several
+    batches.
+    """
     return after // every > before // every

@@ -1,4 +1,6 @@
-"""Counts of numbers in a training, from a model's widths: trained weights, products and sums of a token."""
+"""Counts of numbers in a training, from a model's widths: trained weights, products and sums of a
+token.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ def all_weights(blocks: DecoderShape, *, tied: bool) -> int:
     return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
 
 
-def forms_on_cpu(blocks: DecoderShape, bits: int, group: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes of the quantised weights of a block, and of a table of tokens, as a CPU holds them in training.
+def forms_on_cpu(
+    blocks: DecoderShape, bits: int, group: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes of the quantised weights of a block, and of a table of tokens, as a CPU holds them in
+    training.
 
-    First as codes of one byte beside a dense table, then packed, as where memory is short; experts always are.
+    First as codes of one byte beside a dense table, then packed, as where memory is short; experts
+    always are.
     """
     every, table = block_weights(blocks, blocks.experts or 1), blocks.vocabulary * blocks.dims
     experts = every - block_weights(blocks, 0) if blocks.experts else 0
@@ -57,22 +63,33 @@ def left_to_adam(blocks: DecoderShape, optimizer: str, trained_bytes: int, word:
 
 
 def linears(blocks: DecoderShape) -> list[str]:
-    """Return the linear layers of a block by the names that a key of LoRA has; of a mixture those of all experts."""
+    """Return the linear layers of a block by the names that a key of LoRA has; of a mixture those
+    of all experts.
+    """
     return [name.replace("mlp.", "switch_mlp.") if blocks.experts else name for name in _LINEARS]
 
 
-def adapter_weights(blocks: DecoderShape, layers: int, rank: int, keys: Collection[str] | None) -> int:
+def adapter_weights(
+    blocks: DecoderShape, layers: int, rank: int, keys: Collection[str] | None
+) -> int:
     """Numbers of LoRA's factors in the last ``layers`` blocks."""
-    numbers = (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0  # of the router
+    numbers = (
+        (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0
+    )  # of the router
     for (name, (a, b)), inner in zip(_LINEARS.items(), linears(blocks), strict=True):
         of_mlp = name.startswith("mlp.")
         if keys is None or any(key == name or key.endswith(inner) for key in keys):
-            numbers += (blocks.experts or 1 if of_mlp else 1) * (getattr(blocks, a) + getattr(blocks, b))
+            numbers += (blocks.experts or 1 if of_mlp else 1) * (
+                getattr(blocks, a) + getattr(blocks, b)
+            )
     return layers * rank * numbers
 
 
-def flops_per_token(blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool) -> float:
-    """Products and sums of a token's passes, attention's own left out: 2 a weight forward, as many for each gradient.
+def flops_per_token(
+    blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool
+) -> float:
+    """Products and sums of a token's passes, attention's own left out: 2 a weight forward, as many
+    for each gradient.
 
     Args:
         layers: blocks through which gradients go back.
@@ -91,4 +108,6 @@ def forward_share(blocks: DecoderShape, method: Method, layers: int, *, recomput
 
 
 def _forward(blocks: DecoderShape) -> float:
-    return 2.0 * (blocks.layers * block_weights(blocks, blocks.active or 1) + blocks.vocabulary * blocks.dims)
+    return 2.0 * (
+        blocks.layers * block_weights(blocks, blocks.active or 1) + blocks.vocabulary * blocks.dims
+    )

@@ -17,8 +17,22 @@ from allhands.checkpoints.copies import Copies
 from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.config.pretrain_schema import pretraining
 from allhands.errors import AllhandsError
-from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
-from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
+from allhands.io.files import (
+    ClaimedError,
+    claimed,
+    make_directory,
+    private_opener,
+    storage_error_of,
+)
+from allhands.observe.metrics import (
+    METRICS_FILE,
+    ConsoleSink,
+    JsonlSink,
+    RunStarted,
+    Sink,
+    Sinks,
+    read_metrics,
+)
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
 from allhands.run.context import RunContext
@@ -46,7 +60,9 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest one."""
+        """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest
+        one.
+        """
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)
@@ -97,18 +113,27 @@ class Outputs:
         except (AllhandsError, OSError) as error:
             if not self.copies.keeps or isinstance(error, ClaimedError):
                 raise
-            self.copies.fail(storage_error_of(error, self.directory) if isinstance(error, OSError) else error)
+            self.copies.fail(
+                storage_error_of(error, self.directory) if isinstance(error, OSError) else error
+            )
 
     def plot(self) -> Path | None:
-        """Draw the run's curves and memory, if this rank keeps files; return the path of the curves."""
+        """Draw the run's curves and memory, if this rank keeps files; return the path of the
+        curves.
+        """
         if not self.ready.keeps_files:
             return None
-        from allhands.observe.plots import plot_losses, plot_memory  # matplotlib, in memory only now
+        from allhands.observe.plots import (
+            plot_losses,
+            plot_memory,
+        )  # matplotlib, in memory only now
 
         with suppress(AllhandsError):  # nothing was sampled, or not for long enough
             plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
         try:
-            return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
+            return plot_losses(
+                [read_metrics(self.directory)], self.directory / PLOT_FILE, private=True
+            )
         except AllhandsError as error:  # the weights are saved: a picture is no reason to fail
             self.say([f"warning: the curves are not drawn ({error.where}: {error.message})"])
             return None
@@ -125,22 +150,39 @@ class Outputs:
             if log is not None:
                 stack.callback(_close_log, log)
                 print(*notes, sep="\n", end="\n" if notes else "", file=log)
-                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False, short=short))
+                sinks.append(
+                    ConsoleSink(Console(file=log, width=200), is_terminal=False, short=short)
+                )
             if self.ready.keeps_files:
                 with self._spared():
                     notes += [f"note: {note}" for note in self.room()]
             newcomer = self.copies.keeps and not self.copies.trouble
             with self._spared():
-                share_history(self.ready.communicator, self.directory, self.ready.restored, self.ready.run_id, newcomer)
+                share_history(
+                    self.ready.communicator,
+                    self.directory,
+                    self.ready.restored,
+                    self.ready.run_id,
+                    newcomer,
+                )
             if self.ready.keeps_files:
                 with self._spared():
                     sinks.append(JsonlSink(self.directory / METRICS_FILE))
             if self.surroundings.mesh.is_main and self.ready.config.train:
-                names, values = tracker_names(self.ready.config.report_to), self.ready.config.shared_values()
-                sinks += start_trackers(names, self.ready.config.project_name, self.directory, values)
+                names, values = (
+                    tracker_names(self.ready.config.report_to),
+                    self.ready.config.shared_values(),
+                )
+                sinks += start_trackers(
+                    names, self.ready.config.project_name, self.directory, values
+                )
             self.say(notes)
             if self.surroundings.console is not None:
-                sinks.append(ConsoleSink(self.surroundings.console, profile=self.ready.config.profile, short=short))
+                sinks.append(
+                    ConsoleSink(
+                        self.surroundings.console, profile=self.ready.config.profile, short=short
+                    )
+                )
             yield stack.enter_context(Sinks(sinks))
 
     def room(self) -> list[str]:
@@ -153,7 +195,9 @@ class Outputs:
 
 
 def _log_of(file: Path | None) -> TextIO | None:
-    """Return the log for this rank's lines besides the console, if it can be written: nothing depends on it."""
+    """Return the log for this rank's lines besides the console, if it can be written: nothing
+    depends on it.
+    """
     if file is None:
         return None
     try:
@@ -164,6 +208,8 @@ def _log_of(file: Path | None) -> TextIO | None:
 
 
 def _close_log(log: TextIO) -> None:
-    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide why it ends."""
+    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide
+    why it ends.
+    """
     with suppress(OSError):
         log.close()

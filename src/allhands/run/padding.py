@@ -9,7 +9,9 @@ from allhands.run.datasets import Datasets
 
 
 def padding_told(model: Any, data: Datasets) -> list[str]:
-    """Return a note if results depend on the padding of rows, and so on the other rows of a micro-batch."""
+    """Return a note if results depend on the padding of rows, and so on the other rows of a
+    micro-batch.
+    """
     if (block := sees_ahead(model)) is not None:
         return [
             "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "

@@ -1,4 +1,6 @@
-"""This rank's part of a model that is divided into stages: its blocks, its computation, and its files."""
+"""This rank's part of a model that is divided into stages: its blocks, its computation, and its
+files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from numpy.typing import NDArray
 
-from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
+from allhands.checkpoints.arrays import (
+    CODES,
+    DTYPES,
+    ReadArray,
+    SharedArray,
+    StoredArrayReader,
+    require_same,
+)
 from allhands.checkpoints.resuming import Restored, restore_weights
 from allhands.config.combinations import is_sharded, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
@@ -50,16 +59,30 @@ def _of_whole_arrays(mesh: Mesh) -> bool:
     return mesh.pipe == mesh.tensor == 1
 
 
-# Groups in which ranks exchange, by what they have divided: the axes along which these ranks differ, and whether all
-# groups exchange the same shapes at the same time, so that the whole world can do it for them.
+# Groups in which ranks exchange, by what they have divided: the axes along which these ranks
+# differ, and whether all groups exchange the same shapes at the same time, so that the whole world
+# can do it for them.
 _Groups = Mapping[str, tuple[tuple[Axis, ...], Callable[[Mesh], bool]]]
-_STAGES: _Groups = {"pipe": (("pipe",), _never), "data": (("data",), _never), "rows": (("pipe", "tensor"), _never)}
+_STAGES: _Groups = {
+    "pipe": (("pipe",), _never),
+    "data": (("data",), _never),
+    "rows": (("pipe", "tensor"), _never),
+}
 _ARRAYS: _Groups = {"shard": (("shard",), _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
 # Ranks with other rows exchange other shapes at the same time.
-_MATRICES: _Groups = {"tensor": (("tensor",), _never), "data": (("data",), lambda mesh: mesh.pipe == 1)}
+_MATRICES: _Groups = {
+    "tensor": (("tensor",), _never),
+    "data": (("data",), lambda mesh: mesh.pipe == 1),
+}
 # Ranks agree on the shapes, and on the number of passes.
-_EXPERTS: _Groups = {"expert": (("expert",), lambda mesh: True), "data": (("data",), lambda mesh: True)}
-_ROWS: _Groups = {"context": (("context",), _never), "same": (("pipe", "tensor", "context"), _never)}
+_EXPERTS: _Groups = {
+    "expert": (("expert",), lambda mesh: True),
+    "data": (("data",), lambda mesh: True),
+}
+_ROWS: _Groups = {
+    "context": (("context",), _never),
+    "same": (("pipe", "tensor", "context"), _never),
+}
 
 
 def require_back_end(mesh: Mesh, backend: str) -> None:
@@ -98,10 +121,11 @@ def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages or groups need, which ``--min-ranks`` allows.
+    """Return ``config`` for fewer ranks than its stages or groups need, which ``--min-ranks``
+    allows.
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Groups of
-    ranks are as large as makes whole ones.
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the
+    whole model. Groups of ranks are as large as makes whole ones.
     """
     if config.min_ranks is None or mesh.size < config.min_ranks:
         return config
@@ -132,19 +156,29 @@ def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
         changed["ep"] = changed["tp"]
     if not changed:
         return config
-    told = ", ".join(f"--{option.replace('_', '-')} is {left or 'left out'} now" for option, left in changed.items())
-    return config.model_copy(update=changed).noted((*config.notes, f"{counted(mesh.size, 'rank')} left: {told}"))
+    told = ", ".join(
+        f"--{option.replace('_', '-')} is {left or 'left out'} now"
+        for option, left in changed.items()
+    )
+    return config.model_copy(update=changed).noted(
+        (*config.notes, f"{counted(mesh.size, 'rank')} left: {told}")
+    )
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices, experts or rows.
+    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices, experts or
+    rows.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
     require_stages(config, mesh.size)
     # Ranks that have divided matrices divide experts too, for the same rows.
-    sizes: dict[str, int] = {"tensor": config.tp, "context": config.cp, "expert": config.ep if config.tp == 1 else 1}
+    sizes: dict[str, int] = {
+        "tensor": config.tp,
+        "context": config.cp,
+        "expert": config.ep if config.tp == 1 else 1,
+    }
     together = mesh.size // (config.tp * config.cp)
     if divides(config):
         shards = config.dp_shard or 1
@@ -154,16 +188,20 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     divided = math.prod(sizes.values())
     if divided == 1:
         return mesh
-    # A batch is divided by speeds among ranks that each have all of the rest, and rows of their own.
+    # A batch is divided by speeds among ranks that each have all of the rest, and rows of their
+    # own.
     weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
     return replace(mesh, data=mesh.size // divided, weights=weights, **sizes)
 
 
-def require_pipelines(config: TrainConfig, mesh: Mesh, communicator: Communicator, accelerator: Accelerator) -> None:
+def require_pipelines(
+    config: TrainConfig, mesh: Mesh, communicator: Communicator, accelerator: Accelerator
+) -> None:
     """Refuse pipelines that this rank cannot have, before the model is cut.
 
     Raises:
-        ConfigError: the back-end has no groups for them, or the passes cannot have the order that was asked for.
+        ConfigError: the back-end has no groups for them, or the passes cannot have the order that
+            was asked for.
     """
     if communicator.size > 1:
         require_groups(communicator.backend, mesh, "pipe", alike=False)
@@ -175,7 +213,9 @@ def require_pipelines(config: TrainConfig, mesh: Mesh, communicator: Communicato
         )
 
 
-def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
+def piping_of(
+    config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh
+) -> Piping:
     """Return the connections of this rank's stages; called on all ranks together.
 
     Raises:
@@ -183,23 +223,32 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     """
     if communicator.size > 1 and not can(communicator.backend, "split"):
         require_neighbours(communicator.backend, mesh, "pipe")
-    pipe, data, rows = (_group(communicator, mesh, _STAGES, name) for name in ("pipe", "data", "rows"))
+    pipe, data, rows = (
+        _group(communicator, mesh, _STAGES, name) for name in ("pipe", "data", "rows")
+    )
     # As the first stage has it now: a CPU computes in float32 what is stored in other types.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])
     dtype = DTYPES[next(code for code in told if code is not None)]
-    return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, rows, config.pp_schedule)
+    return Piping(
+        tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, rows, config.pp_schedule
+    )
 
 
 def keeps_fetched(config: TrainConfig) -> bool:
-    """Return whether fetched weights stay until a step ends; in a pipeline they would be fetched very often."""
+    """Return whether fetched weights stay until a step ends; in a pipeline they would be fetched
+    very often.
+    """
     if config.reshard == "auto":
         return config.strategy == "zero2" or divides(config)
     return config.reshard == "off"
 
 
-def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[tuple[float, ...], list[str]]:
-    """Return the sizes of the parts of every array, and notes, for ranks of unlike memory; no sizes: all are equal.
+def parts_by_memory(
+    communicator: Communicator, mesh: Mesh, room: int
+) -> tuple[tuple[float, ...], list[str]]:
+    """Return the sizes of the parts of every array, and notes, for ranks of unlike memory; no
+    sizes: all are equal.
 
     Called on all ranks together. Ranks at the same place of several groups have the same part.
 
@@ -212,14 +261,19 @@ def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[
     if len(rooms) < mesh.size or not min(rooms):  # a rank on trial, alone
         return (), []
     places = [mesh.coordinates(rank).shard for rank in range(mesh.size)]
-    least = [min(room for room, at in zip(rooms, places, strict=True) if at == place) for place in range(mesh.shard)]
+    least = [
+        min(room for room, at in zip(rooms, places, strict=True) if at == place)
+        for place in range(mesh.shard)
+    ]
     shares = shares_by_memory(least)
     told = ", ".join(f"{part / sum(least):.0%}" for part in least)
     return shares, [f"each array is divided by the ranks' memory: {told}"] if shares else []
 
 
 def shares_by_memory(rooms: Sequence[int]) -> tuple[float, ...]:
-    """Return the sizes of the parts of every array for ranks that may have so many bytes; empty: all are equal."""
+    """Return the sizes of the parts of every array for ranks that may have so many bytes; empty:
+    all are equal.
+    """
     return tuple(map(float, rooms)) if max(rooms) > _UNLIKE * min(rooms) else ()
 
 
@@ -231,7 +285,8 @@ def sharded(
     stages: Sequence[Stage],
     shares: Sequence[float] = (),
 ) -> Sharding | None:
-    """Leave this rank with its part of every array of ``model``, where ranks divide them; called on all together.
+    """Leave this rank with its part of every array of ``model``, where ranks divide them; called on
+    all together.
 
     Args:
         stages: of this rank, where it has some blocks alone.
@@ -249,8 +304,11 @@ def sharded(
     return shard(model, together, copies, communicator, **how)
 
 
-def experts_divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Experts | None:
-    """Leave this rank with its part of the experts of ``model``, where they are divided; called on all ranks together.
+def experts_divided(
+    model: nn.Module, communicator: Communicator | None, mesh: Mesh
+) -> Experts | None:
+    """Leave this rank with its part of the experts of ``model``, where they are divided; called on
+    all ranks together.
 
     Raises:
         ConfigError: so many ranks cannot divide them.
@@ -259,14 +317,20 @@ def experts_divided(model: nn.Module, communicator: Communicator | None, mesh: M
     if mesh.expert == 1:
         return None
     assert communicator is not None
-    return divide_experts(model, *(_group(communicator, mesh, _EXPERTS, name) for name in ("expert", "data")))
+    return divide_experts(
+        model, *(_group(communicator, mesh, _EXPERTS, name) for name in ("expert", "data"))
+    )
 
 
-def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, whole_experts: bool) -> Matrices | None:
-    """Leave this rank with its part of the matrices of ``model``, where they are divided; called on all ranks together.
+def divided(
+    model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, whole_experts: bool
+) -> Matrices | None:
+    """Leave this rank with its part of the matrices of ``model``, where they are divided; called on
+    all ranks together.
 
     Raises:
-        ConfigError: the back-end has no groups of some ranks, or so many ranks cannot divide the model.
+        ConfigError: the back-end has no groups of some ranks, or so many ranks cannot divide the
+            model.
         ModelError: the architecture cannot be divided.
     """
     if mesh.tensor == 1:
@@ -289,8 +353,12 @@ class _Divided(Protocol):
     def experts(self) -> Experts | None: ...
 
 
-def sums_together(piping: Piping | None, ready: _Divided, objective: Objective) -> SumsTogether | None:
-    """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it has everything."""
+def sums_together(
+    piping: Piping | None, ready: _Divided, objective: Objective
+) -> SumsTogether | None:
+    """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it
+    has everything.
+    """
     if piping is not None:
         return PipedSums(piping, objective, ready.sharding)
     if ready.experts is not None:
@@ -304,13 +372,16 @@ def parts_of(
     regions: Mapping[str, Region],
     progress: Callable[[], None],
 ) -> Restored:
-    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all ranks together.
+    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all
+    ranks together.
 
     Args:
         whole: shape and type of every trained array, by name.
         regions: this rank's place in each of which it has anything.
     """
-    require_same(restored.weights, ((name, *facts) for name, facts in whole.items()), restored.place)
+    require_same(
+        restored.weights, ((name, *facts) for name, facts in whole.items()), restored.place
+    )
 
     def kept(stored: dict[str, StoredArrayReader], *, state: bool) -> dict[str, StoredArrayReader]:
         found: dict[str, StoredArrayReader] = {}
@@ -319,13 +390,16 @@ def parts_of(
             if array not in whole:
                 found[name] = reader
                 continue
-            # All ranks read all arrays in the same order: where rank 0 hands them out others' numbers pass by.
+            # All ranks read all arrays in the same order: where rank 0 hands them out others'
+            # numbers pass by.
             region = regions.get(array, Flat(0, 0))
             numbers = reader.read(region)
             progress()
             if region.size:
                 in_range = isinstance(region, Flat) and len(whole[array][0]) > 1
-                found[name] = ReadArray(numbers.reshape(-1, 1) if in_range else numbers, reader.dtype)
+                found[name] = ReadArray(
+                    numbers.reshape(-1, 1) if in_range else numbers, reader.dtype
+                )
         return found
 
     weights = kept(restored.weights, state=False)
@@ -339,17 +413,22 @@ def part_of_division(
     matrices: Parts | None,
     progress: Callable[[], None],
 ) -> Restored:
-    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices or experts, of every array, or of
-    both.
+    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices or experts, of
+    every array, or of both.
     """
     here = {name: array.dtype for name, array in trained_weights(model).items()}
     if matrices is None:
         assert sharding is not None
-        whole = {name: (tuple(array.shape), here[name]) for name, array in trained_weights(model).items()}
+        whole = {
+            name: (tuple(array.shape), here[name]) for name, array in trained_weights(model).items()
+        }
         return parts_of(restored, whole, _places(sharding.regions), progress)
     stored = {name: DTYPES[each.dtype] for name, each in restored.weights.items()}
     # An array that another rank has alone is nowhere here.
-    whole = {name: (shape, here.get(name) or stored.get(name, mx.float32)) for name, shape in matrices.shapes.items()}
+    whole = {
+        name: (shape, here.get(name) or stored.get(name, mx.float32))
+        for name, shape in matrices.shapes.items()
+    }
     places = matrices.places if sharding is None else _places(regions_within(sharding, matrices))
     return parts_of(restored, whole, places, progress)
 
@@ -366,10 +445,11 @@ def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> i
 
 
 def kept_of(restored: Restored, own: Collection[str], progress: Callable[[], None]) -> Restored:
-    """Return the part of a checkpoint that a rank needs which trains ``own`` arrays; called on all ranks together.
+    """Return the part of a checkpoint that a rank needs which trains ``own`` arrays; called on all
+    ranks together.
 
-    Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in the same order, and
-    others' arrays pass by.
+    Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in
+    the same order, and others' arrays pass by.
     """
     foreign = tuple(f"{name}." for name in restored.weights if name not in own)
 

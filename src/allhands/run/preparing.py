@@ -1,4 +1,6 @@
-"""Preparation of a rank for its first step: data, model, group, agreement, and the checkpoint to go on from."""
+"""Preparation of a rank for its first step: data, model, group, agreement, and the checkpoint to go
+on from.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,8 @@ class LoadedRun:
         passes: outcome of each substitution of modules.
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
-        sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them all.
+        sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them
+            all.
         matrices: this rank's part of the blocks' matrices, likewise; ``experts``: of experts alone.
     """
 
@@ -129,10 +132,15 @@ class LoadedRun:
     experts: Experts | None = None
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
-        """Return the facts that an adapter records beside the options: trained blocks, model, date in its data, end
-        tokens.
+        """Return the facts that an adapter records beside the options: trained blocks, model, date
+        in its data, end tokens.
         """
-        return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
+        return (
+            self.trainable.num_layers,
+            str(self.loaded.path),
+            self.data.dated,
+            self.data.stop_tokens,
+        )
 
 
 class _Opened(NamedTuple):
@@ -154,7 +162,12 @@ class _Opened(NamedTuple):
 
 
 def prepare(
-    config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None, *, hooked: bool = False
+    config: TrainConfig,
+    surroundings: RunContext,
+    directory: Path,
+    start: Path | None,
+    *,
+    hooked: bool = False,
 ) -> LoadedRun:
     """Load model and data, join the group and agree; go on from a checkpoint.
 
@@ -184,7 +197,9 @@ def prepare(
     if early:
         # Before the model is read or cut, because all ranks have a say in how, and in where.
         communicator, data = _met(facts, surroundings, opened.made_data)
-        facts, told = chosen_by_memory(replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked)
+        facts, told = chosen_by_memory(
+            replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked
+        )
         config, mesh = facts.config, piped(facts.config, mesh)
         surroundings = replace(surroundings, mesh=mesh)
         stages, split, cut = _cut(facts, mesh, accelerator, communicator, checkpoint)
@@ -194,7 +209,9 @@ def prepare(
         experts = experts_divided(model, communicator, mesh)
         if mesh.shard == 1:
             read_weights(model)
-        context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
+        context, applied = _passes_checked(
+            config, loaded, accelerator, kernels, data, surroundings, notes, stages
+        )
     if not early:
         _start_from(start, model, config)
     compute_together(matrices)
@@ -211,13 +228,16 @@ def prepare(
     notes += told
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = put_back(received, model, sharding, (matrices, experts), surroundings.busy, in_stages=divides(config))
+    restored = put_back(
+        received, model, sharding, (matrices, experts), surroundings.busy, in_stages=divides(config)
+    )
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()
-    parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
-    divisions = sharding, matrices, experts
-    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, *divisions)
+    opened_here = config, accelerator, communicator, data, loaded, trainable
+    agreed = dropout_keys_of(model), restored, keeps, (*notes, *kernels.notes), run_id
+    divisions = stages, split, sharding, matrices, experts
+    return LoadedRun(*opened_here, *agreed, kernels, applied, *divisions)
 
 
 def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[str]:
@@ -225,18 +245,26 @@ def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[st
     if checkpoint is None:
         return []
     config, loaded, data = opened.config, opened.loaded, opened.data
-    notes = check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
+    notes = check_contents(
+        checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template
+    )
     return notes + check_versions(checkpoint, versions())
 
 
 def _tested(config: TrainConfig, start: Path | None) -> tuple[TrainConfig, Path | None]:
-    """The directory of an adapter that is only tested, and the configuration with what was written there."""
+    """The directory of an adapter that is only tested, and the configuration with what was written
+    there.
+    """
     directory = start.parent if start is not None and not config.train else None
     return (config if directory is None else as_written(config, directory)), directory
 
 
 def _opened(
-    config: TrainConfig, surroundings: RunContext, directory: Path, tested: Path | None, accelerator: Accelerator
+    config: TrainConfig,
+    surroundings: RunContext,
+    directory: Path,
+    tested: Path | None,
+    accelerator: Accelerator,
 ) -> _Opened:
     mesh, fresh, tokenizer = surroundings.mesh, pretraining(config), None
     chat, trust = chat_of(config, tested), config.trust_remote_code
@@ -249,19 +277,27 @@ def _opened(
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
         progress = tell_progress(surroundings.say)
-        made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
+        made_data = partial(
+            open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0
+        )
         data = made_data(moment=_moment(surroundings, tested, checkpoint))
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
             compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
             loaded = _loaded(config, tokenizer, accelerator, mesh, compared=compared)
-    return _Opened(config, checkpoint, made_data, data, loaded, notes + _date_told(data, surroundings))
+    return _Opened(
+        config, checkpoint, made_data, data, loaded, notes + _date_told(data, surroundings)
+    )
 
 
-def _notes(loaded: LoadedModel, data: Datasets, config: TrainConfig, trainable: Trainable) -> list[str]:
+def _notes(
+    loaded: LoadedModel, data: Datasets, config: TrainConfig, trainable: Trainable
+) -> list[str]:
     """Notes on what of the model and data has no effect on each other."""
-    notes = [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
+    notes = [
+        f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched
+    ]
     notes += unlearned(loaded.model, loaded.tokenizer, data, config) if config.train else []
     return notes + padding_told(loaded.model, data)
 
@@ -272,9 +308,14 @@ def _start_from(start: Path | None, model: Any, config: TrainConfig) -> None:
 
 
 def _cut(
-    facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, checkpoint: Checkpoint | None
+    facts: RankFacts,
+    mesh: Mesh,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    checkpoint: Checkpoint | None,
 ) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
-    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about.
+    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came
+    about.
 
     Without stages everything stays as it is.
     """
@@ -297,7 +338,9 @@ def _checkpoint_of(
     """The checkpoint that rank 0 goes on from, and notes for a person."""
     if not (surroundings.mesh.is_main and config.train):
         return None, []
-    checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+    checkpoint, notes = find_checkpoint(
+        config, directory, surroundings.run_id, surroundings.attempt
+    )
     return checkpoint, notes + ([] if checkpoint is None else check_settings(checkpoint, config))
 
 
@@ -305,7 +348,9 @@ def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
     """A note where the date is another than today's."""
     if data.dated is None or data.dated.date() == surroundings.moment.date():
         return []
-    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
+    return [
+        f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"
+    ]
 
 
 def _met(
@@ -340,9 +385,16 @@ def _met(
 
 
 def _loaded(
-    config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
+    config: TrainConfig,
+    tokenizer: LoadedTokenizer,
+    accelerator: Accelerator,
+    mesh: Mesh,
+    *,
+    compared: bool,
 ) -> LoadedModel:
-    """The model, not read yet where ranks may divide it; ``compared``: its fingerprint will be asked for."""
+    """The model, not read yet where ranks may divide it; ``compared``: its fingerprint will be
+    asked for.
+    """
     later = has_parts(config, mesh) or reads_later(config, tokenizer.path, accelerator, mesh)
     if not later:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
@@ -363,18 +415,24 @@ def _passes_checked(
     notes: list[str],
     stages: Sequence[Stage],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
-    """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
+    """Apply the passes, with the check of the gradient around that on one rank of a host; adds to
+    ``notes``.
+    """
     # A part of a model has no loss by itself.
     mesh = surroundings.mesh
     leads = mesh.local_rank == 0 and not has_parts(config, mesh)
-    check = start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
+    check = (
+        start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
+    )
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if mesh.shard > 1:
         context = replace(context, short=True, fetched=True)  # weights travel packed
     elif accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
-        if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):
+        if not roomy_form_fits(
+            config, loaded, data.train if config.train else None, device, stages
+        ):
             context = replace(context, short=True)
             notes.append(packed_note(device.room))
     applied = apply_passes(loaded.model, context)
@@ -387,7 +445,9 @@ def _passes_checked(
 
 def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
-    if not mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
+    if (
+        not mx.cuda.is_available()
+    ):  # for the other back-ends the variables would only be a trace left behind
         return []
     how = {"deterministic": config.deterministic, "often": mesh.pipe > 1 or mesh.shard > 1}
     has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
@@ -399,25 +459,34 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
         )
     if launches_directly() or os.environ["MLX_USE_CUDA_GRAPHS"] != "0":
         return []
-    return ["MLX has computed before in this process: a step takes more memory, and longer, than in a new one"]
+    return [
+        "MLX has computed before in this process: a step takes more memory, and longer, than in a new one"
+    ]
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
     """True if the step of a run of so many batches is compiled, where it is a graph."""
     if config.compile == "auto":
-        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(getattr(model, "model_type", None))
+        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(
+            getattr(model, "model_type", None)
+        )
     return config.compile == "on"
 
 
-def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
-    """Return the context that decides which passes apply to ``model``, once it is settled what is trained.
+def pass_context(
+    model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection
+) -> PassContext:
+    """Return the context that decides which passes apply to ``model``, once it is settled what is
+    trained.
 
     Raises:
         ConfigError: it cannot be compiled, and shall be.
     """
     if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
         message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
-        raise ConfigError(message, where="--compile", hint="leave it out; the step is then computed, not compiled")
+        raise ConfigError(
+            message, where="--compile", hint="leave it out; the step is then computed, not compiled"
+        )
     return PassContext(
         accelerator,
         "train" if config.train else "evaluate",
@@ -429,8 +498,11 @@ def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, sele
     )
 
 
-def _moment(surroundings: RunContext, tested: Path | None, checkpoint: Checkpoint | None) -> datetime:
-    """The moment whose date the chat template writes: that of the adapter or checkpoint, else the run's own.
+def _moment(
+    surroundings: RunContext, tested: Path | None, checkpoint: Checkpoint | None
+) -> datetime:
+    """The moment whose date the chat template writes: that of the adapter or checkpoint, else the
+    run's own.
 
     Ranks other than 0 do not know the checkpoint's date yet: see :func:`_met`.
     """
@@ -456,7 +528,9 @@ def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trai
 
 @contextmanager
 def _busy(surroundings: RunContext) -> Generator[None]:
-    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start should."""
+    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start
+    should.
+    """
     done = threading.Event()
 
     def beat() -> None:

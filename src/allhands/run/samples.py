@@ -20,9 +20,14 @@ from allhands.parallel.sharding import Sharding
 
 
 def answering(
-    model: nn.Module, piping: Piping | None, sharding: Sharding | None, experts: Experts | None = None
+    model: nn.Module,
+    piping: Piping | None,
+    sharding: Sharding | None,
+    experts: Experts | None = None,
 ) -> nn.Module | PipedModel | FetchedModel | AlikeModel:
-    """Return ``model`` as it is called for the logits of the next token, by all ranks that have parts of it."""
+    """Return ``model`` as it is called for the logits of the next token, by all ranks that have
+    parts of it.
+    """
     if piping is not None:
         return PipedModel(piping, sharding)
     if experts is not None:
@@ -34,13 +39,14 @@ def answering(
 class Sampler:
     """Lets ``model`` go on from prompts.
 
-    For every token the whole text is computed again, by the forward pass of training. Samples are short, so this is
-    fast enough and cannot differ from training. The random numbers are functions of seed, iteration and place, and do
-    not change others.
+    For every token the whole text is computed again, by the forward pass of training. Samples are
+    short, so this is fast enough and cannot differ from training. The random numbers are functions
+    of seed, iteration and place, and do not change others.
 
     Attributes:
         most: tokens of a text, prompt included; the model knows no more places.
-        beat: called with "validate" and the number of steps done before each token, and with "reduce" before a wait.
+        beat: called with "validate" and the number of steps done before each token, and with
+            "reduce" before a wait.
     """
 
     model: nn.Module | PipedModel | FetchedModel | AlikeModel
@@ -56,10 +62,18 @@ class Sampler:
         """A text for each prompt."""
         self.model.eval()
         if isinstance(self.model, PipedModel | FetchedModel | AlikeModel):
-            self.model.heartbeat = lambda phase: self.beat("reduce" if phase == "reduce" else "validate", step)
+            self.model.heartbeat = lambda phase: self.beat(
+                "reduce" if phase == "reduce" else "validate", step
+            )
         try:
-            texts = [self._text(place, prompt, step, iteration) for place, prompt in enumerate(self.prompts)]
-            return [Sampled(step, prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
+            texts = [
+                self._text(place, prompt, step, iteration)
+                for place, prompt in enumerate(self.prompts)
+            ]
+            return [
+                Sampled(step, prompt, text)
+                for prompt, text in zip(self.prompts, texts, strict=True)
+            ]
         finally:
             self.model.train()
 
@@ -73,14 +87,20 @@ class Sampler:
             logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
             key, now = mx.random.split(key)
             cold = self.temperature == 0
-            token = mx.argmax(logits) if cold else mx.random.categorical(logits / self.temperature, key=now)
+            token = (
+                mx.argmax(logits)
+                if cold
+                else mx.random.categorical(logits / self.temperature, key=now)
+            )
             tokens.append(int(number(token)))
             if tokens[-1] in ends:
                 break
         return self.tokenizer.decode(tokens[begun:], skip_special_tokens=True)
 
     def _start(self, prompt: str) -> list[int]:
-        """The prompt's tokens, at least one, and no end of text where the tokenizer closes texts with one."""
+        """The prompt's tokens, at least one, and no end of text where the tokenizer closes texts
+        with one.
+        """
         tokens = list(self.tokenizer.encode(prompt))
         while len(tokens) > 1 and tokens[-1] in self.tokenizer.eos_token_ids:
             tokens.pop()

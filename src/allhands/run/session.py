@@ -1,4 +1,6 @@
-"""Assemble a fine-tuning run: data, model, group, loader, step and loop. The only place that knows them all."""
+"""Assemble a fine-tuning run: data, model, group, loader, step and loop. The only place that knows
+them all.
+"""
 
 from __future__ import annotations
 
@@ -109,12 +111,22 @@ def run_finetune(
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
-        ready = prepare(config, surroundings, directory, start, hooked=gradient_hook(callbacks, None) is not None)
+        ready = prepare(
+            config,
+            surroundings,
+            directory,
+            start,
+            hooked=gradient_hook(callbacks, None) is not None,
+        )
         # Memory may have asked for another way of dividing the work.
         surroundings = replace(surroundings, mesh=piped(ready.config, surroundings.mesh))
-        observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
+        observer.write_to(
+            monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id
+        )
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _RankRun(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
+        return _RankRun(
+            ready.config, surroundings, callbacks, ready, observer, outputs, objective
+        ).execute()
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
@@ -160,7 +172,8 @@ class _RankRun:
                     self.surroundings.beat("end", ended.step)
                     sink.emit(ended)
         except (Interrupted, NumericsError):
-            # Raised on all ranks. The curves show what happened; a second failure must not hide the first.
+            # Raised on all ranks. The curves show what happened; a second failure must not hide the
+            # first.
             with suppress(AllhandsError):
                 self.outputs.plot()
             barrier(self.ready.communicator)
@@ -168,7 +181,9 @@ class _RankRun:
         return FinetuneResult(self.outputs.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
-        """The windows, their order and the number of batches: refused before an earlier run is set aside."""
+        """The windows, their order and the number of batches: refused before an earlier run is set
+        aside.
+        """
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
@@ -182,13 +197,8 @@ class _RankRun:
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
-        tokens = micro_batch_tokens(config, windows.work, self.mesh)
-        sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
-        if tokens is None and self.mesh.size > 1:
-            sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order, ready.sharding)
-            self.outputs.say(notes)
-        sizing = agreed(sizing, self._same_rows)
+        sizing = self._sizing(windows, order, device, compiled)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -203,7 +213,11 @@ class _RankRun:
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             at = f"iteration {state.iteration} (step {state.step})"
-            self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}, and the run has {total}"])
+            self.outputs.say(
+                [
+                    f"note: nothing is left to train: the checkpoint is at {at}, and the run has {total}"
+                ]
+            )
         begin, stored = replace(state), ready.data.stored.get("valid")
 
         def load(iteration: int) -> list[MicroBatch]:
@@ -213,7 +227,11 @@ class _RankRun:
 
         waits = self.surroundings.waits
         prefetched = Prefetcher(load, end=total, waits=lambda seconds: waits(state.step, seconds))
-        with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
+        with (
+            closing(step),
+            prefetched as prefetcher,
+            self._saving(optimizer, step, balance) as (save, saved),
+        ):
             ended = TrainLoop(
                 state=state,
                 config=config,
@@ -235,14 +253,31 @@ class _RankRun:
                 learning_rate=lambda: number(optimizer.learning_rate),
                 total=total,
                 sample=self._sampler(),
-                tokens_per_byte=stored.report.tokens_per_byte if stored and config.packing else None,
+                tokens_per_byte=stored.report.tokens_per_byte
+                if stored and config.packing
+                else None,
                 copies=self.outputs.copies,
                 balance=balance,
             ).run()
         if config.log_level == "verbose":
-            kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
+            in_graph = compiled and not step.options.cpu_native
+            kind = "compiled" if in_graph else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
+
+    def _sizing(
+        self, windows: Windows, order: GlobalOrder, device: Device, compiled: bool
+    ) -> Sizing:
+        """Rules for the size of a micro-batch, on which all ranks with the same rows agree."""
+        config, ready = self.config, self.ready
+        tokens = micro_batch_tokens(config, windows.work, self.mesh)
+        sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
+        if tokens is None and self.mesh.size > 1:
+            sizing, notes = fitted_to_memory(
+                config, ready.loaded, device, sizing, windows, order, ready.sharding
+            )
+            self.outputs.say(notes)
+        return agreed(sizing, self._same_rows)
 
     def _say_notes(self, windows: Windows, epochs: float) -> None:
         config, positions = self.config, positions_of(self.ready.loaded.config)
@@ -270,7 +305,9 @@ class _RankRun:
         )
 
     def _model_files(self) -> ModelFiles | None:
-        """The files that make a directory with the trained weights a model, where these are no adapter."""
+        """The files that make a directory with the trained weights a model, where these are no
+        adapter.
+        """
         fresh = pretraining(self.config)
         if fresh is None:
             return None
@@ -279,19 +316,29 @@ class _RankRun:
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
-        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
+        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a
+        part.
+        """
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        rows = load_optimizer(optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy)
+        rows = load_optimizer(
+            optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy
+        )
         if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
             self.outputs.say(
-                [f"note: the optimizer's state is the mean of the separate states of {counted(rows, 'rank')}"]
+                [
+                    f"note: the optimizer's state is the mean of the separate states of {counted(rows, 'rank')}"
+                ]
             )
         before = restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
-        if lost := load_left_out(self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed):
-            self.outputs.say([f"note: what {before} had left out of the last gradients is dropped: {lost}"])
+        if lost := load_left_out(
+            self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed
+        ):
+            self.outputs.say(
+                [f"note: what {before} had left out of the last gradients is dropped: {lost}"]
+            )
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
         # The arrays have their places now: nothing is read again.
@@ -301,7 +348,8 @@ class _RankRun:
 
     def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
         config = self.config
-        # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
+        # Loading leaves evaluation mode, in which some architectures use kernels without a
+        # gradient.
         self.ready.loaded.model.train()
         start = state.step
 
@@ -357,7 +405,11 @@ class _RankRun:
     @cached_property
     def _piping(self) -> Piping | None:
         ready = self.ready
-        return piping_of(self.config, ready.stages, ready.communicator, self.mesh) if ready.stages else None
+        return (
+            piping_of(self.config, ready.stages, ready.communicator, self.mesh)
+            if ready.stages
+            else None
+        )
 
     @property
     def _trained(self) -> Any:
@@ -372,26 +424,37 @@ class _RankRun:
     @cached_property
     def _strategy(self) -> str:
         config, model = self.config, self.ready.loaded.model
-        hooked, masters = gradient_hook(self.callbacks, None) is not None, in_half(model) and config.master_weights
-        wanted = TrainingNeeds(config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
+        hooked, masters = (
+            gradient_hook(self.callbacks, None) is not None,
+            in_half(model) and config.master_weights,
+        )
+        wanted = TrainingNeeds(
+            config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters
+        )
         return chosen_strategy(config, self.ready.communicator, model, wanted)
 
     @cached_property
     def _codec(self) -> Codec | None:
-        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, self._strategy)
+        return chosen_codec(
+            self.config, self.ready.communicator, self.ready.loaded.model, self._strategy
+        )
 
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         on_cpu = device.accelerator.cpu_native
         ready = self.ready
-        expected = expected_bytes(self.config, ready.loaded, largest, device, ready.stages, ready.sharding)
+        expected = expected_bytes(
+            self.config, ready.loaded, largest, device, ready.stages, ready.sharding
+        )
         if expected is None:
             return
         self.observer.expect(expected, arrays=not on_cpu)
         if on_cpu and (note := scarce(expected, device.present_bytes, self.mesh.local_size)):
             self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
-            self.outputs.say([f"expected: at most {format_bytes(expected)} of memory for this process"])
+            self.outputs.say(
+                [f"expected: at most {format_bytes(expected)} of memory for this process"]
+            )
 
     def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
         """With --log-level verbose: what was chosen, and why."""
@@ -399,20 +462,34 @@ class _RankRun:
             return
         ready = self.ready
         stored = ready.data.stored.items()
-        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
+        self.outputs.say(
+            [f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored]
+        )
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
-        kernels = kernel_choices(ready.kernels, tokens, quantised="quantization" in ready.loaded.config)
+        kernels = kernel_choices(
+            ready.kernels, tokens, quantised="quantization" in ready.loaded.config
+        )
         self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
         updates = updated_numbers(self._trained, step.shards), ready.trainable.parameters
-        self.outputs.say(choices(self.config, *parts, compiled=compiled, strategy=step.strategy.name, updates=updates))
+        self.outputs.say(
+            choices(
+                self.config, *parts, compiled=compiled, strategy=step.strategy.name, updates=updates
+            )
+        )
 
-    def _saving(self, optimizer: Any, step: TrainStep, balance: Balance) -> AbstractContextManager[tuple[Save, Saved]]:
-        """The functions that save on this rank: everything if it keeps files, else the slices that only it holds."""
+    def _saving(
+        self, optimizer: Any, step: TrainStep, balance: Balance
+    ) -> AbstractContextManager[tuple[Save, Saved]]:
+        """The functions that save on this rank: everything if it keeps files, else the slices that
+        only it holds.
+        """
         ready = self.ready
         held = Held(
-            groups=lambda: sharded_state(self._trained, optimizer, step.updater.flat, step.strategy),
+            groups=lambda: sharded_state(
+                self._trained, optimizer, step.updater.flat, step.strategy
+            ),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
@@ -431,7 +508,9 @@ class _RankRun:
                 SHARES: balance.to_json(state.iteration),
             }
 
-        return saving(ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
+        return saving(
+            ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files
+        )
 
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
@@ -470,7 +549,10 @@ class _RankRun:
         }
 
     def _evaluator(
-        self, windows: Windows | None, num_batches: int, weights: Callable[[], tuple[float, ...]] | None = None
+        self,
+        windows: Windows | None,
+        num_batches: int,
+        weights: Callable[[], tuple[float, ...]] | None = None,
     ) -> Evaluator | None:
         if windows is None or num_batches == 0:
             return None
@@ -479,7 +561,10 @@ class _RankRun:
             windows,
             self.ready.communicator,
             self.mesh,
-            agreed(self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False), self._same_rows),
+            agreed(
+                self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
+                self._same_rows,
+            ),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             cpu_native=self.ready.accelerator.cpu_native,

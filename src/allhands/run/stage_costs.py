@@ -14,10 +14,12 @@ from allhands.run.training_memory import KEPT_BYTES
 MICRO_BATCHES = 4
 _ALIKE = 0.9  # of the longest row
 _KEPT_BLOCKS = 2  # whose activations are about what is kept in buffers of other sizes
-# Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
+# Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed
+# and new.
 _STATES, _GRADIENTS = 2.0, 2.0
 _FETCHED = 2  # blocks: one that is computed and the next one, which is on its way
-# A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
+# A process on a CPU takes as much more than its arrays, as in
+# allhands.run.training_memory.of_process.
 ON_CPU, ROOM_OF_PRODUCTS = 1.05, 16_000_000
 
 
@@ -36,12 +38,16 @@ class Weights:
 
     def divided(self, work: int, held: int, trained: int) -> Weights:
         """Return a rank's part of the work, of the bytes in use, and of the trained ones."""
-        return Weights(self.numbers / work, -(-self.held_bytes // held), -(-self.trained_bytes // trained))
+        return Weights(
+            self.numbers / work, -(-self.held_bytes // held), -(-self.trained_bytes // trained)
+        )
 
 
 @dataclass(frozen=True)
 class Model:
-    """All of a model's weights; what is beside the blocks is the embedding's, or the head's with the final norm."""
+    """All of a model's weights; what is beside the blocks is the embedding's, or the head's with
+    the final norm.
+    """
 
     blocks: tuple[Weights, ...]
     embedding: Weights
@@ -61,7 +67,9 @@ class Model:
         return Model(blocks, embedding, head)
 
     def fetched_bytes(self, shard: int, *, keeps: bool) -> int:
-        """Bytes of the blocks that are whole at once, if ``shard`` ranks have divided them, with new gradients."""
+        """Bytes of the blocks that are whole at once, if ``shard`` ranks have divided them, with
+        new gradients.
+        """
         largest = max(self.blocks, key=lambda block: block.held_bytes, default=None)
         if shard == 1 or largest is None:
             return 0
@@ -70,15 +78,23 @@ class Model:
 
 
 def layers_of(
-    model: Model, work: Work | None, of: Callable[[Work], Memory] | None, *, more: float = 1.0, again: bool = False
+    model: Model,
+    work: Work | None,
+    of: Callable[[Work], Memory] | None,
+    *,
+    more: float = 1.0,
+    again: bool = False,
 ) -> tuple[Layers, int]:
-    """Return the parts that a split is made of, and the bytes that every rank has for a while in a pass.
+    """Return the parts that a split is made of, and the bytes that every rank has for a while in a
+    pass.
 
     Args:
         work: of a rank with a micro-batch of the step; ``None``: nothing is trained.
-        of: the arrays of such work for the whole model; ``None``: not known, and activations are not counted.
+        of: the arrays of such work for the whole model; ``None``: not known, and activations are
+            not counted.
         more: bytes that are taken for each byte of arrays.
-        again: whether a stage computes its forward pass twice, as CPUs do without a graph; the last one never does.
+        again: whether a stage computes its forward pass twice, as CPUs do without a graph; the last
+            one never does.
     """
     kept = once = logits = 0.0
     for_trained = 0.0 if work is None else _STATES + _GRADIENTS
@@ -91,22 +107,33 @@ def layers_of(
     trained = [place for place, block in enumerate(model.blocks) if block.trained_bytes]
     first_trained = 0 if model.embedding.trained_bytes else min(trained, default=len(model.blocks))
 
-    def part(weights: Weights, kept_bytes: float = 0.0, *, through: bool, beside: float = 0.0) -> Part:
+    def part(
+        weights: Weights, kept_bytes: float = 0.0, *, through: bool, beside: float = 0.0
+    ) -> Part:
         passes = 1.0
         if work is not None and through:
             passes += 1.0 + (work.method == "full" and weights.trained_bytes > 0) + work.recomputed
         held = weights.held_bytes + for_trained * weights.trained_bytes + beside
         twice = weights.numbers if again and work is not None else 0.0
-        return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0, twice)
+        return Part(
+            passes * weights.numbers,
+            round(more * held),
+            more * kept_bytes if through else 0.0,
+            twice,
+        )
 
-    blocks = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
+    blocks = tuple(
+        part(block, kept, through=place >= first_trained)
+        for place, block in enumerate(model.blocks)
+    )
     embedding = replace(part(model.embedding, through=False), cost=0.0)
     head = part(model.head, through=True, beside=logits)
     return Layers(blocks, embedding, head, first_trained), round(more * once)
 
 
 def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
-    """Bytes of a rank's messages: what micro-batches have brought that are alive, and what is being sent and received.
+    """Bytes of a rank's messages: what micro-batches have brought that are alive, and what is being
+    sent and received.
 
     Args:
         hidden_bytes: of the hidden states of one micro-batch.
@@ -116,7 +143,8 @@ def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
 
 
 def kept_of_unequal(tokens: float, longest: float, layers: Layers) -> int:
-    """Bytes of buffers that a process on a CPU keeps for later where rows differ in length; 0 where they hardly do.
+    """Bytes of buffers that a process on a CPU keeps for later where rows differ in length; 0 where
+    they hardly do.
 
     Args:
         tokens: of a row on the average; ``longest`` of any.
@@ -127,15 +155,20 @@ def kept_of_unequal(tokens: float, longest: float, layers: Layers) -> int:
 
 
 def small_enough(longest: int, rows: int, stages: int) -> int:
-    """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it can."""
+    """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it
+    can.
+    """
     return max(longest, longest * rows // (MICRO_BATCHES * stages))
 
 
-def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool) -> list[float]:
+def alive(
+    schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool
+) -> list[float]:
     """Micro-batches whose activations each rank holds at once, of all its blocks.
 
     Args:
-        native: whether a stage keeps its input alone, and computes its forward pass again on the way back.
+        native: whether a stage keeps its input alone, and computes its forward pass again on the
+            way back.
     """
     if native:
         return [1.0] * ranks

@@ -14,15 +14,27 @@ from allhands.run.context import RunContext
 
 
 def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
-    """Return the file with the weights to start from or to test, which exists; looked for before anything is loaded."""
+    """Return the file with the weights to start from or to test, which exists; looked for before
+    anything is loaded.
+    """
     if config.resume_adapter_file:
         resumed = Path(config.resume_adapter_file)
         kept = kept_as(directory, resumed)
         if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
-            return kept  # the first attempt has set it aside, and what is there now is this run's own
+            return (
+                kept  # the first attempt has set it aside, and what is there now is this run's own
+            )
         if not resumed.is_file():
-            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
-            weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
+            problem = (
+                "this is a directory, not a file of weights"
+                if resumed.is_dir()
+                else "there is no such file"
+            )
+            weights = (
+                "model.safetensors"
+                if pretraining(config)
+                else "adapters.safetensors, or a numbered one,"
+            )
             hint = meant(resumed, f"give the {weights} of an earlier run")
             if kept:
                 hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"

@@ -51,21 +51,27 @@ class ReportWindow:
         """Return the further metrics of ``objective`` for these sums, besides the mean loss."""
         if len(self.further) != len(objective.further):  # nothing was counted
             return {}
-        return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(objective)
+        return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(
+            objective
+        )
 
 
 @dataclass
 class LoopState:
-    """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is random.
+    """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is
+    random.
 
     Attributes:
-        step: number of completed optimizer updates, including those left out because a number was not finite.
+        step: number of completed optimizer updates, including those left out because a number was
+            not finite.
         iteration: number of completed batches; an update takes one or several.
         best_step: the step at which validation loss was lowest.
         validation_due: the validation that belongs to ``step`` has not been made.
-        skipped_in_row: number of updates in a row that were left out because a number was not finite.
+        skipped_in_row: number of updates in a row that were left out because a number was not
+            finite.
         window: sums since the last report.
-        before_s: seconds of earlier starts up to the step where this one went on; lost steps are not counted.
+        before_s: seconds of earlier starts up to the step where this one went on; lost steps are
+            not counted.
         began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
@@ -82,7 +88,9 @@ class LoopState:
     began: float = field(default_factory=time.perf_counter)
 
     def steps_in_all(self, total: int, accumulated: int) -> int:
-        """Updates of a training on ``total`` batches, those behind it included: some may have taken fewer batches."""
+        """Updates of a training on ``total`` batches, those behind it included: some may have taken
+        fewer batches.
+        """
         return self.step + max(0, math.ceil((total - self.iteration) / accumulated))
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +98,11 @@ class LoopState:
         values = asdict(self)
         before_s, began = values.pop("before_s"), values.pop("began")
         best_loss = self.best_loss if math.isfinite(self.best_loss) else None
-        return {**values, "best_loss": best_loss, "elapsed_s": before_s + time.perf_counter() - began}
+        return {
+            **values,
+            "best_loss": best_loss,
+            "elapsed_s": before_s + time.perf_counter() - began,
+        }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoopState:

@@ -20,11 +20,13 @@ _WORTH_IT = 1 << 26
 _OTHERS = f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
 
 
-def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds) -> str:
+def chosen_strategy(
+    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds
+) -> str:
     """Return the name of the strategy by which ranks divide the work.
 
-    Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway. Over the other
-    back-ends weights travel besides, which only who has too little memory will want.
+    Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway.
+    Over the other back-ends weights travel besides, which only who has too little memory will want.
 
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
@@ -37,12 +39,18 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
             "leave it out" + ", or --no-master-weights in its place" * wanted.masters,
         )
     elif config.sync_delay:
-        name, where, hint = "delayed", f"--sync-delay {config.sync_delay}", "leave one of the two out"
+        name, where, hint = (
+            "delayed",
+            f"--sync-delay {config.sync_delay}",
+            "leave one of the two out",
+        )
     elif communicator.size == 1:
         return "data"
     elif name == "auto":
         trained = sum(array.size for array in trained_weights(model).values())
-        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, wanted.masters)
+        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(
+            communicator, trained, wanted.masters
+        )
         return "zero1" if divided else "data"
     elif wanted.cpu_native and name == "zero1":
         hint = "add --compile on"
@@ -51,7 +59,8 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
 
 
 def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
-    """Refuse ways of dividing a model, as :func:`chosen_strategy` does, that do not fit this training.
+    """Refuse ways of dividing a model, as :func:`chosen_strategy` does, that do not fit this
+    training.
 
     Raises:
         ConfigError: one does not.
@@ -83,9 +92,11 @@ def _beside(config: TrainConfig) -> list[tuple[str, str]]:
     return found + ([("fsdp", f"--dp-shard {config.dp_shard}")] if config.dp_shard else [])
 
 
-def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:
-    """Return the form in which gradients travel; ``None``: as they are, because nobody asked for another or nothing
-    travels.
+def chosen_codec(
+    config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str
+) -> Codec | None:
+    """Return the form in which gradients travel; ``None``: as they are, because nobody asked for
+    another or nothing travels.
 
     Raises:
         ConfigError: what was asked for saves nothing here, or the strategy has no such thing.
@@ -97,7 +108,9 @@ def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Modu
         able = " or ".join(name for name, entry in STRATEGIES.items() if entry.packs)
         hint = f"leave it out, or take --strategy {able}"
         raise ConfigError(
-            f"strategy {strategy} exchanges gradients as they are", where=f"--compress {codec.name}", hint=hint
+            f"strategy {strategy} exchanges gradients as they are",
+            where=f"--compress {codec.name}",
+            hint=hint,
         )
     # What gains nothing travels as it is, which is refused where it is everything.
     item_bytes = max((array.dtype.size for array in trained_weights(model).values()), default=4)
@@ -108,7 +121,12 @@ def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Modu
 def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:
     """True if ranks are faster if each updates a part of so many trained numbers.
 
-    Without copies in float32 an update moves half as many bytes, and what a rank need not do takes no longer than what
-    its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
+    Without copies in float32 an update moves half as many bytes, and what a rank need not do takes
+    no longer than what its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
     """
-    return communicator.size > 1 and can(communicator.backend, "overlap") and masters and trained >= _WORTH_IT
+    return (
+        communicator.size > 1
+        and can(communicator.backend, "overlap")
+        and masters
+        and trained >= _WORTH_IT
+    )

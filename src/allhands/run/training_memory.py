@@ -1,9 +1,10 @@
 """Peak memory of a training, estimated before it begins.
 
-A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a block's own intermediate
-results, the gradients), in the loss (what has been kept, and the logits of a chunk), and in the update (gradients, and
-new values beside the old). What is kept is counted in numbers for each token and block, as multiples of the widths of a
-block. The multiples were measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
+A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a
+block's own intermediate results, the gradients), in the loss (what has been kept, and the logits of
+a chunk), and in the update (gradients, and new values beside the old). What is kept is counted in
+numbers for each token and block, as multiples of the widths of a block. The multiples were
+measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
 """
 
 from __future__ import annotations
@@ -14,30 +15,42 @@ from typing import Any
 
 from allhands.parallel.costs import Memory, Method, Work
 
-# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two neighbours. MPI:
-# its libraries, and memory that the processes of a computer share.
+# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two
+# neighbours. MPI: its libraries, and memory that the processes of a computer share.
 BACKEND_BYTES = {"ring": 34_000_000, "mpi": 12_000_000}
-# Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where rows have all lengths.
+# Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where
+# rows have all lengths.
 KEPT_BYTES = 67_000_000
-WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
+WRITING_BYTES = (
+    60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
+)
 _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
 _CHUNK_ROWS = 256  # of the loss
 _LOGITS = 512 << 20  # bytes of them at once on a GPU
-_ONE_ARRAY = 1 << 28  # trained numbers that are one on a GPU, as in allhands.kernels.fused.flat_params
+_ONE_ARRAY = (
+    1 << 28
+)  # trained numbers that are one on a GPU, as in allhands.kernels.fused.flat_params
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.
 _UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
 _HEADS = 2.95
-# Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN is set.
+# Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN
+# is set.
 _EXPERTS = ("num_local_experts", "num_experts")
-_UNEVEN = ("n_routed_experts", "mlp_only_layers", "first_k_dense_replace", "shared_expert_intermediate_size")
+_UNEVEN = (
+    "n_routed_experts",
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "shared_expert_intermediate_size",
+)
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which some are chosen.
+    """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which
+    some are chosen.
 
     Attributes:
         mlp_dims: of the MLP, or of one expert.
@@ -56,7 +69,9 @@ class DecoderShape:
 
 
 def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """Return the widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
+    """Return the widths that a model's ``config.json`` tells; ``None`` for models that are not
+    built like that.
+    """
     if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
         return None
     try:
@@ -70,7 +85,9 @@ def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
         mlp_dims = int(inner or config["intermediate_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return DecoderShape(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
+    return DecoderShape(
+        layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active
+    )
 
 
 def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
@@ -79,7 +96,9 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
     kept, passing = _of_a_block(blocks, work.method)
     layers = work.trained_layers
     if work.recomputed:
-        each = blocks.dims + (3.3 * blocks.dims + 0.2 * blocks.active * blocks.mlp_dims if blocks.experts else 0.0)
+        each = blocks.dims + (
+            3.3 * blocks.dims + 0.2 * blocks.active * blocks.mlp_dims if blocks.experts else 0.0
+        )
         forward, held = layers * blocks.dims, work.alive * layers * each + kept + passing
     else:
         forward, held = layers * _before_backward(kept), work.alive * layers * kept + passing
@@ -109,16 +128,23 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
 def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     """Estimate the memory of a step on a GPU with nothing queued ahead, in half precision.
 
-    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``); SwiGLU's output is
-    computed again. The loss has all logits at once where the head is trained, and else four times as many of them as
-    fill :data:`_LOGITS`. Those with experts are of one work there, a mixture of 693 million.
+    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``);
+    SwiGLU's output is computed again. The loss has all logits at once where the head is trained,
+    and else four times as many of them as fill :data:`_LOGITS`. Those with experts are of one work
+    there, a mixture of 693 million.
     """
     values = work.tokens * _HALF
-    kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
+    kept = (
+        7.7 * blocks.dims
+        + 2.0 * blocks.mlp_dims
+        + (0.0 if work.method == "full" else 2.1 * blocks.dims)
+    )
     if blocks.experts:
         kept = _dot(_mixed(blocks), (7.4, 4.3, 2.3, 2.1))
     layers = work.trained_layers
-    held = work.alive * layers * blocks.dims + kept if work.recomputed else work.alive * layers * kept
+    held = (
+        work.alive * layers * blocks.dims + kept if work.recomputed else work.alive * layers * kept
+    )
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     logits = work.tokens * blocks.vocabulary * _HALF if work.has_head else 0
     if work.method != "full":
@@ -126,11 +152,14 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
-    # What is updated at once is there twice: everything, or an array of a large model and those after it.
+    # What is updated at once is there twice: everything, or an array of a large model and those
+    # after it.
     numbers = max(1, work.trained_bytes // _HALF)
     if numbers > _ONE_ARRAY:
         numbers = max(blocks.vocabulary * blocks.dims, _ONE_ARRAY // 2)
-    renewed = int(min(1.0, numbers * _HALF / max(1, work.trained_bytes)) * (work.trained_bytes + states))
+    renewed = int(
+        min(1.0, numbers * _HALF / max(1, work.trained_bytes)) * (work.trained_bytes + states)
+    )
     return Memory(
         weights=work.weights_bytes,
         optimizer=states,
@@ -170,7 +199,9 @@ def _gradients(blocks: DecoderShape, work: Work) -> int:
 
 
 def _before_backward(kept: float) -> float:
-    """The part of what a block keeps that is there when the loss is computed; the rest comes on the way back."""
+    """The part of what a block keeps that is there when the loss is computed; the rest comes on the
+    way back.
+    """
     return 0.84 * kept
 
 
@@ -182,9 +213,11 @@ def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
     """Return the peak of the whole process.
 
     Args:
-        present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.
+        present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the
+            difference stays.
     """
     new = memory.arrays - present_arrays
-    # Room of the matrix products, and pages that the allocator keeps between sizes: of small arrays there are few.
+    # Room of the matrix products, and pages that the allocator keeps between sizes: of small arrays
+    # there are few.
     more = min(16e6 + 0.05 * new, 5e6 + 0.2 * new)
     return int(present_bytes + new + more + memory.beside)

@@ -18,7 +18,9 @@ _SHOWN = 3
 
 
 def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainConfig) -> list[str]:
-    """Return a note on tokens of the training set that may be new, where the embedding is not trained."""
+    """Return a note on tokens of the training set that may be new, where the embedding is not
+    trained.
+    """
     table = _fixed_table(model)
     if table is None or "train" not in data.stored:
         return []
@@ -28,15 +30,23 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
     if not found:
         return []
     head = next(
-        (name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("lm_head", "output", "embed_out")),
+        (
+            name
+            for name, _ in model.named_modules()
+            if name.rpartition(".")[2] in ("lm_head", "output", "embed_out")
+        ),
         None,
     )
     keys = table + (f" and {head}" if head else "")
     way = f"add {keys} to the keys of --lora-parameters, or train in full (--fine-tune-type full)"
     if config.fine_tune_type == "full":
         way = "--num-layers -1 trains it, too"
-    shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-    what = {"lora": "LoRA on these keys", "dora": "DoRA on these keys"}.get(config.fine_tune_type, "this training")
+    shown = ", ".join(found[:_SHOWN]) + (
+        f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    )
+    what = {"lora": "LoRA on these keys", "dora": "DoRA on these keys"}.get(
+        config.fine_tune_type, "this training"
+    )
     why = f"{what} leaves the rows of the embedding as they are"
     return [f"{shown}: not learned if new to the model, since {why}; {way}"]
 
@@ -45,7 +55,9 @@ def _fixed_table(model: nn.Module) -> str | None:
     """The name of an embedding that is not trained; ``None`` if it is, or there is none."""
     named: list[tuple[str, Any]] = list(model.named_modules())
     # An adapter has its table under a name of its own: model.embed_tokens.embedding.
-    tables = [name for name, module in named if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    tables = [
+        name for name, module in named if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    ]
     table = min((name.removesuffix(".embedding") for name in tables), key=len, default=None)
     trained = any(name.startswith(f"{table}.") for name, _ in flatten(model.trainable_parameters()))
     return None if trained else table

@@ -16,8 +16,9 @@ from allhands.runtime.blas import available_cores, preload_blas
 from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
 from allhands.runtime.sizing import Sizing
 
-# Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
-# lets go stays in the process for any size: allhands.runtime.blas tells malloc to keep freed pages.
+# Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the
+# cache lets go stays in the process for any size: allhands.runtime.blas tells malloc to keep freed
+# pages.
 CPU_CACHE_BYTES = 64 << 20
 
 
@@ -30,7 +31,8 @@ class Accelerator:
         name: name for people.
         memory_bytes: memory of the device (of the host, for a CPU and for unified memory).
         cores: processor cores that this process may use.
-        cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes everything.
+        cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes
+            everything.
         warning: reason why this device is slower than it should be, with the remedy; or ``None``.
     """
 
@@ -46,7 +48,9 @@ class Accelerator:
         return self.cpu_native and compile != "on"
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
-        """Return the limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet few shapes."""
+        """Return the limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet
+        few shapes.
+        """
         return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
 
 
@@ -55,19 +59,27 @@ def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> S
     if kind == "cpu":
         return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
     if kind == "cuda":
-        # On an H200 the operations of a pass over 1.2 billion parameters take 25 ms to hand out, in which 3,000 tokens
-        # are computed, and those of a new length 40 ms and more, compiled or not: cuDNN plans attention anew.
-        return Sizing(micro_batch_tokens or 16384, overhead_tokens=2048, few_shapes=True, num_rungs=24)
+        # On an H200 the operations of a pass over 1.2 billion parameters take 25 ms to hand out, in
+        # which 3,000 tokens are computed, and those of a new length 40 ms and more, compiled or
+        # not: cuDNN plans attention anew.
+        return Sizing(
+            micro_batch_tokens or 16384, overhead_tokens=2048, few_shapes=True, num_rungs=24
+        )
     return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
-# At most: the key of its random numbers, which is there from the start, and a number beside it on CUDA.
+# At most: the key of its random numbers, which is there from the start, and a number beside it on
+# CUDA.
 _AT_START_BYTES = 24
 
 
 def nothing_computed() -> bool:
-    """True if MLX has not computed anything in this process yet: afterwards it asks for none of its variables."""
-    return max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
+    """True if MLX has not computed anything in this process yet: afterwards it asks for none of its
+    variables.
+    """
+    return (
+        max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
+    )
 
 
 def detect() -> Accelerator:
@@ -83,7 +95,9 @@ def detect() -> Accelerator:
     memory = device_memory()
     if mx.metal.is_available():
         mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
-    return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
+    return Accelerator(
+        "metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None
+    )
 
 
 def _processor() -> str:

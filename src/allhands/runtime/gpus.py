@@ -15,5 +15,7 @@ def nvidia_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip()])
-    listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    listed = subprocess.run(
+        [program, "-L"], capture_output=True, text=True, timeout=20, check=False
+    )
     return listed.stdout.count("GPU ")

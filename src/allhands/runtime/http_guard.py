@@ -1,8 +1,9 @@
 """Rules for requests to an HTTP server of allhands: accepted names, web pages and tokens.
 
-Any web page in a browser of this computer can send requests to the servers on it: under their own address, which makes
-the browser name the page's origin, or under a name of the page's own that points here (DNS rebinding). Both are refused
-before anything else is looked at. Other computers need a token.
+Any web page in a browser of this computer can send requests to the servers on it: under their own
+address, which makes the browser name the page's origin, or under a name of the page's own that
+points here (DNS rebinding). Both are refused before anything else is looked at. Other computers
+need a token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 _PORTS = {"http": "80", "https": "443"}
 _SAFE = ("GET", "HEAD")
-_SETTINGS = PortSettings("another --port, or 0 for any free one", "--host 127.0.0.1, or 0.0.0.0 for all addresses")
+_SETTINGS = PortSettings(
+    "another --port, or 0 for any free one", "--host 127.0.0.1, or 0.0.0.0 for all addresses"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Guard:
     """Looks at the head of each request.
 
     Attributes:
-        hosts: names and addresses under which the server may be asked for, besides those of this computer alone.
+        hosts: names and addresses under which the server may be asked for, besides those of this
+            computer alone.
         origins: web pages elsewhere that may ask, as :func:`origin_of` writes them; "*" is all.
         token: that who asks must know; ``None``: none, because only this computer reaches it.
     """
@@ -56,7 +60,11 @@ class Guard:
         hosts, origins = found.get("host", []), found.get("origin", [])
         name = _host_name(hosts[0]) if len(hosts) == 1 else None
         if name is None:
-            return Refusal(400, "a request has one Host header: the server's own name or address", "invalid_host")
+            return Refusal(
+                400,
+                "a request has one Host header: the server's own name or address",
+                "invalid_host",
+            )
         if not (_is_loopback(name) or name == "localhost" or name in self.hosts):
             told = f"this server is not {name[:100]!r}: ask for it under its own address, or start it with --name"
             return Refusal(400, told, "invalid_host")
@@ -77,16 +85,22 @@ class Guard:
     def is_token(self, given: str) -> bool:
         """Compare in constant time; as bytes, because visitors may send anything."""
         wanted = (self.token or "").encode()
-        return self.token is not None and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted)
+        return self.token is not None and hmac.compare_digest(
+            given.encode("utf-8", "surrogatepass"), wanted
+        )
 
     def admits(self, origin: str, host: str) -> bool:
-        """True if pages of ``origin`` may ask: those of the server itself, and those it was told of."""
+        """True if pages of ``origin`` may ask: those of the server itself, and those it was told
+        of.
+        """
         scheme, _, place = origin.lower().partition("://")
         own = scheme in _PORTS and place == host.lower()
         return own or "*" in self.origins or origin.lower() in self.origins
 
     def shared_with(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return the headers by which a browser lets a page elsewhere read the answer, and send such requests."""
+        """Return the headers by which a browser lets a page elsewhere read the answer, and send
+        such requests.
+        """
         found = _by_name(headers)
         origin = next(iter(found.get("origin", [])), "")
         if not self.origins:
@@ -107,7 +121,8 @@ class Guard:
 
 
 def origin_of(text: str) -> str:
-    """Return an origin as browsers write it: scheme, host, and the port if it is not the scheme's own.
+    """Return an origin as browsers write it: scheme, host, and the port if it is not the scheme's
+    own.
 
     Raises:
         ConfigError: no page has such an origin.
@@ -117,13 +132,17 @@ def origin_of(text: str) -> str:
     where, lower = f"--allow-origin {text}", text.lower()
     if lower == "null":
         hint = "serve the page over HTTP, and name its address; or allow every page: --allow-origin '*'"
-        raise ConfigError("null is the origin of every page that hides its own", where=where, hint=hint)
+        raise ConfigError(
+            "null is the origin of every page that hides its own", where=where, hint=hint
+        )
     found = _ORIGIN.fullmatch(lower)
     scheme, host, port = found.groups() if found else ("", "", None)
     if found is None or scheme == "file" or (port is not None and not 0 < int(port) < 65536):
         hint = "write scheme, host and port as the browser shows them, without a path: http://localhost:3000"
         raise ConfigError("this is no web page's origin", where=where, hint=hint)
-    return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _PORTS.get(scheme) else "")
+    return f"{scheme}://{host}" + (
+        f":{int(port)}" if port is not None and port != _PORTS.get(scheme) else ""
+    )
 
 
 def _is_for_other_site(method: str, headers: dict[str, list[str]]) -> bool:
@@ -158,10 +177,12 @@ def _is_loopback(address: str) -> bool:
         found = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return found.is_loopback or bool(found.version == 6 and found.ipv4_mapped and found.ipv4_mapped.is_loopback)
+    return found.is_loopback or bool(
+        found.version == 6 and found.ipv4_mapped and found.ipv4_mapped.is_loopback
+    )
 
 
-# --- where it listens ---------------------------------------------------------------------------------
+# --- where it listens -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,14 +202,21 @@ class Listening:
 
 
 def listen(
-    host: str, port: int, *, token: str | None = None, names: Iterable[str] = (), origins: Iterable[str] = ()
+    host: str,
+    port: int,
+    *,
+    token: str | None = None,
+    names: Iterable[str] = (),
+    origins: Iterable[str] = (),
 ) -> Listening:
     """Take an address; where others than this computer reach it, without ``token`` one is made.
 
     Raises:
         ConfigError: the address cannot be had, or ``token`` or one of ``origins`` is none.
     """
-    allowed = frozenset(origin_of(one.strip()) for given in origins for one in given.split(",") if one.strip())
+    allowed = frozenset(
+        origin_of(one.strip()) for given in origins for one in given.split(",") if one.strip()
+    )
     if token is not None:
         _check_token(token)
     listener = _bound(host, port)
@@ -220,8 +248,13 @@ def _addresses() -> list[str]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    every = [one for ones in psutil.net_if_addrs().values() for one in ones if one.family in families]
-    found = [one.address.partition("%")[0] for one in sorted(every, key=lambda one: families.index(one.family))]
+    every = [
+        one for ones in psutil.net_if_addrs().values() for one in ones if one.family in families
+    ]
+    found = [
+        one.address.partition("%")[0]
+        for one in sorted(every, key=lambda one: families.index(one.family))
+    ]
     return [*(address for address in found if not _is_loopback(address)), socket.gethostname()]
 
 
@@ -238,5 +271,7 @@ def _bound(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         trouble = cannot_listen(error, host, port, _SETTINGS)
-        raise ConfigError(f"cannot listen: {trouble.message}", where=f"{host}:{port}", hint=trouble.hint) from None
+        raise ConfigError(
+            f"cannot listen: {trouble.message}", where=f"{host}:{port}", hint=trouble.hint
+        ) from None
     return listener

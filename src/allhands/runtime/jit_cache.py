@@ -1,15 +1,19 @@
-"""Keep the kernels that MLX compiles while it runs where no other user and no torn file can harm them.
+"""Keep the kernels that MLX compiles while it runs where no other user and no torn file can harm
+them.
 
 MLX's CPU back-end compiles kernels with ``g++``, and its CUDA back-end with NVRTC, into
-``<temporary directory>/mlx/<version>/cpu`` and ``.../ptx``, and loads whatever lies there under a kernel's name. In
-``/tmp`` another user can put code there first. A file that was cut short, by a power cut for instance, kills every
-later process with SIGBUS, and ranks that share the directory may open each other's unfinished files.
+``<temporary directory>/mlx/<version>/cpu`` and ``.../ptx``, and loads whatever lies there under a
+kernel's name. In ``/tmp`` another user can put code there first. A file that was cut short, by a
+power cut for instance, kills every later process with SIGBUS, and ranks that share the directory
+may open each other's unfinished files.
 
-So a rank gets a temporary directory of its own, filled with the whole kernels of a cache in the user's home, to
-which its new kernels are copied in turn (:func:`publish`). A process without a supervisor uses that cache itself.
+So a rank gets a temporary directory of its own, filled with the whole kernels of a cache in the
+user's home, to which its new kernels are copied in turn (:func:`publish`). A process without a
+supervisor uses that cache itself.
 
-MLX looks at TMPDIR, TMP, TEMP and TEMPDIR, in this order (libstdc++). Python and compilers do not read TEMPDIR:
-only MLX follows it. Nothing here may import MLX, and nothing here may stop a program: what fails is left undone.
+MLX looks at TMPDIR, TMP, TEMP and TEMPDIR, in this order (libstdc++). Python and compilers do not
+read TEMPDIR: only MLX follows it. Nothing here may import MLX, and nothing here may stop a program:
+what fails is left undone.
 """
 
 from __future__ import annotations
@@ -31,18 +35,22 @@ from pathlib import Path
 from allhands.runtime.blas import cache_dir
 
 _CHOICES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of libstdc++
-_KINDS = {"cpu": ".so", "ptx": ".ptx"}  # a directory of MLX's, and how the file ends that it looks for
+_KINDS = {
+    "cpu": ".so",
+    "ptx": ".ptx",
+}  # a directory of MLX's, and how the file ends that it looks for
 _DRAFT = ".draft-"
-# How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making takes the host
-# longer than their kernels take the GPU; and after so many, what they no longer need is freed. Measured in training.
+# How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making
+# takes the host longer than their kernels take the GPU; and after so many, what they no longer need
+# is freed. Measured in training.
 _DIRECTLY = {
     "MLX_USE_CUDA_GRAPHS": "0",
     "MLX_MAX_OPS_PER_BUFFER": "28",
-    # One operation after what it needs: MLX's own order computes up to twenty things side by side, and what is computed
-    # again for the backward pass long before it is used.
+    # One operation after what it needs: MLX's own order computes up to twenty things side by side,
+    # and what is computed again for the backward pass long before it is used.
     "MLX_BFS_MAX_WIDTH": "1",
-    # Plans of attention, one for each shape; MLX ends a process that has made more than twice as many, over all of its
-    # life, as it keeps.
+    # Plans of attention, one for each shape; MLX ends a process that has made more than twice as
+    # many, over all of its life, as it keeps.
     "MLX_CUDA_SDPA_CACHE_SIZE": "1024",
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
@@ -71,11 +79,12 @@ def prepare_process() -> None:
 def prepare(environ: MutableMapping[str, str]) -> None:
     """Lead MLX, which must not be loaded yet, to a directory of kernels that is safe to use.
 
-    In a rank under our supervisor TMPDIR becomes ``tmp-<rank>`` in the private directory of the attempt, with the
-    kernels of the user's cache in it. Elsewhere TEMPDIR becomes that cache, unless the person has chosen a directory
-    by one of MLX's four variables: from that one only torn kernels of this user are removed. Takes a few
-    milliseconds, never raises, and changes nothing where it cannot help, as on macOS, with a home that cannot be
-    written, or where files must not be executed.
+    In a rank under our supervisor TMPDIR becomes ``tmp-<rank>`` in the private directory of the
+    attempt, with the kernels of the user's cache in it. Elsewhere TEMPDIR becomes that cache,
+    unless the person has chosen a directory by one of MLX's four variables: from that one only torn
+    kernels of this user are removed. Takes a few milliseconds, never raises, and changes nothing
+    where it cannot help, as on macOS, with a home that cannot be written, or where files must not
+    be executed.
     """
     if sys.platform != "linux":
         return
@@ -87,8 +96,9 @@ def prepare(environ: MutableMapping[str, str]) -> None:
 def publish(environ: Mapping[str, str]) -> int:
     """Copy the whole new kernels of this rank into the user's cache; return how many.
 
-    Each is there whole or not at all, whatever other processes do. Without new kernels it takes well under a
-    millisecond; with one it waits for the disk, so a thread that must not wait should not call it. Never raises.
+    Each is there whole or not at all, whatever other processes do. Without new kernels it takes
+    well under a millisecond; with one it waits for the disk, so a thread that must not wait should
+    not call it. Never raises.
     """
     copied = 0
     with suppress(Exception):
@@ -97,7 +107,9 @@ def publish(environ: Mapping[str, str]) -> int:
             return 0
         if cache := _cache(environ, version):
             for kind in _KINDS:
-                copied += _publish_kind(_kernels(private, version, kind), _kernels(cache, version, kind))
+                copied += _publish_kind(
+                    _kernels(private, version, kind), _kernels(cache, version, kind)
+                )
             if copied:
                 _trim(cache.parent)
     return copied
@@ -106,8 +118,8 @@ def publish(environ: Mapping[str, str]) -> int:
 def _publish_kind(source: Path, target: Path) -> int:
     known, copied = set(_names(target)), 0
     for path in (source / name for name in _names(source) if name not in known):
-        # One that went from the cache for its age is not brought back. A torn one may still be being written, and
-        # one that a killed process has left goes away with the attempt.
+        # One that went from the cache for its age is not brought back. A torn one may still be
+        # being written, and one that a killed process has left goes away with the attempt.
         status = path.stat()
         if _is_finished(status) or _age(status) < _QUIET_S or not _whole(path):
             continue
@@ -136,7 +148,12 @@ def _prepare_rank(environ: MutableMapping[str, str]) -> bool:
 
 def _rank_directory(environ: Mapping[str, str]) -> Path | None:
     run_dir, rank = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_RANK", "")
-    if not run_dir or not rank.isdecimal() or not _is_ours(Path(run_dir)) or not _is_usable(Path(run_dir)):
+    if (
+        not run_dir
+        or not rank.isdecimal()
+        or not _is_ours(Path(run_dir))
+        or not _is_usable(Path(run_dir))
+    ):
         return None
     return Path(run_dir, f"tmp-{rank}")
 
@@ -145,7 +162,10 @@ def _prepare_user(environ: MutableMapping[str, str]) -> None:
     version = _mlx_version()
     if version is None:
         return
-    base, quiet_s = Path(next((environ[name] for name in _CHOICES if name in environ), "/tmp")), _TORN_S
+    base, quiet_s = (
+        Path(next((environ[name] for name in _CHOICES if name in environ), "/tmp")),
+        _TORN_S,
+    )
     if not any(name in environ for name in _CHOICES[:-1]):
         cache = _cache(environ, version)
         # A parent process may have chosen for us, and for another MLX.
@@ -159,7 +179,9 @@ def _prepare_user(environ: MutableMapping[str, str]) -> None:
 
 def _seed(source: Path, target: Path) -> None:
     """Put the newest kernels of ``source`` into ``target``, by links where that is possible."""
-    whole = sorted(_whole_kernels(source, _QUIET_S), key=lambda each: each[1].st_mtime_ns, reverse=True)[:_SEEDS]
+    whole = sorted(
+        _whole_kernels(source, _QUIET_S), key=lambda each: each[1].st_mtime_ns, reverse=True
+    )[:_SEEDS]
     if whole:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
     left = _SEED_BYTES
@@ -202,7 +224,7 @@ def _copy(source: Path, target: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-# --- what is there -----------------------------------------------------------------------------------
+# --- what is there --------------------------------------------------------------------------------
 
 
 def _kernels(base: Path, version: str, kind: str) -> Path:
@@ -219,7 +241,9 @@ def _names(directory: Path) -> Iterator[str]:
 
 
 def _whole_kernels(directory: Path, quiet_s: float) -> Iterator[tuple[Path, os.stat_result]]:
-    """This user's whole kernels; the torn ones, not written to for ``quiet_s`` seconds, are removed on the way."""
+    """This user's whole kernels; the torn ones, not written to for ``quiet_s`` seconds, are removed
+    on the way.
+    """
     for name in _names(directory):
         with suppress(OSError):
             status = os.lstat(path := directory / name)
@@ -243,46 +267,65 @@ def _is_finished(status: os.stat_result) -> bool:
 
 
 def _age(status: os.stat_result) -> float:
-    return abs(time.time() - status.st_mtime)  # a clock that was set back makes no file unfinished for ever
+    return abs(
+        time.time() - status.st_mtime
+    )  # a clock that was set back makes no file unfinished for ever
 
 
 def _whole(path: Path) -> bool:
     """True if a kernel's files have their ends; False, too, if they cannot be read."""
     try:
         with path.open("rb") as file:
-            whole = _is_whole_elf(file.fileno()) if path.suffix == ".so" else _is_whole_program(file.fileno())
+            whole = (
+                _is_whole_elf(file.fileno())
+                if path.suffix == ".so"
+                else _is_whole_program(file.fileno())
+            )
         return whole and all(part.read_bytes().endswith(b"\n") for part in _parts(path)[:-1])
     except (OSError, struct.error):
         return False
 
 
 def _is_whole_elf(descriptor: int) -> bool:
-    """True if the tables of segments and of sections, which stand after all contents, lie within the file."""
+    """True if the tables of segments and of sections, which stand after all contents, lie within
+    the file.
+    """
     size = os.fstat(descriptor).st_size
     start = os.pread(descriptor, 4096, 0)
     if not start.startswith(_ELF64):
-        return start.startswith(b"\x7fELF") and len(start) > len(_ELF64)  # of a kind that cannot be judged here
+        return start.startswith(b"\x7fELF") and len(start) > len(
+            _ELF64
+        )  # of a kind that cannot be judged here
     fields = _HEADER.unpack_from(start)
-    segments, sections, segment_bytes, count, section_bytes, number, names = (*fields[5:7], *fields[9:14])
+    segments, sections, segment_bytes, count, section_bytes, number, names = (
+        *fields[5:7],
+        *fields[9:14],
+    )
     if sections + number * section_bytes > size or segments + count * segment_bytes > size:
         return False
     # Where the length was kept and the contents were not, this is zero.
-    return not number or os.pread(descriptor, 4, sections + names * section_bytes + 4) == _STRING_TABLE
+    return (
+        not number or os.pread(descriptor, 4, sections + names * section_bytes + 4) == _STRING_TABLE
+    )
 
 
 def _is_whole_program(descriptor: int) -> bool:
-    """True if a program for the GPU, machine code in ELF or text that ends with a function's brace, is whole."""
+    """True if a program for the GPU, machine code in ELF or text that ends with a function's brace,
+    is whole.
+    """
     if os.pread(descriptor, 4, 0) == _ELF64[:4]:
         return _is_whole_elf(descriptor)
     end = os.pread(descriptor, 16, max(0, os.fstat(descriptor).st_size - 16))
     return end.rstrip(b"\0\r\n\t ").endswith(b"}")
 
 
-# --- the user's cache --------------------------------------------------------------------------------
+# --- the user's cache -----------------------------------------------------------------------------
 
 
 def _cache(environ: Mapping[str, str], version: str) -> Path | None:
-    """The directory of the user's kernels for this MLX on this computer, made if need be; None without a safe one."""
+    """The directory of the user's kernels for this MLX on this computer, made if need be; None
+    without a safe one.
+    """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
         chosen = environ.get("ALLHANDS_KERNEL_CACHE")
         root = Path(os.path.expanduser(chosen)) if chosen else cache_dir(environ) / "kernels"
@@ -300,10 +343,11 @@ def _cache(environ: Mapping[str, str], version: str) -> Path | None:
 
 
 def _machine(environ: Mapping[str, str]) -> str:
-    """A name for what kernels depend on: a home may be shared by computers whose kernels do not fit each other.
+    """A name for what kernels depend on: a home may be shared by computers whose kernels do not fit
+    each other.
 
-    MLX compiles for the processor's basic instruction set, so of that only the family counts; further the C
-    library, the compiler, and for CUDA the driver and the models of the GPUs.
+    MLX compiles for the processor's basic instruction set, so of that only the family counts;
+    further the C library, the compiler, and for CUDA the driver and the models of the GPUs.
     """
     identity = [
         os.uname().machine,
@@ -320,7 +364,9 @@ def _machine(environ: Mapping[str, str]) -> str:
 
 
 def _mlx_version() -> str | None:
-    """MLX's version as it stands in its paths, read off the installation: importlib.metadata takes far longer."""
+    """MLX's version as it stands in its paths, read off the installation: importlib.metadata takes
+    far longer.
+    """
     spec = importlib.util.find_spec("mlx")
     for package in (spec.submodule_search_locations or ()) if spec else ():
         with suppress(OSError):
@@ -334,7 +380,11 @@ def _is_ours(path: Path) -> bool:
     """True if it is a directory of this user that nobody else can write to."""
     with suppress(OSError):
         status = os.lstat(path)
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        return (
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and not status.st_mode & 0o022
+        )
     return False
 
 
@@ -345,13 +395,17 @@ def _is_open_to_all(path: Path) -> bool:
 
 
 def _is_plain(path: Path) -> bool:
-    """True if the path means the same from every directory and in double quotes, as MLX hands it to a shell."""
+    """True if the path means the same from every directory and in double quotes, as MLX hands it to
+    a shell.
+    """
     return path.is_absolute() and not set(str(path)) & set('"$`\\!\n')
 
 
 def _is_usable(path: Path) -> bool:
     """True if MLX can write there, and load from there what it has compiled."""
-    return _is_plain(path) and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
+    return (
+        _is_plain(path) and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
+    )
 
 
 def _trim_daily(root: Path) -> None:
@@ -380,24 +434,34 @@ def _trim(root: Path) -> None:
         if count <= _MAX_FILES and size <= _MAX_BYTES:
             return
         with suppress(OSError):
-            path.with_suffix(".ptx").unlink(missing_ok=True)  # first: it is of no use without its list of names
+            path.with_suffix(".ptx").unlink(
+                missing_ok=True
+            )  # first: it is of no use without its list of names
             path.unlink(missing_ok=True)
         count, size = count - 1, size - length
 
 
 def launch_directly(
-    environ: MutableMapping[str, str], *, untouched: bool, deterministic: bool = False, often: bool = False
+    environ: MutableMapping[str, str],
+    *,
+    untouched: bool,
+    deterministic: bool = False,
+    often: bool = False,
 ) -> bool:
-    """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
+    """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said
+    otherwise.
 
-    MLX asks once, when it computes for the first time. Elsewhere it would change how Metal's commands are cut.
+    MLX asks once, when it computes for the first time. Elsewhere it would change how Metal's
+    commands are cut.
 
     Args:
         untouched: whether MLX has not computed anything in this process yet.
-        deterministic: whether all sums are to be made in the same order every time. cuDNN adds up the gradient of
-            attention as its parts come; everything else in the training of dense models has an order.
-        often: whether memory is freed twice as often, for a model that hardly fits: a step takes up to 5 % longer
-            (benchmarks/pipeline_gpu.py, gpu.py), and of blocks of a 70B model some gigabytes less are held.
+        deterministic: whether all sums are to be made in the same order every time. cuDNN adds up
+            the gradient of attention as its parts come; everything else in the training of dense
+            models has an order.
+        often: whether memory is freed twice as often, for a model that hardly fits: a step takes up
+            to 5 % longer (benchmarks/pipeline_gpu.py, gpu.py), and of blocks of a 70B model some
+            gigabytes less are held.
 
     Returns:
         Whether MLX will do as ``deterministic`` says, or does already.
@@ -427,5 +491,7 @@ def _environ_at_start() -> dict[str, str]:
 
 
 def launches_directly() -> bool:
-    """True if kernels on an NVIDIA GPU are known to run in the order of their launching, none beside another."""
+    """True if kernels on an NVIDIA GPU are known to run in the order of their launching, none
+    beside another.
+    """
     return "MLX_USE_CUDA_GRAPHS" in _switched_off

@@ -21,7 +21,8 @@ def peak_rss_bytes() -> int:
 
 
 class MlxPeak:
-    """The most bytes of arrays at once, of the process and of parts of its time: MLX itself has one counter.
+    """The most bytes of arrays at once, of the process and of parts of its time: MLX itself has one
+    counter.
 
     To be asked only once MLX has been used.
     """
@@ -51,13 +52,16 @@ MLX_PEAK = MlxPeak()
 
 
 def limit_cache(threshold: int) -> None:
-    """Give what MLX keeps for later arrays back to the system if it is more than ``threshold`` bytes; 0: never."""
+    """Give what MLX keeps for later arrays back to the system if it is more than ``threshold``
+    bytes; 0: never.
+    """
     if threshold and _mlx().get_cache_memory() > threshold:
         _mlx().clear_cache()
 
 
 def mlx_memory() -> dict[str, int]:
-    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been used.
+    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been
+    used.
 
     MLX's allocator answers from its counters, in any thread.
     """
@@ -71,7 +75,9 @@ def mlx_memory() -> dict[str, int]:
     }
 
 
-def memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def memory_limit(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
     """Bytes that Linux lets this process's control group have, if less than the computer has."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,6 @@
-"""Calls of the code in C with arrays: NumPy's, or evaluated ones of MLX's, whose numbers lie in rows."""
+"""Calls of the code in C with arrays: NumPy's, or evaluated ones of MLX's, whose numbers lie in
+rows.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Why a port cannot be listened at, or not be connected to: in words that are true for the error that the system gave.
+"""Why a port cannot be listened at, or not be connected to: in words that are true for the error
+that the system gave.
 
-"In use" is said of a port that is in use, with who uses it where that can be seen; a firewall is suspected where
-nobody answers or somebody forbids it, and never where a connection is refused: there nobody listens yet.
+"In use" is said of a port that is in use, with who uses it where that can be seen; a firewall is
+suspected where nobody answers or somebody forbids it, and never where a connection is refused:
+there nobody listens yet.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class PortSettings:
     address: str = "an address of this computer"
 
 
-# --- listening ----------------------------------------------------------------------------------------
+# --- listening ------------------------------------------------------------------------------------
 
 
-def cannot_listen(error: Exception, address: str, port: int, settings: PortSettings | None = None) -> PortTrouble:
+def cannot_listen(
+    error: Exception, address: str, port: int, settings: PortSettings | None = None
+) -> PortTrouble:
     """Return the error of listening at ``port`` of ``address``; port 0 is any that is free.
 
     Args:
@@ -57,30 +61,50 @@ def cannot_listen(error: Exception, address: str, port: int, settings: PortSetti
     if isinstance(error, OverflowError):
         return PortTrouble("a port is a number from 0 to 65535", f"choose {given.port}")
     if isinstance(error, socket.gaierror | UnicodeError):
-        return PortTrouble(f"{address} is no name or address that is known here", f"give {given.address}")
+        return PortTrouble(
+            f"{address} is no name or address that is known here", f"give {given.address}"
+        )
     if number == errno.EADDRINUSE and port:
         user = user_of(port)
-        found = "end it" if user else f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port})"
+        found = (
+            "end it" if user else f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port})"
+        )
         told = f"another program listens there already{f': {user}' if user else ''}"
         return PortTrouble(told, f"{found}, or choose {given.port}")
     if number == errno.EACCES and 0 < port < (first := _first_free()):
-        return PortTrouble(f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher")
+        return PortTrouble(
+            f"ports below {first} are for the administrator",
+            f"choose {given.port}, {first} or higher",
+        )
     known = {
         errno.EADDRNOTAVAIL: (f"{address} is no address of this computer", f"give {given.address}"),
-        errno.EADDRINUSE: ("no port is free", "end programs that hold thousands of connections: ss -s"),
-        errno.EAFNOSUPPORT: (f"this computer has no {'IPv6' if ':' in address else 'IPv4'}", f"give {given.address}"),
-        **dict.fromkeys(
-            _FORBIDDEN, (f"the system forbids it ({words})", "look at the rules of the sandbox, container or SELinux")
+        errno.EADDRINUSE: (
+            "no port is free",
+            "end programs that hold thousands of connections: ss -s",
+        ),
+        errno.EAFNOSUPPORT: (
+            f"this computer has no {'IPv6' if ':' in address else 'IPv4'}",
+            f"give {given.address}",
         ),
         **dict.fromkeys(
-            _NO_ROOM, (f"the system has no room for it ({words})", "close files, or allow more: ulimit -n")
+            _FORBIDDEN,
+            (
+                f"the system forbids it ({words})",
+                "look at the rules of the sandbox, container or SELinux",
+            ),
+        ),
+        **dict.fromkeys(
+            _NO_ROOM,
+            (f"the system has no room for it ({words})", "close files, or allow more: ulimit -n"),
         ),
     }
     return PortTrouble(*known.get(number or 0, (words, f"choose {given.port}, or {given.address}")))
 
 
 def user_of(port: int) -> str | None:
-    """Return the program that listens at a TCP port here, ``"python3 (process 123)"``, as far as one may see it."""
+    """Return the program that listens at a TCP port here, ``"python3 (process 123)"``, as far as
+    one may see it.
+    """
     import psutil
 
     found: str | None = None
@@ -88,7 +112,11 @@ def user_of(port: int) -> str | None:
     with suppress(psutil.Error, OSError, RuntimeError):
         for one in psutil.net_connections("tcp"):
             if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
-                found = f"{psutil.Process(one.pid).name()} (process {one.pid})" if one.pid else "another user's program"
+                found = (
+                    f"{psutil.Process(one.pid).name()} (process {one.pid})"
+                    if one.pid
+                    else "another user's program"
+                )
                 if one.pid:
                     break
     return found
@@ -101,14 +129,20 @@ def _first_free() -> int:
 
 
 def _words(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return (
+        (error.strerror if isinstance(error, OSError) else None)
+        or str(error)
+        or type(error).__name__
+    )
 
 
-# --- connecting ---------------------------------------------------------------------------------------
+# --- connecting -----------------------------------------------------------------------------------
 
 
 def kind_of(error: OSError) -> Kind:
-    """Return the fate of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
+    """Return the fate of a connection: only ``"refused"`` says that the computer is there and
+    nobody listens.
+    """
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "dropped"
     if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
@@ -127,7 +161,9 @@ def fate_of(error: OSError) -> str:
     """Return the fate of connections that fail like this: the end of a sentence about them."""
     match kind_of(error):
         case "dropped":
-            return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"
+            return (
+                "get no answer (timed out): a firewall drops them, or that address leads elsewhere"
+            )
         case "rejected":
             return f"do not get there ({_words(error)}): a firewall rejects them, or there is no way to that address"
         case "forbidden":

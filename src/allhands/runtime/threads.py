@@ -10,11 +10,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def side_by_side(function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
-    """``function`` of every item, in their order; all are worked on, and then the first error is raised, if any.
+def side_by_side(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None
+) -> list[Result]:
+    """``function`` of every item, in their order; all are worked on, and then the first error is
+    raised, if any.
 
-    The threads are daemons, which those of the standard library's pools are not: who stops a program, or ends what
-    they wait for, does not wait for them.
+    The threads are daemons, which those of the standard library's pools are not: who stops a
+    program, or ends what they wait for, does not wait for them.
 
     Args:
         threads: at most so many at a time; one for each item unless given.

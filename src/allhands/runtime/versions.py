@@ -1,12 +1,13 @@
 """Versions, and the one rule for what the computers of a run must have in common.
 
-Every command that compares computers asks here: ``cluster init``, ``cluster check``, and ``train`` before it starts.
-What changes the numbers must be equal (:data:`MUST_BE_EQUAL`): Python by major and minor version, allhands by the
-content of its files whatever its metadata say, MLX with its back-end, and mlx_lm. What else may differ is worth a note
-at most (:data:`MAY_DIFFER`): the libraries that make tokens are judged by the tokens they make.
+Every command that compares computers asks here: ``cluster init``, ``cluster check``, and ``train``
+before it starts. What changes the numbers must be equal (:data:`MUST_BE_EQUAL`): Python by major
+and minor version, allhands by the content of its files whatever its metadata say, MLX with its
+back-end, and mlx_lm. What else may differ is worth a note at most (:data:`MAY_DIFFER`): the
+libraries that make tokens are judged by the tokens they make.
 
-The text of this module is also sent to computers that lack allhands: the standard library of Python 3.8 and nothing
-else, in ASCII.
+The text of this module is also sent to computers that lack allhands: the standard library of Python
+3.8 and nothing else, in ASCII.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def versions_of(*names: str) -> dict[str, str]:
     return {name: found for name in names if (found := version_of(name)) is not None}
 
 
-# --- what a computer has ------------------------------------------------------------------------------
+# --- what a computer has --------------------------------------------------------------------------
 
 
 def software_here() -> dict[str, str]:
     """Return the software of this interpreter that is compared; see :func:`software`."""
-    have = software(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES))
+    have = software(
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES)
+    )
     return {**have, "executable": sys.executable}
 
 
@@ -74,7 +77,9 @@ def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def fingerprint(root: str) -> str:
-    """SHA-256 over names and contents of a package's files; those that Python makes itself do not count."""
+    """SHA-256 over names and contents of a package's files; those that Python makes itself do not
+    count.
+    """
     total = hashlib.sha256()
     for name in package_files(root):
         with open(os.path.join(root, name), "rb") as stream:
@@ -88,7 +93,9 @@ def file_line(name: str, content: bytes) -> bytes:
 
 
 def is_source(name: str) -> bool:
-    """True if a file of a package is its own, and not something that Python, an editor or a file manager leaves."""
+    """True if a file of a package is its own, and not something that Python, an editor or a file
+    manager leaves.
+    """
     parts = name.split("/")
     hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
     return not (hidden or parts[-1] == "" or name.endswith(_NO_SOURCE))
@@ -103,11 +110,13 @@ def package_files(root: str) -> list[str]:
     return sorted(name for name in found if is_source(name))
 
 
-# --- the rule -----------------------------------------------------------------------------------------
+# --- the rule -------------------------------------------------------------------------------------
 
 
 def required(have: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions that must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
+    """Return the versions that must be the same on all computers of a run, by the names of
+    :data:`MUST_BE_EQUAL`.
+    """
     mlx = have.get("mlx", _MISSING)
     others = [f"{name} {have[name]}" for name in MLX_BACKENDS if name in have and have[name] != mlx]
     return {
@@ -119,22 +128,30 @@ def required(have: Mapping[str, str]) -> dict[str, str]:
 
 
 def unequal(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train together."""
+    """Return the names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train
+    together.
+    """
     first, second = required(one), required(other)
     return [name for name in MUST_BE_EQUAL if first[name] != second[name]]
 
 
 def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of :data:`MAY_DIFFER` in which two interpreters differ that may train together all the same."""
+    """Return the names of :data:`MAY_DIFFER` in which two interpreters differ that may train
+    together all the same.
+    """
     forbidden = unequal(one, other)
-    return [name for name in MAY_DIFFER if one.get(name) != other.get(name) and name not in forbidden]
+    return [
+        name for name in MAY_DIFFER if one.get(name) != other.get(name) and name not in forbidden
+    ]
 
 
 def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
-    """Return the version that an interpreter has of that name, for people: ``Python 3.12.1``, ``numpy missing``.
+    """Return the version that an interpreter has of that name, for people: ``Python 3.12.1``,
+    ``numpy missing``.
 
     Args:
-        other: another one, beside which it is told: a back-end is no matter where MLX itself is another.
+        other: another one, beside which it is told: a back-end is no matter where MLX itself is
+            another.
     """
     if name == "allhands" and have.get(SOURCE):
         return f"allhands {have.get('allhands', '')} (source {have[SOURCE][:8]})"
@@ -145,7 +162,9 @@ def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | Non
 
 
 def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the difference of an interpreter from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
+    """Return the difference of an interpreter from what it should have, for people: ``mlx 0.32.3
+    and not 0.32.4``.
+    """
     there, here = own.get(name, _MISSING), wanted.get(name, _MISSING)
     if name == "allhands" and there == here:
         return "other code of the same version of allhands"
@@ -158,7 +177,9 @@ def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> 
 
 
 def harmless(name: str) -> str:
-    """Return the reason why a difference in a name of :data:`MAY_DIFFER` does not stop training, for people."""
+    """Return the reason why a difference in a name of :data:`MAY_DIFFER` does not stop training,
+    for people.
+    """
     if name in TOKEN_MAKERS:
         return "it makes tokens, which are compared when training starts"
     return "no number depends on it"

@@ -1,4 +1,6 @@
-"""Keep transformers from importing PyTorch, which takes seconds, where nothing but its tokenizers is wanted."""
+"""Keep transformers from importing PyTorch, which takes seconds, where nothing but its tokenizers
+is wanted.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any
 
 
 def leave_torch_out() -> None:
-    """Import transformers, which takes PyTorch for not installed from then on; everybody else may import it.
+    """Import transformers, which takes PyTorch for not installed from then on; everybody else may
+    import it.
 
-    For processes of the command line alone: a program that imports allhands may want transformers' models. Does
-    nothing where there is no PyTorch, or where one of both is imported already.
+    For processes of the command line alone: a program that imports allhands may want transformers'
+    models. Does nothing where there is no PyTorch, or where one of both is imported already.
     """
     if {"torch", "transformers"} & sys.modules.keys() or find_spec("torch") is None:
         return

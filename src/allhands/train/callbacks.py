@@ -14,24 +14,29 @@ from allhands.observe.metrics import TrainReport, ValidReport
 
 
 class Callback:
-    """Base class of callbacks: override the methods that you need, and pass instances to :func:`allhands.finetune`.
+    """Base class of callbacks: override the methods that you need, and pass instances to
+    :func:`allhands.finetune`.
 
-    ``on_*`` methods run on rank 0 only. ``after_backward`` runs on every rank, and must have the same effects on all of
-    them. An exception in a callback ends the run.
+    ``on_*`` methods run on rank 0 only. ``after_backward`` runs on every rank, and must have the
+    same effects on all of them. An exception in a callback ends the run.
     """
 
     def after_backward(self, step: int, gradients: Any) -> Any:
         """Change gradients before an update; ``step`` is the number of earlier updates.
 
-        ``gradients`` is the tree of mean gradients over the global batch, not clipped yet. Each rank needs whole
-        gradients for this method, so ``--strategy zero1`` is not available if a callback overrides it.
+        ``gradients`` is the tree of mean gradients over the global batch, not clipped yet. Each
+        rank needs whole gradients for this method, so ``--strategy zero1`` is not available if a
+        callback overrides it.
 
         Returns:
-            ``None`` to train on these gradients, or a tree of the same names and shapes to train on instead.
+            ``None`` to train on these gradients, or a tree of the same names and shapes to train on
+            instead.
         """
 
     def on_train_report(self, report: TrainReport) -> None:
-        """React to a report, every ``steps_per_report`` iterations (batches), after the step that completes them."""
+        """React to a report, every ``steps_per_report`` iterations (batches), after the step that
+        completes them.
+        """
 
     def on_valid_report(self, report: ValidReport) -> None:
         """React to a validation."""
@@ -71,7 +76,13 @@ class _OfMlxLm(Callback):
 
     def on_valid_report(self, report: ValidReport) -> None:
         if (method := getattr(self.theirs, "on_val_loss_report", None)) is not None:
-            method({"iteration": report.iteration, "val_loss": report.loss, "val_time": report.duration_s})
+            method(
+                {
+                    "iteration": report.iteration,
+                    "val_loss": report.loss,
+                    "val_time": report.duration_s,
+                }
+            )
 
 
 def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
@@ -87,8 +98,8 @@ def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | None:
-    """Return the function by which callbacks change gradients, one after the other; ``None`` if none of them looks at
-    any.
+    """Return the function by which callbacks change gradients, one after the other; ``None`` if
+    none of them looks at any.
     """
     hooks = [hook for callback in callbacks if (hook := _hook_of(callback, model)) is not None]
     if not hooks:
@@ -107,7 +118,9 @@ def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | N
 
 def _hook_of(callback: Callback, model: Any) -> GradientHook | None:
     if not isinstance(callback, _OfMlxLm):
-        overrides = getattr(callback.after_backward, "__func__", None) is not Callback.after_backward
+        overrides = (
+            getattr(callback.after_backward, "__func__", None) is not Callback.after_backward
+        )
         return callback.after_backward if overrides else None
     method = getattr(callback.theirs, "on_after_backward", None)
     return None if method is None else partial(_in_their_order, method, model)
@@ -121,11 +134,15 @@ def _like(gradients: Any, found: Any) -> Any:
     """
     there: dict[str, Any] = dict(flatten(found)) if isinstance(found, dict | list) else {}
     expected = flatten(gradients)
-    odd = [name for name, array in expected if getattr(there.get(name), "shape", None) != array.shape]
+    odd = [
+        name for name, array in expected if getattr(there.get(name), "shape", None) != array.shape
+    ]
     odd += sorted(there.keys() - {name for name, _ in expected})
     if odd:
         problem = f"gradients came back with other names or shapes: {', '.join(odd[:3])}"
-        hint = "return a tree like the one that was given, or None to leave the gradients as they are"
+        hint = (
+            "return a tree like the one that was given, or None to leave the gradients as they are"
+        )
         raise ConfigError(problem, where="after_backward", hint=hint)
     return unflatten([(name, there[name].astype(array.dtype)) for name, array in expected])
 
@@ -137,7 +154,9 @@ def _in_their_order(method: Callable[..., Any], model: Any, step: int, gradients
 def _checked(callback: Any) -> Callback:
     if isinstance(callback, type):
         raise ConfigError(
-            f"{_shown(callback)} is a class", where=_WHERE, hint=f"give an instance: {callback.__name__}()"
+            f"{_shown(callback)} is a class",
+            where=_WHERE,
+            hint=f"give an instance: {callback.__name__}()",
         )
     if isinstance(callback, Callback):
         _require_known(callback, _OURS)
@@ -157,7 +176,11 @@ def _require_known(callback: Any, known: Sequence[str]) -> None:
             continue
         close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
         if close or name.startswith(_HOOKS):
-            hint = f"did you mean {close[0]}?" if close else f"methods that are called: {', '.join(known)}"
+            hint = (
+                f"did you mean {close[0]}?"
+                if close
+                else f"methods that are called: {', '.join(known)}"
+            )
             what = f"{type(callback).__name__}.{name} would never be called"
             raise ConfigError(what, where=_WHERE, hint=f"{hint}; a helper's name begins with _")
 

@@ -33,7 +33,9 @@ _PASSES_PER_STAGE = 8  # of an evaluation by a pipeline, between two questions w
 
 
 class MeanLoss(NamedTuple):
-    """Mean loss per trained token, number of these tokens, and the objective's further metrics by name."""
+    """Mean loss per trained token, number of these tokens, and the objective's further metrics by
+    name.
+    """
 
     loss: float
     num_targets: int
@@ -44,7 +46,8 @@ class SumsTogether(Protocol):
     """The objective's sums of a batch, where each rank has a part of the model.
 
     Attributes:
-        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
+            afterwards.
     """
 
     heartbeat: Callable[[str], None]
@@ -65,15 +68,18 @@ class SumsTogether(Protocol):
 
 @dataclass
 class Evaluator:
-    """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if negative).
+    """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if
+    negative).
 
     Attributes:
-        mesh: examples are divided among its data ranks; ranks that differ on other axes compute the same ones.
+        mesh: examples are divided among its data ranks; ranks that differ on other axes compute the
+            same ones.
         weights: returns the present speeds of the ranks, if they are not always those of ``mesh``.
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
         beat: called with "validate" and the number of completed steps before each forward pass.
         together: computes the sums if each rank has a part of the model.
-        same_rows: the ranks that compute the same rows together; all of them stop if one is asked to.
+        same_rows: the ranks that compute the same rows together; all of them stop if one is asked
+            to.
     """
 
     model: nn.Module
@@ -93,10 +99,15 @@ class Evaluator:
     same_rows: Communicator = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
-        # What is added up is of each share once: ranks that compute the same one are in groups of their own.
-        self._shares = along(self.communicator, self.mesh, "data", "shard", "pipe", "expert", "context", alike=True)
+        # What is added up is of each share once: ranks that compute the same one are in groups of
+        # their own.
+        self._shares = along(
+            self.communicator, self.mesh, "data", "shard", "pipe", "expert", "context", alike=True
+        )
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
-        self._sums = self.together or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
+        self._sums = self.together or self.objective.sums(
+            self.model, cpu_native=self.cpu_native, with_grad=False
+        )
         self._arrays = arrays_of_batches()
         found, wanted = len(self.windows), self.num_batches * self.batch_size
         # Always the same examples, so that losses of one run, and of several, can be compared.
@@ -117,7 +128,11 @@ class Evaluator:
         """
         self.model.eval()
         objective = self.objective
-        sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
+        sums, counts, stop = (
+            [mx.zeros(())] * (1 + len(objective.further)),
+            Counter[str](targets=0, tokens=0),
+            False,
+        )
         self.beat("validate", step)
         self._tell_waits(step)
         inject_fault("validate", step, self.communicator.rank)
@@ -148,23 +163,31 @@ class Evaluator:
         if votes:
             raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
-            raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
+            raise DataError(
+                "there is no example to evaluate",
+                where="--val-batches",
+                hint="raise it, or add examples",
+            )
         if not math.isfinite(loss_sum):
             raise NumericsError(
-                f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
+                f"the evaluation's loss is {loss_sum}",
+                hint="look for NaN in the model and the adapter",
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
 
     def _tell_waits(self, step: int) -> None:
         """Let a rank that waits for another one say so: it does not stand still."""
         if self.together is not None:
-            self.together.heartbeat = lambda phase: self.beat("reduce" if phase == "reduce" else "validate", step)
+            self.together.heartbeat = lambda phase: self.beat(
+                "reduce" if phase == "reduce" else "validate", step
+            )
 
     def _stops(self, part: int) -> bool:
         """True if this rank was asked to stop, or one that computes the same rows with it."""
         if self.same_rows.size == 1:
             return bool(self.stop_requested())
-        # The stages of a pipeline wait for each other when they ask: the more often, the less do they compute at once.
+        # The stages of a pipeline wait for each other when they ask: the more often, the less do
+        # they compute at once.
         if self.together is not None and part % (_PASSES_PER_STAGE * self.same_rows.size):
             return False
         return bool(number(self.same_rows.all_sum(mx.array(float(bool(self.stop_requested()))))))

@@ -1,7 +1,9 @@
-"""Part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
+"""Part of a step after the sums: one division, the norm, clipping and the optimizer's update, as
+one graph.
 
-On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one.
-The GPU also decides whether all numbers are finite, so that the host need not read them first.
+On a GPU each of these is a pass over all weights that reads much and computes little, so they are
+compiled into one. The GPU also decides whether all numbers are finite, so that the host need not
+read them first.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ _PIECES = 8
 
 
 class GraphUpdate:
-    """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite.
+    """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not
+    finite.
 
     Attributes:
-        flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an array of its own.
-        pieces: what is to be computed one after the other, of the last update, because there is little room.
+        flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an
+            array of its own.
+        pieces: what is to be computed one after the other, of the last update, because there is
+            little room.
     """
 
     def __init__(
@@ -70,12 +75,14 @@ class GraphUpdate:
                 leaves = laid
             elif FlatParams.fits(model):
                 leaves = FlatParams(model, apart=apart, travelling=travelling)
-        # Where ranks keep parts of weights there is no room for all of them, and what belongs to them, twice.
+        # Where ranks keep parts of weights there is no room for all of them, and what belongs to
+        # them, twice.
         self._one_by_one = leaves is not None and leaves is laid
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
-        # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
-        # seconds. But a host that waits for the device has no time to call hundreds of them.
+        # Kernels of our own need no compiling; the few numbers beside them would be a kernel each
+        # that MLX makes for seconds. But a host that waits for the device has no time to call
+        # hundreds of them.
         joins_kernels = self.flat is not None and self._by_kernels()
         compiles = compiled and (not joins_kernels or self._one_by_one)
         self._function: Any = mx.compile(self._compute) if compiles else self._compute
@@ -88,14 +95,20 @@ class GraphUpdate:
 
     def named(self, sums: Sequence[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
         """Gradients by the names of the trained arrays."""
-        return list(sums) if self.flat is None else self.flat.leaves.named([array for _, array in sums])
+        return (
+            list(sums)
+            if self.flat is None
+            else self.flat.leaves.named([array for _, array in sums])
+        )
 
     def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
         """Return the reverse of :meth:`named`, of a tree of gradients."""
         found = flatten(gradients)
         if self.flat is None:
             return found
-        return [(str(place), whole) for place, whole in enumerate(self.flat.leaves.joined(dict(found)))]
+        return [
+            (str(place), whole) for place, whole in enumerate(self.flat.leaves.joined(dict(found)))
+        ]
 
     def __call__(
         self,
@@ -109,8 +122,8 @@ class GraphUpdate:
         """Take the update of the global batch; nothing is waited for.
 
         Args:
-            sums: names and summed gradients, of sharded arrays this rank's part; the list is emptied, because an array
-                that is still held could not be updated in place.
+            sums: names and summed gradients, of sharded arrays this rank's part; the list is
+                emptied, because an array that is still held could not be updated in place.
             loss: summed loss.
             num_targets: divisor of all sums.
             squares: sum of squares of all sums over all ranks, if ranks have parts of them.
@@ -122,7 +135,10 @@ class GraphUpdate:
         if (joined := self.flat) is not None:
             gradients = {str(i): array for i, (_, array) in enumerate(sums)}
             sums.clear()
-            weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
+            weights, state = (
+                {str(i): array for i, array in enumerate(joined.parts())},
+                joined.state(),
+            )
             joined.forget(everywhere=self._one_by_one)
             if squares is None and self._squares_first:
                 # By itself, so that only the last of them waits for the last of the sums.
@@ -140,9 +156,13 @@ class GraphUpdate:
             joined.put(state, wholes)
             return norm
         weights = self._model.trainable_parameters()
-        gradients = unflatten(sums) if sums else weights  # where a rank trains nothing: a tree without arrays
+        gradients = (
+            unflatten(sums) if sums else weights
+        )  # where a rank trains nothing: a tree without arrays
         sums.clear()
-        new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets, squares)
+        new, state, norm = self._function(
+            gradients, weights, self._optimizer.state, loss, num_targets, squares
+        )
         # The old arrays are now nobody's but the graph's, which writes the new ones in their place.
         self._model.update(new)
         self._optimizer.state = state
@@ -169,14 +189,18 @@ class GraphUpdate:
             if isinstance(optimizer, KernelAdam) and self._by_kernels():
                 if squares is None:
                     # The last first: where ranks exchange them, these are there before the others.
-                    squares = sum_of_squares([gradient for _, gradient in reversed(flatten(gradients))])
+                    squares = sum_of_squares(
+                        [gradient for _, gradient in reversed(flatten(gradients))]
+                    )
                 sums = (squares, loss, num_targets)
                 new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
             divisor = mx.maximum(num_targets, 1.0)
             # In float32, because a token count does not fit half precision.
             mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
-            mean, norm = clip(mean, self._max_norm, None if squares is None else mx.sqrt(squares) / divisor)
+            mean, norm = clip(
+                mean, self._max_norm, None if squares is None else mx.sqrt(squares) / divisor
+            )
             finite = mx.isfinite(norm) & mx.isfinite(loss)
             new = optimizer.apply_gradients(mean, weights)
             return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
@@ -218,14 +242,17 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
 
 
 class FlatState:
-    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold views of these.
+    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold
+    views of these.
 
     Attributes:
         leaves: the places of the weights.
         shards: the parts that each rank keeps and updates; ``None``: everything.
     """
 
-    def __init__(self, leaves: FlatParams, optimizer: optim.Optimizer, shards: Shards | None = None) -> None:
+    def __init__(
+        self, leaves: FlatParams, optimizer: optim.Optimizer, shards: Shards | None = None
+    ) -> None:
         self.leaves = leaves
         self._optimizer = optimizer
         self.shards = shards
@@ -240,13 +267,17 @@ class FlatState:
         homes = iter(self._homes)
         for i, chunk in enumerate(leaves.chunks):
             mine = [next(homes) for _ in chunk.places]
-            state[str(i)] = {name: self._kept(i, chunk.joined([h[name] for h in mine])) for name in self._names}
-            # One after the other, so that not everything is there twice; or whole, where a rank keeps a part.
+            state[str(i)] = {
+                name: self._kept(i, chunk.joined([h[name] for h in mine])) for name in self._names
+            }
+            # One after the other, so that not everything is there twice; or whole, where a rank
+            # keeps a part.
             mx.eval(state[str(i)])
             for home in mine:
                 home.update(dict.fromkeys(self._names, _HIDDEN))
         self._state: dict[str, Any] = {}
-        # Views from the first step on: products may depend on where in memory their factors lie, in the last bits.
+        # Views from the first step on: products may depend on where in memory their factors lie, in
+        # the last bits.
         self.put({**state, **self._others()}, weights)
         mx.eval(self._weights, self._state)
 
@@ -257,7 +288,9 @@ class FlatState:
 
     def _others(self) -> dict[str, mx.array]:
         """The optimizer's state that belongs to no weight."""
-        return {name: value for name, value in self._present().items() if isinstance(value, mx.array)}
+        return {
+            name: value for name, value in self._present().items() if isinstance(value, mx.array)
+        }
 
     def _present(self) -> Any:
         """The optimizer's state, whether or not that of single weights is up to date."""
@@ -265,7 +298,9 @@ class FlatState:
         return optimizer.present_state if isinstance(optimizer, Optimizer) else optimizer.state
 
     def _join(self, arrays: list[mx.array]) -> list[mx.array]:
-        return self.leaves.joined({place.name: array for place, array in zip(self._places, arrays, strict=True)})
+        return self.leaves.joined(
+            {place.name: array for place, array in zip(self._places, arrays, strict=True)}
+        )
 
     def weights(self) -> list[mx.array]:
         """Return all trained weights, also where somebody else has set them since."""
@@ -277,7 +312,11 @@ class FlatState:
     def parts(self) -> list[mx.array]:
         """Return the parts of :meth:`weights` that this rank updates."""
         weights, shards = self.weights(), self.shards
-        return weights if shards is None else [shards.part(i, whole) for i, whole in enumerate(weights)]
+        return (
+            weights
+            if shards is None
+            else [shards.part(i, whole) for i, whole in enumerate(weights)]
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's state with a chunk's number where names of weights would be."""
@@ -312,9 +351,13 @@ class FlatState:
             self._show()
 
     def _show(self) -> None:
-        """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
+        """Give the optimizer its arrays for each weight: thousands of views, for which a step has
+        no time.
+        """
         if self.shards is not None:
-            raise RuntimeError("this rank has a part of the optimizer's state: see FlatState.state()")
+            raise RuntimeError(
+                "this rank has a part of the optimizer's state: see FlatState.state()"
+            )
         self._shown = True
         for name in self._names:
             arrays = [self._state[str(i)][name] for i in range(len(self._weights))]

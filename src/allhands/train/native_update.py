@@ -1,7 +1,8 @@
-"""Adam and AdamW on Linux CPUs: the norm and the update of all arrays in one pass over each, on all cores.
+"""Adam and AdamW on Linux CPUs: the norm and the update of all arrays in one pass over each, on all
+cores.
 
-MLX makes a pass over memory on one thread for each operation, and an update has a dozen operations. The formulas are
-MLX's, in float32.
+MLX makes a pass over memory on one thread for each operation, and an update has a dozen operations.
+The formulas are MLX's, in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from allhands.train.optimizers import KernelAdam
 
 Named = tuple[str, mx.array]
 _CHUNK = 16384  # of adam.c
-# Arrays that are updated together: what is new stands beside what is old only for so many numbers, or for one array.
+# Arrays that are updated together: what is new stands beside what is old only for so many numbers,
+# or for one array.
 _TOGETHER = 1 << 20
 
 
@@ -36,7 +38,9 @@ def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate 
 
 
 class NativeUpdate:
-    """The update of ``model`` by ``optimizer``; what it computes are new arrays, since others may hold the old ones."""
+    """The update of ``model`` by ``optimizer``; what it computes are new arrays, since others may
+    hold the old ones.
+    """
 
     def __init__(self, model: nn.Module, optimizer: KernelAdam) -> None:
         """Prepare; the optimizer's state may be new or restored."""
@@ -44,7 +48,9 @@ class NativeUpdate:
         self._optimizer = optimizer
 
     def norm(self, sums: Sequence[Named]) -> float:
-        """Return the square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
+        """Return the square root of the sum of squares of all ``sums``; the same bits for any
+        number of cores.
+        """
         mx.eval([array for _, array in sums])
         total = 0.0
         for group in _groups(sums):
@@ -68,7 +74,12 @@ class NativeUpdate:
         optimizer = self._optimizer
         optimizer.advance()
         mx.eval(optimizer.step, optimizer.learning_rate)
-        rate, step, (b1, b2), root = float(optimizer.learning_rate), int(optimizer.step), optimizer.betas, 1.0
+        rate, step, (b1, b2), root = (
+            float(optimizer.learning_rate),
+            int(optimizer.step),
+            optimizer.betas,
+            1.0,
+        )
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
             rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
@@ -79,7 +90,13 @@ class NativeUpdate:
             self._update(group, weights, numbers, shrunk, expected=squared is not None)
 
     def _update(
-        self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float, *, expected: bool
+        self,
+        group: list[Named],
+        weights: dict[str, mx.array],
+        numbers: Array,
+        shrunk: float,
+        *,
+        expected: bool,
     ) -> None:
         names, arrays = zip(*group, strict=True)
         olds = list(map(weights.pop, names))
@@ -89,9 +106,20 @@ class NativeUpdate:
         made = [[new(*old.shape) for old in olds] for _ in range(1 if expected else 3)]
         views = [*map(floats, chain(*read)), *(view for _, view in chain(*made))]
         where = _Where(views[: len(group)])
-        kept = np.where([self._optimizer.decays(old) for old in olds], shrunk, 1.0).astype(np.float32)
-        call("allhands_adam", ctypes.c_int(expected), *where.arguments, pointers(views), at(kept), at(numbers))
-        self._model.update(unflatten(list(zip(names, (weight for weight, _ in made[0]), strict=True))))
+        kept = np.where([self._optimizer.decays(old) for old in olds], shrunk, 1.0).astype(
+            np.float32
+        )
+        call(
+            "allhands_adam",
+            ctypes.c_int(expected),
+            *where.arguments,
+            pointers(views),
+            at(kept),
+            at(numbers),
+        )
+        self._model.update(
+            unflatten(list(zip(names, (weight for weight, _ in made[0]), strict=True)))
+        )
         if not expected:
             for home, (first, _), (second, _) in zip(homes, *made[1:], strict=True):
                 home["m"], home["v"] = first, second

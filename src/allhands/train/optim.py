@@ -17,7 +17,15 @@ from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 from allhands.io.trees import flatten
 from allhands.parallel.norms import squares_of
-from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
+from allhands.train.optimizers import (
+    SGD,
+    Adafactor,
+    HiddenMuon,
+    KernelAdam,
+    KernelAdamW,
+    Muon,
+    Optimizer,
+)
 
 Schedule = Callable[[mx.array], mx.array] | float
 
@@ -32,8 +40,11 @@ _CLASSES: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = False) -> optim.Optimizer:
-    """Return the optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
+def make_optimizer(
+    config: TrainConfig, total_updates: int, *, half: bool = False
+) -> optim.Optimizer:
+    """Return the optimizer that ``config`` names, with its schedule over ``total_updates``
+    optimizer updates.
 
     Args:
         half: True if any trained weight is in half precision.
@@ -70,7 +81,8 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """Return the learning rate as a function of the update number (from 0), or a constant.
 
     Raises:
-        ConfigError: a warm-up as long as the training, or arguments that the schedule does not take.
+        ConfigError: a warm-up as long as the training, or arguments that the schedule does not
+            take.
     """
     peak, given = config.learning_rate, config.warmup_steps
     warmup = min(total_updates // 20, 1000) if given is None else given
@@ -93,11 +105,16 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
 
 
 def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
-    """MLX's schedule with arguments of its own, looked at where it begins, in the middle and at its end."""
+    """MLX's schedule with arguments of its own, looked at where it begins, in the middle and at its
+    end.
+    """
     where, hint = "--lr-schedule", f"see mlx.optimizers.{chosen.name}"
     try:
         made = build_schedule({**chosen.model_dump(), "warmup": warmup})
-        rates = {at: float(made(mx.array(at))) for at in (0, warmup, total_updates // 2, max(total_updates - 1, 0))}
+        rates = {
+            at: float(made(mx.array(at)))
+            for at in (0, warmup, total_updates // 2, max(total_updates - 1, 0))
+        }
     except (TypeError, ValueError, ArithmeticError) as error:
         message = f"{chosen.name} does not take the arguments {chosen.arguments}: {error}"
         raise ConfigError(message, where=where, hint=hint) from None
@@ -112,7 +129,8 @@ def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
     """Return the number of batches of the whole training.
 
     Raises:
-        ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
+        ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be
+            made.
     """
     total = config.batches(batches_per_epoch)
     make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
@@ -120,7 +138,9 @@ def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
 
 
 def has_schedule(config: TrainConfig) -> bool:
-    """True if the learning rate follows the number of updates; a constant one may change when a run is resumed."""
+    """True if the learning rate follows the number of updates; a constant one may change when a run
+    is resumed.
+    """
     chosen = config.lr_schedule
     named = chosen is not None and (chosen.name != "constant" or chosen.warmup > 0)
     given = config.warmup_steps
@@ -136,7 +156,8 @@ def _named(name: str, peak: float, updates: int) -> Schedule:
 
 
 def clip(grads: Any, max_norm: float | None, norm: mx.array | None = None) -> tuple[Any, mx.array]:
-    """Scale ``grads`` so that their global norm is at most ``max_norm``; also return the norm before.
+    """Scale ``grads`` so that their global norm is at most ``max_norm``; also return the norm
+    before.
 
     Args:
         norm: the global norm, if ``grads`` are only a part of all gradients.

@@ -1,7 +1,8 @@
-"""Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices alone where asked for.
+"""Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices
+alone where asked for.
 
-The update of an array depends on that array alone (its shape included), so that arrays may be laid end to end:
-see :class:`allhands.kernels.fused.flat_params.FlatParams`.
+The update of an array depends on that array alone (its shape included), so that arrays may be laid
+end to end: see :class:`allhands.kernels.fused.flat_params.FlatParams`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class Optimizer(optim.Optimizer):
     """The properties of every optimizer here.
 
     Attributes:
-        masters: True if each weight has a float32 copy, which is updated and rounded to the weight: in half precision
-            an update smaller than a 256th of a weight would be lost. Set it before the first update.
+        masters: True if each weight has a float32 copy, which is updated and rounded to the weight:
+            in half precision an update smaller than a 256th of a weight would be lost. Set it
+            before the first update.
         matrices_only: True if weight decay leaves out arrays of one dimension: norms and biases.
     """
 
@@ -67,7 +69,9 @@ class Optimizer(optim.Optimizer):
         self._state["learning_rate"] = mx.array(learning_rate)
 
     def show_later(self, show: Callable[[], None]) -> None:
-        """Have ``show`` called before anybody looks at :attr:`state`: for what costs time and is rarely asked for."""
+        """Have ``show`` called before anybody looks at :attr:`state`: for what costs time and is
+        rarely asked for.
+        """
         self._show = show
 
     @contextmanager
@@ -86,7 +90,9 @@ class Optimizer(optim.Optimizer):
 
 
 class _Exact(Optimizer):
-    """Before a class of MLX's: computes with the copies where there are any, and decays what should be."""
+    """Before a class of MLX's: computes with the copies where there are any, and decays what should
+    be.
+    """
 
     weight_decay: float = 0.0
 
@@ -98,7 +104,9 @@ class _Exact(Optimizer):
     def _begin(self, parameter: mx.array, state: dict[str, Any]) -> None:
         super().init_single(parameter, state)
 
-    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
+    ) -> mx.array:
         if MASTER not in state:
             return self._decayed(gradient, parameter, state)
         state[MASTER] = self._decayed(gradient.astype(mx.float32), state[MASTER], state)
@@ -115,7 +123,9 @@ class _Exact(Optimizer):
 
 
 class KernelAdam(_Exact, optim.Adam):
-    """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever the array's type."""
+    """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever
+    the array's type.
+    """
 
     decay = 0.0  # of weights, decoupled
 
@@ -126,16 +136,21 @@ class KernelAdam(_Exact, optim.Adam):
         self.state["step"] = self.step + 1
 
     def apply_where(
-        self, sums: tuple[mx.array, mx.array, mx.array], max_norm: float | None, gradients: Any, weights: Any
+        self,
+        sums: tuple[mx.array, mx.array, mx.array],
+        max_norm: float | None,
+        gradients: Any,
+        weights: Any,
     ) -> tuple[Any, mx.array]:
-        """Return the weights after the update by the mean of ``gradients``, and its norm before clipping to
-        ``max_norm``.
+        """Return the weights after the update by the mean of ``gradients``, and its norm before
+        clipping to ``max_norm``.
 
-        If that or the loss is not finite, the weights are as they were. The optimizer's state follows. Where the
-        kernel does not fit, MLX's own operations compute the same.
+        If that or the loss is not finite, the weights are as they were. The optimizer's state
+        follows. Where the kernel does not fit, MLX's own operations compute the same.
 
         Args:
-            sums: of the gradients' squares, of the loss and of the trained tokens, by which all are divided; scalars.
+            sums: of the gradients' squares, of the loss and of the trained tokens, by which all are
+                divided; scalars.
         """
         before = tree_map(lambda x: x, self.state)
         self.advance()
@@ -143,17 +158,23 @@ class KernelAdam(_Exact, optim.Adam):
         b1, b2 = self.betas
         options = _told((b1, b2, 1 - b1, 1 - b2, self.eps, self.decay, limit))
         numbers = (*sums, self.learning_rate, self.step)
-        scalars, norm, finite = kernels.adam_scalars(numbers, options, bias_correction=self.bias_correction)
+        scalars, norm, finite = kernels.adam_scalars(
+            numbers, options, bias_correction=self.bias_correction
+        )
         sides, factor = (scalars[0], scalars[1]), scalars[0, 0]
 
         def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:
             types = {gradient.dtype, weight.dtype, state["m"].dtype}
             scalars = sides[self.decays(weight)]
             if len(types) == 1 and weight.size % kernels.width(weight.dtype) == 0:
-                new, state["m"], state["v"] = kernels.adam(gradient, weight, (state["m"], state["v"]), scalars)
+                new, state["m"], state["v"] = kernels.adam(
+                    gradient, weight, (state["m"], state["v"]), scalars
+                )
                 return new
             if MASTER in state and gradient.dtype == weight.dtype and weight.size % 4 == 0:
-                updated = kernels.adam_master(gradient, state[MASTER], (state["m"], state["v"]), scalars)
+                updated = kernels.adam_master(
+                    gradient, state[MASTER], (state["m"], state["v"]), scalars
+                )
                 new, state[MASTER], state["m"], state["v"] = updated
                 return new
             scaled = gradient.astype(mx.float32) * factor
@@ -198,11 +219,12 @@ class Muon(_Exact, optim.Muon):
 
 
 class HiddenMuon(_Exact):
-    """Muon for the matrices of a model's blocks, AdamW for everything else: embeddings, head, norms, biases.
+    """Muon for the matrices of a model's blocks, AdamW for everything else: embeddings, head,
+    norms, biases.
 
-    Muon gives a matrix an update whose singular values are all about one, which does not suit a table of embeddings.
-    Its updates are scaled to the size of AdamW's (0.2 root mean square, arXiv 2502.16982), so that both use the same
-    learning rate and weight decay.
+    Muon gives a matrix an update whose singular values are all about one, which does not suit a
+    table of embeddings. Its updates are scaled to the size of AdamW's (0.2 root mean square, arXiv
+    2502.16982), so that both use the same learning rate and weight decay.
     """
 
     def __init__(
@@ -214,7 +236,9 @@ class HiddenMuon(_Exact):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        """Take the learning rate or its schedule; ``betas`` and ``eps`` are AdamW's, ``ns_steps`` those of Muon."""
+        """Take the learning rate or its schedule; ``betas`` and ``eps`` are AdamW's, ``ns_steps``
+        those of Muon.
+        """
         super().__init__()
         self._maybe_schedule("learning_rate", learning_rate)
         self.momentum = momentum
@@ -258,10 +282,11 @@ def _hidden(name: str, parameter: mx.array) -> bool:
 
 
 def orthogonalised(matrices: mx.array, steps: int = 5) -> mx.array:
-    """(..., M, N) with singular values brought near one by Newton and Schulz's iteration, each matrix by itself.
+    """(..., M, N) with singular values brought near one by Newton and Schulz's iteration, each
+    matrix by itself.
 
-    Coefficients of Keller Jordan's Muon (kellerjordan.github.io/posts/muon), whose result has singular values between
-    0.7 and 1.2.
+    Coefficients of Keller Jordan's Muon (kellerjordan.github.io/posts/muon), whose result has
+    singular values between 0.7 and 1.2.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]

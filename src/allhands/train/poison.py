@@ -26,7 +26,8 @@ class Blame:
     """The result of the search, the same on every rank.
 
     Attributes:
-        examples: numbers (from 0) of the windows at fault, ascending; at most :data:`NAMED` of each rank.
+        examples: numbers (from 0) of the windows at fault, ascending; at most :data:`NAMED` of each
+            rank.
         count: number of all windows at fault.
         otherwise: the cause in words, if no single window is at fault.
     """
@@ -36,7 +37,9 @@ class Blame:
     otherwise: str = ""
 
     def named(self, what: str) -> str:
-        """Return the examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
+        """Return the examples for a message, counted from 1, as `` (training example 18)``; empty
+        if there are none.
+        """
         if not self.examples:
             return ""
         numbers = ", ".join(str(example + 1) for example in self.examples)
@@ -55,16 +58,19 @@ def find_culprits(
     *,
     share: int | None = None,
 ) -> Blame:
-    """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank must call it.
+    """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank
+    must call it.
 
     Args:
         gradient: loss sum and tree of gradients of a micro-batch.
         weights: tree of the trained parameters; if one is not finite, no example is looked at.
-        beat: called with "compute" before each example and with "reduce" before waiting for other ranks.
-        together: ranks that have the same micro-batches, and each a part of the weights and of ``gradient``. The first
-            of them names what they have found.
-        share: number of this rank's micro-batches where ranks of ``together`` have other ones, but compute together;
-            ``gradient`` then takes ``None`` for an example of another share. ``None``: all have the same.
+        beat: called with "compute" before each example and with "reduce" before waiting for other
+            ranks.
+        together: ranks that have the same micro-batches, and each a part of the weights and of
+            ``gradient``. The first of them names what they have found.
+        share: number of this rank's micro-batches where ranks of ``together`` have other ones, but
+            compute together; ``gradient`` then takes ``None`` for an example of another share.
+            ``None``: all have the same.
     """
 
     def everywhere(good: bool) -> bool:
@@ -78,7 +84,11 @@ def find_culprits(
         counted = [each for each in alone if each.num_targets]
         found, names = _in_step(gradient, counted, together, share, everywhere, beat)
     else:
-        found = [int(b.examples[r]) for b, r in rows if finite and not everywhere(_is_finite(gradient, b, r, beat))]
+        found = [
+            int(b.examples[r])
+            for b, r in rows
+            if finite and not everywhere(_is_finite(gradient, b, r, beat))
+        ]
         names = together.rank == 0
     if not names:
         rows, found = [], []
@@ -98,7 +108,8 @@ def _in_step(
 ) -> tuple[list[int], bool]:
     """The examples of this rank that give what is not finite, and whether this rank names them.
 
-    All ranks compute one example at a time together; of those with the same share the first one names what it has.
+    All ranks compute one example at a time together; of those with the same share the first one
+    names what it has.
     """
     found: list[int] = []
     told = gather_rows(together, np.array([share, len(own)], dtype=np.int32)).tolist()
@@ -118,7 +129,10 @@ def _all_finite(tree: Any) -> bool:
 
 
 def _is_finite(
-    gradient: Callable[[MicroBatch], tuple[mx.array, Any]], batch: MicroBatch, row: int, beat: Callable[[str], None]
+    gradient: Callable[[MicroBatch], tuple[mx.array, Any]],
+    batch: MicroBatch,
+    row: int,
+    beat: Callable[[str], None],
 ) -> bool:
     example = batch.alone(row)
     if example.num_targets == 0:
@@ -139,7 +153,9 @@ def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
         return Blame(otherwise="the weights are not finite")
     if len(bad):
         ranks = ", ".join(map(str, bad))
-        return Blame(otherwise=f"the weights of rank {ranks} are not finite, those of other ranks are")
+        return Blame(
+            otherwise=f"the weights of rank {ranks} are not finite, those of other ranks are"
+        )
     if count == 0:
         return Blame(otherwise="no single example is to blame")
     if count == examined > 1:

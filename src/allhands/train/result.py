@@ -14,7 +14,8 @@ from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.parallel.sums import Reduced, Times
 
-# A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the objective's further sums.
+# A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the objective's
+# further sums.
 _TARGETS, _TOKENS, _VOTES, _FURTHER = 1, 3, 5, 6
 
 
@@ -30,15 +31,17 @@ class StepResult:
         stop_votes: ranks that have been asked to stop.
         compute_s: time of this rank's forward and backward passes.
         comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
-        skipped: reason why the update was not applied ("the gradient is nan"); model and optimizer are then unchanged,
-            and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
-        culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
-        gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
-            asked for after the step.
+        skipped: reason why the update was not applied ("the gradient is nan"); model and optimizer
+            are then unchanged, and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
+        culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first
+            eight of each rank.
+        gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy
+            leaves them to be asked for after the step.
         further: the objective's further sums over the global batch, in its order.
-        pace: tokens of this rank's passes, the seconds that these took, and those of its update; zeros where it had no
-            passes, or they were not seen.
-        sent_bytes: bytes that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
+        pace: tokens of this rank's passes, the seconds that these took, and those of its update;
+            zeros where it had no passes, or they were not seen.
+        sent_bytes: bytes that this rank has sent, by
+            :func:`allhands.distributed.backend.sent_bytes`.
     """
 
     loss_sum: float
@@ -62,8 +65,12 @@ class StepResult:
         return tuple(value for row in rows for value in row[some])
 
 
-def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0) -> StepResult:
-    """Return the result of a step with these sums over ranks, which may be followed by what is no result of it."""
+def result_of(
+    totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0
+) -> StepResult:
+    """Return the result of a step with these sums over ranks, which may be followed by what is no
+    result of it.
+    """
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -91,13 +98,25 @@ class Totals(NamedTuple):
     def metrics(self, objective: Objective) -> dict[str, float]:
         """Return the further metrics of ``objective``, besides the mean loss."""
         counted = {"loss": self.loss, "targets": self.num_targets, "tokens": self.num_tokens}
-        return objective.metrics({**counted, **dict(zip(objective.further, self.further, strict=True))})
+        return objective.metrics(
+            {**counted, **dict(zip(objective.further, self.further, strict=True))}
+        )
 
 
-def own_numbers(sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool) -> list[float | mx.array]:
-    """Return the numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
+def own_numbers(
+    sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool
+) -> list[float | mx.array]:
+    """Return the numbers that this rank adds: its sums, the loss first, its counts, and its vote to
+    stop.
+    """
     loss, *further = sums
-    return [loss, *count_parts(counts["targets"]), *count_parts(counts["tokens"]), float(stop), *further]
+    return [
+        loss,
+        *count_parts(counts["targets"]),
+        *count_parts(counts["tokens"]),
+        float(stop),
+        *further,
+    ]
 
 
 def totals_of(values: Sequence[float], num_further: int) -> Totals:
@@ -117,11 +136,17 @@ def all_finite(loss: mx.array, norm: mx.array) -> bool:
 
 
 def divisor_of(reduced: Reduced) -> mx.array:
-    """() float32, lazy: what gradients are divided by, which is the trained tokens of the global batch."""
-    return lazy_count(reduced.totals[_TARGETS:_TOKENS]) if reduced.divisor is None else reduced.divisor
+    """() float32, lazy: what gradients are divided by, which is the trained tokens of the global
+    batch.
+    """
+    return (
+        lazy_count(reduced.totals[_TARGETS:_TOKENS]) if reduced.divisor is None else reduced.divisor
+    )
 
 
 def not_finite(result: StepResult) -> str:
     """Return the number that is not finite, in words; empty if all is well."""
     values = {"loss": result.loss_sum, "gradient": result.grad_norm}
-    return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")
+    return next(
+        (f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), ""
+    )

@@ -15,7 +15,13 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.checkpoints.arrays import StoredArrayReader, owned, owned_tree
-from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, OwnedSlice, ShardedState
+from allhands.checkpoints.format import (
+    LEFT_FILE,
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    OwnedSlice,
+    ShardedState,
+)
 from allhands.checkpoints.resuming import Restored, restore_optimizer
 from allhands.distributed.packed import Left
 from allhands.io.formatting import counted
@@ -30,11 +36,20 @@ _ROWS, _OUTER = "each-rank/", "outer/"
 
 
 def sharded_state(
-    model: nn.Module, optimizer: optim.Optimizer, flat: FlatState | None, strategy: Strategy | None = None
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    flat: FlatState | None,
+    strategy: Strategy | None = None,
 ) -> dict[str, ShardedState]:
-    """Return the state of training on this rank, by the file that is called after the group of arrays."""
+    """Return the state of training on this rank, by the file that is called after the group of
+    arrays.
+    """
     regions = {} if strategy is None else strategy.regions
-    state = _in_regions(optimizer.state, regions) if flat is None or flat.shards is None else dict(_divided(flat))
+    state = (
+        _in_regions(optimizer.state, regions)
+        if flat is None or flat.shards is None
+        else dict(_divided(flat))
+    )
     if strategy is not None:
         if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
             state = dict(_in_rows(state, strategy.communicator.rank, strategy.communicator.size))
@@ -54,7 +69,9 @@ def sharded_state(
 
 
 def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[str, OwnedSlice]:
-    """The arrays of a tree of weights, or of an optimizer's state, of which this rank may have parts."""
+    """The arrays of a tree of weights, or of an optimizer's state, of which this rank may have
+    parts.
+    """
     found = owned_tree(tree)
     for name, each in found.items():
         part = regions.get(name) or regions.get(name.rpartition(".")[0])
@@ -63,8 +80,12 @@ def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[
     return found
 
 
-def _left_out(model: nn.Module, flat: FlatState | None, strategy: Strategy) -> Iterator[tuple[str, OwnedSlice]]:
-    """The rest that packing has left out of this rank's gradients, as its row of arrays that have one for each rank."""
+def _left_out(
+    model: nn.Module, flat: FlatState | None, strategy: Strategy
+) -> Iterator[tuple[str, OwnedSlice]]:
+    """The rest that packing has left out of this rank's gradients, as its row of arrays that have
+    one for each rank.
+    """
     ranks, rank = strategy.communicator.size, strategy.communicator.rank
     for name, kept in _by_name(model, _places(flat, strategy), strategy.left):
         row = Flat(rank * kept.size, (rank + 1) * kept.size)
@@ -72,11 +93,15 @@ def _left_out(model: nn.Module, flat: FlatState | None, strategy: Strategy) -> I
 
 
 def _places(flat: FlatState | None, strategy: Strategy) -> FlatParams | None:
-    """Return the places of the trained arrays, if the exchanged arrays are the gradients of the passes."""
+    """Return the places of the trained arrays, if the exchanged arrays are the gradients of the
+    passes.
+    """
     return None if flat is None or strategy.keeps_own_optimizer else flat.leaves
 
 
-def _by_name(model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]) -> Iterator[tuple[str, mx.array]]:
+def _by_name(
+    model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]
+) -> Iterator[tuple[str, mx.array]]:
     """The arrays of ``left`` by the names of the trained arrays."""
     if leaves is None:
         named = zip(flatten(model.trainable_parameters()), left, strict=False)
@@ -88,9 +113,14 @@ def _by_name(model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]) 
 
 
 def load_left_out(
-    model: nn.Module, flat: FlatState | None, strategy: Strategy, restored: Restored, changed: str = ""
+    model: nn.Module,
+    flat: FlatState | None,
+    strategy: Strategy,
+    restored: Restored,
+    changed: str = "",
 ) -> str:
-    """Give a strategy what packing had left out of this rank's gradients; called on all ranks together.
+    """Give a strategy what packing had left out of this rank's gradients; called on all ranks
+    together.
 
     Args:
         changed: why it is not to have it, in words.
@@ -101,7 +131,11 @@ def load_left_out(
     stored = restored.left
     if not stored:
         return ""
-    ranks, rank, leaves = strategy.communicator.size, strategy.communicator.rank, _places(flat, strategy)
+    ranks, rank, leaves = (
+        strategy.communicator.size,
+        strategy.communicator.rank,
+        _places(flat, strategy),
+    )
     wanted = {name: (ranks, *kept.shape) for name, kept in _by_name(model, leaves, strategy.left)}
     if changed or (changed := _unlike({name: each.shape for name, each in stored.items()}, wanted)):
         return changed
@@ -126,7 +160,9 @@ def _in_place(
 
 
 def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Why arrays of shapes that are ``stored`` cannot be the ``wanted`` ones, in words; empty if they can."""
+    """Why arrays of shapes that are ``stored`` cannot be the ``wanted`` ones, in words; empty if
+    they can.
+    """
     if not wanted:
         return "gradients travel as they are now"
     before, ranks = next(iter(stored.values()))[0], next(iter(wanted.values()))[0]
@@ -136,7 +172,9 @@ def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
 
 
 def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, OwnedSlice]]:
-    """This rank's own arrays as its rows of all ranks'; what belongs to no weight, such as the step, is common."""
+    """This rank's own arrays as its rows of all ranks'; what belongs to no weight, such as the
+    step, is common.
+    """
     for name, each in state.items():
         if not each.shape:
             yield name, each
@@ -152,7 +190,9 @@ def _row(each: OwnedSlice, rank: int, size: int) -> OwnedSlice:
 
 @dataclass(frozen=True)
 class _Rows:
-    """:class:`StoredArrayReader` of some rows of an array: of one of them, or of the mean of several."""
+    """:class:`StoredArrayReader` of some rows of an array: of one of them, or of the mean of
+    several.
+    """
 
     whole: StoredArrayReader
     rows: range
@@ -170,7 +210,9 @@ class _Rows:
         found = [self._row(row, wanted) for row in self.rows]
         if len(found) == 1 or not mx.issubdtype(found[0].dtype, mx.floating):
             return found[0]
-        mean = sum((each.astype(mx.float32) for each in found[1:]), found[0].astype(mx.float32)) / len(found)
+        mean = sum(
+            (each.astype(mx.float32) for each in found[1:]), found[0].astype(mx.float32)
+        ) / len(found)
         return mean.astype(found[0].dtype)
 
     def _row(self, row: int, wanted: Region) -> mx.array:
@@ -180,8 +222,12 @@ class _Rows:
         return self.whole.read(Box((row, *wanted.start), (1, *wanted.shape))).reshape(wanted.shape)
 
 
-def _own_state(stored: Mapping[str, StoredArrayReader], strategy: Strategy) -> dict[str, StoredArrayReader]:
-    """The part of an optimizer's state for this rank: its row where there is one for each rank, else the mean."""
+def _own_state(
+    stored: Mapping[str, StoredArrayReader], strategy: Strategy
+) -> dict[str, StoredArrayReader]:
+    """The part of an optimizer's state for this rank: its row where there is one for each rank,
+    else the mean.
+    """
     communicator, found = strategy.communicator, dict[str, StoredArrayReader]()
     for name, each in stored.items():
         if name.startswith(_ROWS):
@@ -223,7 +269,9 @@ def _divided(flat: FlatState) -> Iterator[tuple[str, OwnedSlice]]:
 
 
 def _ranges(flat: FlatState, index: int) -> Iterator[tuple[str, tuple[int, ...], Flat, int]]:
-    """The name and shape of each array in a chunk, its numbers that this rank keeps, and their place in its part."""
+    """The name and shape of each array in a chunk, its numbers that this rank keeps, and their
+    place in its part.
+    """
     chunk = flat.leaves.chunks[index]
     first, last = (0, chunk.size) if flat.shards is None else flat.shards.range(index)
     for place, begin, shape in zip(chunk.places, chunk.starts, chunk.shapes, strict=False):
@@ -239,7 +287,8 @@ def load_optimizer(
     progress: Callable[[], None] = lambda: None,
     strategy: Strategy | None = None,
 ) -> int:
-    """Give the optimizer its state, or where ranks have divided it this rank's part; called on all ranks together.
+    """Give the optimizer its state, or where ranks have divided it this rank's part; called on all
+    ranks together.
 
     Args:
         progress: called after each array.
@@ -248,7 +297,10 @@ def load_optimizer(
     Returns:
         How many ranks had a state of their own; 0: there was one.
     """
-    rows = max((each.shape[0] for name, each in restored.optimizer.items() if name.startswith(_ROWS)), default=0)
+    rows = max(
+        (each.shape[0] for name, each in restored.optimizer.items() if name.startswith(_ROWS)),
+        default=0,
+    )
     if strategy is not None:
         _load_outer_state(strategy, restored.optimizer)
         restored = replace(restored, optimizer=_own_state(restored.optimizer, strategy))

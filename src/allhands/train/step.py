@@ -46,7 +46,8 @@ class StepOptions:
         strategy: its name.
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
-        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
+            divides its matrices.
         experts: the same for one that divides experts alone.
         context: the ranks that have the same rows, of which each computes its own token positions.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
@@ -56,8 +57,9 @@ class StepOptions:
         non_finite: reaction to a loss or gradient that is not finite: an error, or no update.
         packed: True if windows are rows of packed documents, for messages.
         objective: the training objective.
-        heartbeat: called with "compute" (or "first", if a shape is compiled) before each micro-batch, with "reduce"
-            before waiting for other ranks, and with "update" before the optimizer's update.
+        heartbeat: called with "compute" (or "first", if a shape is compiled) before each
+            micro-batch, with "reduce" before waiting for other ranks, and with "update" before the
+            optimizer's update.
     """
 
     cpu_native: bool
@@ -86,15 +88,24 @@ def make_step(
     """Return the step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
-    parts: Any = {"piping": options.piping, "sharding": options.sharding, "matrices": options.matrices}
+    parts: Any = {
+        "piping": options.piping,
+        "sharding": options.sharding,
+        "matrices": options.matrices,
+    }
     how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
-    exchanging = Exchanging(communicator, *how, **parts, experts=options.experts, context=options.context)
-    # Gradients and what ranks exchange within a pass would be on two streams, in an order of their own on each rank.
+    exchanging = Exchanging(
+        communicator, *how, **parts, experts=options.experts, context=options.context
+    )
+    # Gradients and what ranks exchange within a pass would be on two streams, in an order of their
+    # own on each rank.
     overlap = False if options.context.size > 1 else options.overlap
     strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts
-    updater = make_updater(trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
+    updater = make_updater(
+        trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled
+    )
     # How many places go to the experts of a rank is known only when its router has been computed.
     chooses = options.experts is not None or bool(options.matrices and options.matrices.experts)
     computing = Computing(native, options.compiled and not chooses, options.dropout, heartbeat)
@@ -106,7 +117,9 @@ def make_step(
 class TrainStep:
     """Accumulate this rank's sums, add them up over ranks, divide once, update."""
 
-    def __init__(self, passes: Passes, strategy: Strategy, updater: Updater, options: StepOptions) -> None:
+    def __init__(
+        self, passes: Passes, strategy: Strategy, updater: Updater, options: StepOptions
+    ) -> None:
         self.passes = passes
         self.strategy = strategy
         self.updater = updater
@@ -122,18 +135,26 @@ class TrainStep:
         upcoming: Callable[[], Sequence[MicroBatch]] = tuple,
         extra: Sequence[float] = (),
     ) -> StepResult:
-        """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
+        """Update the model by one global batch, of which ``micro_batches`` is this rank's share
+        (may be empty).
 
         Args:
-            stop: tells whether this rank was asked to stop; called after its passes. All ranks learn the answer from
-                :attr:`StepResult.stop_votes`.
-            upcoming: returns the micro-batches of the next step, if there is one; called while a device computes.
-            extra: numbers of this rank for all others, the same number on each rank; see :meth:`Strategy.reduce`.
+            stop: tells whether this rank was asked to stop; called after its passes. All ranks
+                learn the answer from :attr:`StepResult.stop_votes`.
+            upcoming: returns the micro-batches of the next step, if there is one; called while a
+                device computes.
+            extra: numbers of this rank for all others, the same number on each rank; see
+                :meth:`Strategy.reduce`.
 
         Raises:
-            NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
+            NumericsError: loss or gradient is not finite, on every rank alike; the model is
+                unchanged.
         """
-        strategy, ahead, sent = self.strategy, self.passes.run_ahead, sent_bytes(self.strategy.communicator)
+        strategy, ahead, sent = (
+            self.strategy,
+            self.passes.run_ahead,
+            sent_bytes(self.strategy.communicator),
+        )
         started = time.perf_counter()
         if ahead is not None:
             ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
@@ -143,7 +164,9 @@ class TrainStep:
         num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
         strategy.begin_next(self.passes, upcoming)
         ready = time.perf_counter()
-        reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
+        reduced = strategy.reduce(
+            mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra
+        )
         times = Times(ready - started - mine.waited_s, time.perf_counter() - ready + mine.waited_s)
         del mine
         handing_out = time.perf_counter()
@@ -165,7 +188,8 @@ class TrainStep:
         pace = self.pace(num_tokens, passes_s, update_s)
         result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent, pace=pace)
         if problem := not_finite(result):
-            # Every rank has the same sums and comes here. What is thrown away makes room for the search.
+            # Every rank has the same sums and comes here. What is thrown away makes room for the
+            # search.
             del reduced, updated
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
@@ -177,9 +201,11 @@ class TrainStep:
         return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
-        """Return the seconds of this rank's passes, where they are done when they have been handed out; else 0.
+        """Return the seconds of this rank's passes, where they are done when they have been handed
+        out; else 0.
 
-        A pass that was handed out ahead has begun as soon as the device was free. One of a new shape is being compiled.
+        A pass that was handed out ahead has begun as soon as the device was free. One of a new
+        shape is being compiled.
         """
         options = self.options
         compiling = options.compiled and not options.cpu_native and len(self.passes.shapes) > shapes
@@ -189,18 +215,24 @@ class TrainStep:
 
     def pace(self, num_tokens: int, passes_s: float, update_s: float) -> tuple[float, float, float]:
         """:attr:`StepResult.pace` of a step."""
-        return (float(num_tokens), passes_s, update_s) if num_tokens and passes_s else (0.0, 0.0, 0.0)
+        return (
+            (float(num_tokens), passes_s, update_s) if num_tokens and passes_s else (0.0, 0.0, 0.0)
+        )
 
     def _faulted(self, mine: Gradients) -> Gradients:
         """``mine``, spoiled if a test asks for that."""
         if self.options.rules.inject_fault("reduce") != "nan":
             return mine
-        grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in mine.grads]
+        grads = [
+            (name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in mine.grads
+        ]
         # Where the gradient is on its way already, the loss does it.
         sums = mine.sums if mine.pending is None else mx.full(mine.sums.shape, math.nan)
         return replace(mine, sums=sums, grads=grads)
 
-    def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def _refuse(
+        self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]
+    ) -> StepResult:
         """Find out why, and either leave the update out or raise."""
         self.strategy.forget()
         alone = self.strategy.one_by_one(self.passes)
@@ -217,8 +249,12 @@ class TrainStep:
         if self.options.non_finite == "stop":
             what = "packed row" if self.options.packed else "training example"
             look = "look at the examples named, " if blame.examples else ""
-            raise NumericsError(reason + blame.named(what), hint=f"the update was not applied: {look}{_REMEDIES}")
-        return replace(result, loss_sum=0.0, num_targets=0, further=(), skipped=reason, culprits=blame.examples)
+            raise NumericsError(
+                reason + blame.named(what), hint=f"the update was not applied: {look}{_REMEDIES}"
+            )
+        return replace(
+            result, loss_sum=0.0, num_targets=0, further=(), skipped=reason, culprits=blame.examples
+        )
 
     @property
     def shapes(self) -> set[tuple[int, int, int]]:
@@ -246,6 +282,4 @@ class TrainStep:
             self.passes.run_ahead.close()
 
 
-_REMEDIES = (
-    "lower --learning-rate, add --max-grad-norm 1 or --warmup-steps, or leave such updates out: --non-finite skip"
-)
+_REMEDIES = "lower --learning-rate, add --max-grad-norm 1 or --warmup-steps, or leave such updates out: --non-finite skip"

@@ -1,7 +1,7 @@
 """Updaters for a step: by hand, in native code on Linux CPUs, or in the graph on GPUs.
 
-Each updater divides the summed gradients once, by the trained tokens of the global batch, clips and updates. If a
-number is not finite, model and optimizer stay unchanged.
+Each updater divides the summed gradients once, by the trained tokens of the global batch, clips and
+updates. If a number is not finite, model and optimizer stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Rules:
 
     Attributes:
         max_grad_norm: of the whole gradient; ``None``: it is not clipped.
-        after_backward: called with the tree of mean gradients, unclipped; may return other gradients in their place.
+        after_backward: called with the tree of mean gradients, unclipped; may return other
+            gradients in their place.
         heartbeat: called with "update" before the optimizer's update.
         inject_fault: called before the update; it may fail on purpose.
     """
@@ -42,7 +43,9 @@ class Rules:
     max_grad_norm: float | None = None
     after_backward: Callable[[Any], Any] | None = None
     heartbeat: Callable[[str], None] = lambda phase: None
-    inject_fault: Callable[[Literal["message", "reduce", "update", "round"]], object] = lambda point: None
+    inject_fault: Callable[[Literal["message", "reduce", "update", "round"]], object] = (
+        lambda point: None
+    )
 
     def begin(self) -> None:
         """Report the update and inject a planned fault; called just before the update."""
@@ -75,7 +78,8 @@ class Updater(ABC):
     """One way of updating, which knows the update to expect of a part of its sums, too.
 
     Attributes:
-        flat: flat buffers of all trained weights, in which the gradients must be; ``None``: by name.
+        flat: flat buffers of all trained weights, in which the gradients must be; ``None``: by
+            name.
     """
 
     flat: FlatState | None = None
@@ -119,9 +123,9 @@ class Updater(ABC):
     def _expect(self, part: Reduced, last_norm: float) -> None:
         """Take the update that is expected of a part of its sums, of which ``squares`` are known.
 
-        A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last sum was, and its
-        squares, in Adam's second moment, count by the ratio of the norms: what ranks expect is what comes, on the
-        average over them.
+        A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last
+        sum was, and its squares, in Adam's second moment, count by the ratio of the norms: what
+        ranks expect is what comes, on the average over them.
         """
         most, optimizer = self._rules.max_grad_norm, self._optimizer
         assert part.squares is not None
@@ -135,7 +139,9 @@ class Updater(ABC):
         else:
             self._update(Reduced(part.grads, part.totals, divisor=1.0 / factor))
 
-    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+    def _expect_moments(
+        self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array
+    ) -> None:
         """Take Adam's update by ``factor`` times ``grads``, whose squares count ``squared`` times.
 
         What the gradients add to the moments is put there before, and the update is by zeros.
@@ -143,7 +149,10 @@ class Updater(ABC):
         (b1, b2), state = optimizer.betas, self._state()
         for name, gradient in grads:
             home, mean = part_of(state, name), gradient.astype(mx.float32) * factor
-            for kind, more in (("m", (1.0 - b1) / b1 * mean), ("v", (1.0 - b2) / b2 * squared * mx.square(mean))):
+            for kind, more in (
+                ("m", (1.0 - b1) / b1 * mean),
+                ("v", (1.0 - b2) / b2 * squared * mx.square(mean)),
+            ):
                 home[kind] = home[kind] + more.astype(home[kind].dtype)
         self._take(state)
         zeros = [(name, mx.zeros_like(gradient)) for name, gradient in grads]
@@ -191,13 +200,19 @@ class UpdateByHand(Updater):
 
 
 class NativeUpdater(Updater):
-    """:class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
+    """:class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the
+    update.
+    """
 
-    def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
+    def __init__(
+        self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules
+    ) -> None:
         super().__init__(model, optimizer, rules)
         self._native = native
 
-    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+    def _expect_moments(
+        self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array
+    ) -> None:
         self._native.expect(grads, number(factor), number(squared))
 
     def _update(self, reduced: Reduced) -> Updated:
@@ -208,10 +223,16 @@ class NativeUpdater(Updater):
             if given is not None:
                 sums, num_targets = flatten(given), 1.0
         squares = reduced.squares  # of all ranks, where each has a part of the gradients
-        norm = (self._native.norm(sums) if squares is None else math.sqrt(number(squares))) / num_targets
+        norm = (
+            self._native.norm(sums) if squares is None else math.sqrt(number(squares))
+        ) / num_targets
         if all_finite(reduced.loss, mx.array(norm)):
             rules.begin()
-            clipped = 1.0 if rules.max_grad_norm is None else min(rules.max_grad_norm / (norm + 1e-6), 1.0)
+            clipped = (
+                1.0
+                if rules.max_grad_norm is None
+                else min(rules.max_grad_norm / (norm + 1e-6), 1.0)
+            )
             self._native(sums, clipped / num_targets)
         return Updated(mx.array(norm))
 
@@ -220,7 +241,13 @@ class GraphUpdater(Updater):
     """Update lazily if all numbers are finite; they are looked at afterwards."""
 
     def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, strategy: Strategy, rules: Rules, *, compiled: bool
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        strategy: Strategy,
+        rules: Rules,
+        *,
+        compiled: bool,
     ) -> None:
         super().__init__(model, optimizer, rules)
         how: Any = {"compiled": compiled, "travelling": strategy.overlaps, "laid": strategy.laid}
@@ -276,10 +303,16 @@ def make_updater(
     cpu_native: bool,
     compiled: bool,
 ) -> Updater:
-    """Return the updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
+    """Return the updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be
+    new or restored.
+    """
     # Of the weights: by itself the optimizer would do it of the first gradients.
     initialise(optimizer, model)
     if not cpu_native:
         return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
     native = native_update(model, optimizer)
-    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
+    return (
+        UpdateByHand(model, optimizer, rules)
+        if native is None
+        else NativeUpdater(native, model, optimizer, rules)
+    )

@@ -7,7 +7,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 from allhands.cluster import ssh
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login
-from allhands.cluster.doctor.findings import Check, Found, Severity, listed, on, on_mac, pip_install, usual
+from allhands.cluster.doctor.findings import (
+    Check,
+    Found,
+    Severity,
+    listed,
+    on,
+    on_mac,
+    pip_install,
+    usual,
+)
 from allhands.distributed.blame import init_command
 from allhands.io.formatting import format_duration
 from allhands.runtime.versions import (
@@ -60,7 +69,9 @@ _PYTHON_KINDS = ("no-python", "old-python")
 
 
 def ssh_trouble(code: int | None, said: str) -> FactTrouble:
-    """Classify an ssh with this exit code and error output; the code ``None`` means no answer in time."""
+    """Classify an ssh with this exit code and error output; the code ``None`` means no answer in
+    time.
+    """
     kind, reason, stale = ssh.classified(code, said)
     return FactTrouble.model_validate({"kind": kind, "reason": reason[:200], "stale": stale})
 
@@ -115,7 +126,9 @@ def check_shell(cluster: Cluster) -> Iterator[Found]:
     for host, _ in cluster.answered():
         if noise := host.noise.strip():
             message = f"its shell prints on every login, which breaks scp, rsync and mpirun: {ascii(noise)[:80]}"
-            remedy = on(host, "grep -n 'echo\\|printf' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/rc 2>/dev/null")
+            remedy = on(
+                host, "grep -n 'echo\\|printf' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/rc 2>/dev/null"
+            )
             yield host.name, "warn", message, remedy
 
 
@@ -130,20 +143,29 @@ def _is_cut(cluster: Cluster, login: Login, kind: str) -> bool:
     """Tell if the checks of ports and packets report the fault already."""
     ends = {login.source, login.target}
     outcomes = {reach.outcome for reach in cluster.reached if {reach.source, reach.target} == ends}
-    return bool(kind in _CUT and outcomes - {"ok", "stalls"}) or (kind == "timeout" and "stalls" in outcomes)
+    return bool(kind in _CUT and outcomes - {"ok", "stalls"}) or (
+        kind == "timeout" and "stalls" in outcomes
+    )
 
 
 def _failed_login(cluster: Cluster, login: Login, trouble: FactTrouble) -> Found:
     source, target = cluster.host(login.source), cluster.host(login.target)
     # The person may mean to start mpirun on this computer.
     severity: Severity = "note" if target.ssh is None else "warn"
-    command = trouble_remedy(HostReport(name=login.name, ssh=login.name, addresses=target.addresses), trouble)
+    command = trouble_remedy(
+        HostReport(name=login.name, ssh=login.name, addresses=target.addresses), trouble
+    )
     if trouble.kind == "auth":
         # The source may have no key of its own yet.
         command = f"test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; {command}"
     if source.ssh is not None:  # with a terminal, on which ssh can ask
         command = on(source, command).replace("ssh ", "ssh -t ", 1)
-    return (source.name, target.name), severity, f"from here ssh {login.name} fails: {_message(trouble, '')}", command
+    return (
+        (source.name, target.name),
+        severity,
+        f"from here ssh {login.name} fails: {_message(trouble, '')}",
+        command,
+    )
 
 
 def check_python(cluster: Cluster) -> Iterator[Found]:
@@ -157,20 +179,30 @@ def check_python(cluster: Cluster) -> Iterator[Found]:
 
 
 def _new_enough(facts: HostFacts) -> bool:
-    version = tuple(int(part) for part in facts.python.python_version.split(".")[:2] if part.isdigit())
+    version = tuple(
+        int(part) for part in facts.python.python_version.split(".")[:2] if part.isdigit()
+    )
     return not version or version >= OLDEST_PYTHON
 
 
 def check_allhands(cluster: Cluster) -> Iterator[Found]:
     """Check that a rank would start: allhands and MLX can be imported."""
-    versions = [version for _, facts in cluster.answered() if (version := facts.version("allhands"))]
+    versions = [
+        version for _, facts in cluster.answered() if (version := facts.version("allhands"))
+    ]
     for host, facts in cluster.answered():
         if "python" in facts.missing or not _new_enough(facts):
             continue
         if facts.starts is not None:
             absent = facts.version("allhands") is None
             fault = "allhands is not installed" if absent else f"a rank fails with {facts.starts}"
-            extra = "" if on_mac(host) else "[cuda13]" if any(gpu.kind == "cuda" for gpu in facts.gpus) else "[cpu]"
+            extra = (
+                ""
+                if on_mac(host)
+                else "[cuda13]"
+                if any(gpu.kind == "cuda" for gpu in facts.gpus)
+                else "[cpu]"
+            )
             wanted = f"allhands{extra}" + (f"=={usual(versions)}" if versions else "")
             yield host.name, "stop", f"{fault} in {host.python}", pip_install(host, facts, wanted)
         elif "starts" in facts.missing:
@@ -179,17 +211,30 @@ def check_allhands(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_versions(cluster: Cluster) -> Iterator[Found]:
-    """Versions are equal where :mod:`allhands.runtime.versions` demands it; other differences are noted."""
-    known = [(host, facts) for host, facts in cluster.answered() if facts.python.python_version and _new_enough(facts)]
+    """Versions are equal where :mod:`allhands.runtime.versions` demands it; other differences are
+    noted.
+    """
+    known = [
+        (host, facts)
+        for host, facts in cluster.answered()
+        if facts.python.python_version and _new_enough(facts)
+    ]
     for name in MUST_BE_EQUAL:
         for host, facts, wanted, message in _other_versions(known, name, name, required):
             remade = name == "python" or (name == "allhands" and SOURCE in wanted)
-            remedy = _init(cluster, host, wanted) if remade else _same_package(host, facts, name, wanted)
+            remedy = (
+                _init(cluster, host, wanted) if remade else _same_package(host, facts, name, wanted)
+            )
             yield host.name, "stop", message, remedy
     for name in MAY_DIFFER:
         for host, facts, wanted, message in _other_versions(known, name, "allhands", dict):
             if name in merely_different(facts.software, wanted):
-                yield host.name, "note", f"{message}: {harmless(name)}", _same_package(host, facts, name, wanted)
+                yield (
+                    host.name,
+                    "note",
+                    f"{message}: {harmless(name)}",
+                    _same_package(host, facts, name, wanted),
+                )
 
 
 def _other_versions(
@@ -200,9 +245,14 @@ def _other_versions(
 ) -> Iterator[tuple[HostReport, HostFacts, Mapping[str, str], str]]:
     """Yield each computer without the usual version, with the usual software and a message.
 
-    Computers without the package ``needs`` do not count; ``compared`` makes the versions to compare of a software.
+    Computers without the package ``needs`` do not count; ``compared`` makes the versions to compare
+    of a software.
     """
-    have = [(one, facts, compared(facts.software).get(name, "")) for one, facts in known if facts.version(needs)]
+    have = [
+        (one, facts, compared(facts.software).get(name, ""))
+        for one, facts in known
+        if facts.version(needs)
+    ]
     if not have:
         return
     common = usual([value for *_, value in have])
@@ -211,19 +261,32 @@ def _other_versions(
     for host, facts, value in have:
         if value != common:
             other = described(name, wanted).split(" ", 1)[1]
-            yield host, facts, wanted, f"{described(name, facts.software, wanted)}, but {other} on {same}"
+            yield (
+                host,
+                facts,
+                wanted,
+                f"{described(name, facts.software, wanted)}, but {other} on {same}",
+            )
 
 
 def _same_package(host: HostReport, facts: HostFacts, name: str, wanted: Mapping[str, str]) -> str:
-    """Return the command that installs the others' version of a package; for Python it shows the version."""
+    """Return the command that installs the others' version of a package; for Python it shows the
+    version.
+    """
     if name == "python":
         return on(host, f"{shlex.quote(host.python)} --version   # nothing has to be done")
-    backends = [one for one in MLX_BACKENDS if name == "mlx" and facts.version(one) not in (None, wanted[name])]
+    backends = [
+        one
+        for one in MLX_BACKENDS
+        if name == "mlx" and facts.version(one) not in (None, wanted[name])
+    ]
     return pip_install(host, facts, *(f"{one}=={wanted[name]}" for one in (name, *backends)))
 
 
 def _init(cluster: Cluster, host: HostReport, wanted: Mapping[str, str]) -> str:
-    """Return the command that makes this computer's environment there, or on all others if this one is the odd one."""
+    """Return the command that makes this computer's environment there, or on all others if this one
+    is the odd one.
+    """
     alike = host.ssh is not None and not unequal(software_here(), wanted)
     hosts = [host] if alike else cluster.hosts
     return init_command([one.ssh for one in hosts if one.ssh is not None], cluster.option)
@@ -231,7 +294,9 @@ def _init(cluster: Cluster, host: HostReport, wanted: Mapping[str, str]) -> str:
 
 def check_clock(cluster: Cluster) -> Iterator[Found]:
     """Clocks agree, within the error of the measurement."""
-    known = [(host, host.clock_offset_s) for host in cluster.hosts if host.clock_offset_s is not None]
+    known = [
+        (host, host.clock_offset_s) for host in cluster.hosts if host.clock_offset_s is not None
+    ]
     # The median, with this computer's own clock; of two in the middle the one nearer to this clock.
     ranked = sorted([0.0, *(offset for _, offset in known)])
     reference = min(ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2], key=abs)
@@ -240,11 +305,15 @@ def check_clock(cluster: Cluster) -> Iterator[Found]:
         if abs(off) - host.round_trip_s / 2 > CLOCK_WARN_S:
             way = "ahead" if off > 0 else "behind"
             message = f"its clock is {format_duration(abs(off))} {way}: times in logs mislead, and the Hub may refuse"
-            command = "sudo sntp -sS time.apple.com" if on_mac(host) else "sudo timedatectl set-ntp true"
+            command = (
+                "sudo sntp -sS time.apple.com" if on_mac(host) else "sudo timedatectl set-ntp true"
+            )
             yield host.name, "warn", message, on(host, command)
 
 
-def _repeated(identities: Iterable[tuple[HostReport, Hashable]]) -> Iterator[tuple[HostReport, str]]:
+def _repeated(
+    identities: Iterable[tuple[HostReport, Hashable]],
+) -> Iterator[tuple[HostReport, str]]:
     """Yield each computer whose identity an earlier one has, with the name of that one."""
     seen: dict[Hashable, str] = {}
     for host, identity in identities:
@@ -266,15 +335,25 @@ def check_same(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_names(cluster: Cluster) -> Iterator[Found]:
-    """No two computers have the same hostname: MPI would take them for one, and its sums would be wrong."""
+    """No two computers have the same hostname: MPI would take them for one, and its sums would be
+    wrong.
+    """
     several = {host.name for host, _ in _same_computers(cluster)}
-    systems = [(host, facts.system) for host, facts in cluster.answered() if host.name not in several]
+    systems = [
+        (host, facts.system) for host, facts in cluster.answered() if host.name not in several
+    ]
     names = {host.name: system.hostname.lower() for host, system in systems if system.hostname}
-    for host, first in _repeated((host, names[host.name]) for host, _ in systems if host.name in names):
+    for host, first in _repeated(
+        (host, names[host.name]) for host, _ in systems if host.name in names
+    ):
         name = names[host.name]
         message = f"it calls itself {name}, as {first} does: MPI would take the two for one, and add up wrongly"
         new = shlex.quote(f"{name.partition('.')[0]}-2")
-        command = f"sudo scutil --set HostName {new}" if on_mac(host) else f"sudo hostnamectl set-hostname {new}"
+        command = (
+            f"sudo scutil --set HostName {new}"
+            if on_mac(host)
+            else f"sudo hostnamectl set-hostname {new}"
+        )
         yield (host.name, first), "warn", message, on(host, command)
 
 
@@ -283,7 +362,9 @@ def check_directory(cluster: Cluster) -> Iterator[Found]:
     for host, facts in cluster.answered():
         if facts.cwd_error is not None:
             severity: Severity = "stop" if host.cwd_given else "note"
-            message = f"{host.cwd} cannot be entered ({facts.cwd_error}); ranks would work in {facts.cwd}"
+            message = (
+                f"{host.cwd} cannot be entered ({facts.cwd_error}); ranks would work in {facts.cwd}"
+            )
             yield host.name, severity, message, on(host, f"mkdir -p {shlex.quote(host.cwd)}")
 
 

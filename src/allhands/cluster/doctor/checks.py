@@ -11,7 +11,9 @@ CHECKS: tuple[Check, ...] = (*access.CHECKS, *storage.CHECKS, *network.CHECKS, *
 
 def findings_of(cluster: Cluster) -> list[Finding]:
     """Return all findings, the worst first."""
-    found = [finding for check in CHECKS if check.applies(cluster) for finding in check.findings(cluster)]
+    found = [
+        finding for check in CHECKS if check.applies(cluster) for finding in check.findings(cluster)
+    ]
     return sorted(found, key=lambda finding: ORDER.index(finding.severity))
 
 

@@ -34,7 +34,11 @@ def check_slots(cluster: Cluster) -> Iterator[Found]:
         cores, gpus = facts.processor.usable, sum(gpu.kind == "cuda" for gpu in facts.gpus)
         severity: Severity = "warn"
         if cluster.backend == "nccl" and host.slots > gpus:
-            severity, right, lack = "stop", gpus, f"{counted(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank"
+            severity, right, lack = (
+                "stop",
+                gpus,
+                f"{counted(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank",
+            )
         elif facts.gpus and not gpus:
             right, lack = 1, "one GPU that they share: no faster than one"
         elif gpus:
@@ -42,7 +46,9 @@ def check_slots(cluster: Cluster) -> Iterator[Found]:
         else:
             right, lack = cores, counted(cores, "core")
         if host.slots > right:
-            remedy = new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
+            remedy = (
+                new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
+            )
             yield host.name, severity, f"{counted(host.slots, 'slot')}, but {lack}", remedy
 
 
@@ -108,11 +114,20 @@ def _rdma_problem(cluster: Cluster, facts: HostFacts) -> tuple[str, str] | None:
     if facts.system.system != "Darwin":
         return "JACCL is for Macs with Thunderbolt 5; this is not a Mac", _by_ring(cluster)
     if facts.rdma.status is None:
-        return "this macOS has no RDMA over Thunderbolt: 26.2 or newer is needed", "softwareupdate --list"
+        return (
+            "this macOS has no RDMA over Thunderbolt: 26.2 or newer is needed",
+            "softwareupdate --list",
+        )
     if facts.rdma.status != "enabled":
-        return f"RDMA is {facts.rdma.status}", "rdma_ctl enable   # in the Terminal of macOS Recovery, then restart"
+        return (
+            f"RDMA is {facts.rdma.status}",
+            "rdma_ctl enable   # in the Terminal of macOS Recovery, then restart",
+        )
     if not facts.rdma.devices:
-        return "RDMA is enabled, but there is no device: is a Thunderbolt 5 cable plugged in?", "ibv_devices"
+        return (
+            "RDMA is enabled, but there is no device: is a Thunderbolt 5 cable plugged in?",
+            "ibv_devices",
+        )
     return None
 
 
@@ -125,7 +140,9 @@ def _macs(cluster: Cluster) -> Iterator[tuple[HostReport, HostFacts, Mac]]:
 def check_bridge(cluster: Cluster) -> Iterator[Found]:
     """No Mac's addresses lie on the Thunderbolt Bridge, and no Thunderbolt cable lies idle."""
     backend = "jaccl" if cluster.backend == "jaccl" else "ring"
-    setup = _SETUP.format(hosts=",".join(host.ssh or "localhost" for host in cluster.hosts), backend=backend)
+    setup = _SETUP.format(
+        hosts=",".join(host.ssh or "localhost" for host in cluster.hosts), backend=backend
+    )
     for host, facts, _ in _macs(cluster):
         for bridge in (one for one in facts.interfaces if one.kind == "bridge" and one.members):
             members = listed(bridge.members)
@@ -160,7 +177,12 @@ def check_limits(cluster: Cluster) -> Iterator[Found]:
             severity: Severity = "warn" if limits.files < FEWEST_FILES else "note"
             message = f"a process may have {limits.files} files open (ulimit -n)"
             yield host.name, severity, message, _more_files(host, facts)
-        if facts.rdma.devices and facts.mac is None and limits.locked is not None and limits.locked < LEAST_LOCKED:
+        if (
+            facts.rdma.devices
+            and facts.mac is None
+            and limits.locked is not None
+            and limits.locked < LEAST_LOCKED
+        ):
             message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
             yield host.name, "warn", message, _set_limit(host, facts, "memlock unlimited")
 
@@ -169,7 +191,9 @@ def _more_files(host: HostReport, facts: HostFacts) -> str:
     most = facts.limits.most_files
     if facts.mac is None and most is not None and most < ENOUGH_FILES:
         return _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
-    return on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {'~/.zshenv' if facts.mac else '~/.bashrc'}")
+    return on(
+        host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {'~/.zshenv' if facts.mac else '~/.bashrc'}"
+    )
 
 
 def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:
@@ -183,7 +207,9 @@ def check_sleep(cluster: Cluster) -> Iterator[Found]:
     for host, _, mac in _macs(cluster):
         if mac.sleep_minutes and not mac.kept_awake:
             message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without a person"
-            command = "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0"
+            command = (
+                "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0"
+            )
             yield host.name, "warn", message, on(host, command)
 
 
@@ -199,7 +225,9 @@ def check_firewall(cluster: Cluster) -> Iterator[Found]:
     """No Mac's firewall blocks all incoming connections."""
     for host, _, mac in _macs(cluster):
         if mac.firewall and mac.blocks_all:
-            remedy = on(host, "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --setblockall off")
+            remedy = on(
+                host, "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --setblockall off"
+            )
             yield host.name, "stop", "its firewall blocks all incoming connections", remedy
 
 
@@ -208,7 +236,12 @@ def check_unknown(cluster: Cluster) -> Iterator[Found]:
     for host, facts in cluster.answered():
         if set(facts.missing) - {"starts"}:
             reasons = listed(f"{name} ({reason})" for name, reason in facts.missing.items())
-            yield host.name, "note", f"not known: {reasons}", f"allhands cluster check {cluster.option} --timeout-s 60"
+            yield (
+                host.name,
+                "note",
+                f"not known: {reasons}",
+                f"allhands cluster check {cluster.option} --timeout-s 60",
+            )
 
 
 def _any_mac(cluster: Cluster) -> bool:
@@ -219,7 +252,12 @@ CHECKS = (
     Check("devices", "devices", check_devices),
     Check("slots", "slots", check_slots),
     Check("mpi", "Open MPI", check_mpi, lambda cluster: cluster.backend in ("mpi", "auto")),
-    Check("rdma", "RDMA", check_rdma, lambda cluster: any(_wants_rdma(cluster, host) for host in cluster.hosts)),
+    Check(
+        "rdma",
+        "RDMA",
+        check_rdma,
+        lambda cluster: any(_wants_rdma(cluster, host) for host in cluster.hosts),
+    ),
     Check("limits", "limits", check_limits),
     Check("firewall", "firewalls of Macs", check_firewall, _any_mac),
     Check("bridge", "Thunderbolt", check_bridge, _any_mac),

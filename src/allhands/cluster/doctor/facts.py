@@ -10,8 +10,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Kind = Literal["wifi", "ethernet", "thunderbolt", "infiniband", "bridge", "loopback", "tunnel", "virtual"]
-Outcome = Literal["ok", "refused", "timeout", "unreachable", "forbidden", "stranger", "stalls", "failed"]
+Kind = Literal[
+    "wifi", "ethernet", "thunderbolt", "infiniband", "bridge", "loopback", "tunnel", "virtual"
+]
+Outcome = Literal[
+    "ok", "refused", "timeout", "unreachable", "forbidden", "stranger", "stalls", "failed"
+]
 # Reasons why a computer could not be asked, or another one from it.
 TroubleKind = Literal[
     "name",
@@ -120,7 +124,9 @@ class LimitFacts(Fact):
 
 
 class Disk(Fact):
-    """The disk for files of ``role``: ``path`` was asked for, ``place`` is the part of it that exists."""
+    """The disk for files of ``role``: ``path`` was asked for, ``place`` is the part of it that
+    exists.
+    """
 
     role: str
     path: str = ""
@@ -208,7 +214,9 @@ class Tree(Fact):
 
 
 class HostFacts(Fact):
-    """All facts of one computer; ``starts`` is the reason why a rank would not start there, ``None`` if it would."""
+    """All facts of one computer; ``starts`` is the reason why a rank would not start there,
+    ``None`` if it would.
+    """
 
     cwd: str = ""
     cwd_error: str | None = None
@@ -235,7 +243,9 @@ class HostFacts(Fact):
 
     def interface_of(self, ip: str) -> Interface | None:
         """Return the interface that has the address."""
-        return next((one for one in self.interfaces for address in one.addresses if address.ip == ip), None)
+        return next(
+            (one for one in self.interfaces for address in one.addresses if address.ip == ip), None
+        )
 
     def route_to(self, ip: str) -> Route | None:
         """Return the route to one of the addresses that were asked about."""
@@ -243,7 +253,9 @@ class HostFacts(Fact):
 
     def version(self, package: str) -> str | None:
         """Return the version of an installed package, or of Python."""
-        return self.python.python_version if package == "python" else self.python.versions.get(package)
+        return (
+            self.python.python_version if package == "python" else self.python.versions.get(package)
+        )
 
     @property
     def software(self) -> dict[str, str]:
@@ -254,8 +266,8 @@ class HostFacts(Fact):
 class FactTrouble(Fact):
     """The reason why a computer could not be asked: the kind, and the words of ssh or of its shell.
 
-    ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near`` are names that are
-    known and look like the one that is not.
+    ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near``
+    are names that are known and look like the one that is not.
     """
 
     kind: TroubleKind
@@ -269,7 +281,8 @@ class HostReport(Fact):
 
     Attributes:
         ssh: the name for ssh; ``None`` for this computer.
-        addresses: the addresses for the others: the hostfile's, or else those of its name; ``given``: the former.
+        addresses: the addresses for the others: the hostfile's, or else those of its name;
+            ``given``: the former.
         python: the interpreter that was asked.
         cwd: the working directory; ``cwd_given``: the hostfile names it.
         rdma: number of its devices in the hostfile.
@@ -306,7 +319,11 @@ class HostReport(Fact):
 
     def disk(self, role: str) -> Disk | None:
         """Return the disk for files of a role."""
-        return next((disk for disk in self.facts.disks if disk.role == role), None) if self.facts else None
+        return (
+            next((disk for disk in self.facts.disks if disk.role == role), None)
+            if self.facts
+            else None
+        )
 
 
 class Reach(Fact):
@@ -322,7 +339,9 @@ class Reach(Fact):
 
 
 class Login(Fact):
-    """The outcome of ssh from host ``source`` to host ``target`` as ``name``; no ``trouble``: it works."""
+    """The outcome of ssh from host ``source`` to host ``target`` as ``name``; no ``trouble``: it
+    works.
+    """
 
     source: str
     target: str

@@ -24,7 +24,8 @@ class Finding:
     Attributes:
         check: the name of the check, such as ``ports``.
         hosts: the computers with the fault; the one to repair comes first.
-        severity: ``stop``: training would not start or not be right; ``warn``: it would be slow or may end early;
+        severity: ``stop``: training would not start or not be right; ``warn``: it would be slow or
+            may end early;
             ``note``: worth knowing.
         message: the fault, without the hosts' names at its beginning.
         remedy: a command for this computer's shell; the person replaces words in capitals.
@@ -58,7 +59,9 @@ class Check:
     def findings(self, cluster: Cluster) -> list[Finding]:
         """Return the faults that this check finds."""
         return [
-            Finding(self.name, (hosts,) if isinstance(hosts, str) else hosts, severity, message, remedy)
+            Finding(
+                self.name, (hosts,) if isinstance(hosts, str) else hosts, severity, message, remedy
+            )
             for hosts, severity, message, remedy in self.look(cluster)
         ]
 
@@ -73,14 +76,21 @@ def on(host: HostReport, command: str) -> str:
 
 def pip_install(host: HostReport, facts: HostFacts, *packages: str) -> str:
     """Return the command line that installs packages for the host's Python."""
-    return on(host, shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", *packages]))
+    return on(
+        host,
+        shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", *packages]),
+    )
 
 
 def new_hostfile(cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the command that writes a hostfile of these computers with ``changes`` by host name."""
     entries: list[dict[str, Any]] = []
     for host in cluster.hosts:
-        entry: dict[str, Any] = {"ssh": host.ssh or "localhost", "ips": list(host.addresses), "slots": host.slots}
+        entry: dict[str, Any] = {
+            "ssh": host.ssh or "localhost",
+            "ips": list(host.addresses),
+            "slots": host.slots,
+        }
         entry |= {"python": host.python} | ({"cwd": host.cwd} if host.cwd_given else {})
         entries.append({**entry, **changes.get(host.name, {})})
     return f"echo {shlex.quote(json.dumps(entries))} > better-hosts.json"

@@ -1,7 +1,7 @@
 """The measured network, and the time that a step's gradients take on it.
 
-The options of training are not known here, so two ends are reported: LoRA with the default rank on the default layers,
-and all weights; both at four bytes a parameter.
+The options of training are not known here, so two ends are reported: LoRA with the default rank on
+the default layers, and all weights; both at four bytes a parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], 
         found = measure(hosts, backend, BenchOptions(timeout_s=_MEASURE_S, progress=progress))
     except AllhandsError as error:
         names = tuple(host.name for host in hosts)
-        return Network(backend=backend, failures=(NetworkFailure(hosts=names, message=error.message, hint=error.hint),))
+        return Network(
+            backend=backend,
+            failures=(NetworkFailure(hosts=names, message=error.message, hint=error.hint),),
+        )
     exchanges = {
         what: found.seconds_per_step(BYTES_A_PARAMETER * parameters)
         for what, parameters in trained_parameters(cluster).items()
@@ -52,20 +55,29 @@ def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], 
 
 
 def _link(figures: Figures) -> LinkSpeed:
-    return LinkSpeed(hosts=figures.hosts, latency_s=figures.latency_s, bus_bytes_per_s=figures.bus_bytes_per_s())
+    return LinkSpeed(
+        hosts=figures.hosts, latency_s=figures.latency_s, bus_bytes_per_s=figures.bus_bytes_per_s()
+    )
 
 
 def _by_host(hosts: Sequence[Host], whole: Figures) -> dict[str, float]:
-    """Return the speed of each computer of the group; the ranks are in the order of their computers."""
+    """Return the speed of each computer of the group; the ranks are in the order of their
+    computers.
+    """
     slots = {host.name: host.slots for host in hosts}
     names = [name for name in whole.hosts for _ in range(slots.get(name, 1))]
     if len(names) != len(whole.speeds):
         return {}
-    return {name: sum(s for own, s in zip(names, whole.speeds, strict=True) if own == name) for name in whole.hosts}
+    return {
+        name: sum(s for own, s in zip(names, whole.speeds, strict=True) if own == name)
+        for name in whole.hosts
+    }
 
 
 def trained_parameters(cluster: Cluster) -> dict[str, int]:
-    """Return the parameters that LoRA and full training train, of the model on this computer; empty if not known."""
+    """Return the parameters that LoRA and full training train, of the model on this computer; empty
+    if not known.
+    """
     path = located("model", cluster.model) if cluster.model else None
     for host in cluster.hosts:
         if host.ssh is None and (tree := host.tree("model")) is not None:

@@ -9,8 +9,24 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Interface, LinkSpeed, Network, Reach
-from allhands.cluster.doctor.findings import Check, Found, Severity, listed, new_hostfile, on, on_mac
+from allhands.cluster.doctor.facts import (
+    Cluster,
+    HostFacts,
+    HostReport,
+    Interface,
+    LinkSpeed,
+    Network,
+    Reach,
+)
+from allhands.cluster.doctor.findings import (
+    Check,
+    Found,
+    Severity,
+    listed,
+    new_hostfile,
+    on,
+    on_mac,
+)
 from allhands.cluster.doctor.paths import CABLES, choose, kind_name, networks, rank_of, used
 from allhands.io.formatting import format_bytes
 
@@ -35,10 +51,20 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
         own = {ip: network for _, ip, network in networks(facts)}
         for ip, reason in host.bind_errors.items():
             if ip in own:
-                yield host.name, "stop", f"it cannot listen at its address {ip}: {reason}", on(host, "ulimit -n; ss -s")
+                yield (
+                    host.name,
+                    "stop",
+                    f"it cannot listen at its address {ip}: {reason}",
+                    on(host, "ulimit -n; ss -s"),
+                )
                 continue
             # An address in a network of another computer's address, else the first one.
-            others = [ipaddress.ip_address(ip) for one in cluster.hosts if one is not host for ip in one.addresses]
+            others = [
+                ipaddress.ip_address(ip)
+                for one in cluster.hosts
+                if one is not host
+                for ip in one.addresses
+            ]
             near = [ip for ip, network in own.items() if any(other in network for other in others)]
             remedy = on(host, "ifconfig | grep 'inet '" if on_mac(host) else "ip -br -4 addr")
             if own:
@@ -47,11 +73,13 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
             yield host.name, "stop", message, remedy
 
 
-# --- ports --------------------------------------------------------------------------------------------
+# --- ports ----------------------------------------------------------------------------------------
 
 
 def check_ports(cluster: Cluster) -> Iterator[Found]:
-    """Check that every computer can connect to every other one, by the addresses that ranks will use."""
+    """Check that every computer can connect to every other one, by the addresses that ranks will
+    use.
+    """
     failed = [reach for reach in cluster.reached if _fails(reach)]
     mute: dict[str, list[Reach]] = defaultdict(list)
     groups: dict[tuple[str, str, str], list[Reach]] = defaultdict(list)
@@ -70,8 +98,15 @@ def check_ports(cluster: Cluster) -> Iterator[Found]:
         names = tuple(dict.fromkeys(reach.source for reach in reached))
         sources = [cluster.host(name) for name in names]
         stranger = outcome == "stranger"
-        remedy = on(sources[0], f"ping -c 3 {ip}") if stranger else _open(cluster.host(target), sources)
-        yield (target, *names), "stop", f"from {listed(names)} to it at {ip}: {_MEANING[outcome]}", remedy
+        remedy = (
+            on(sources[0], f"ping -c 3 {ip}") if stranger else _open(cluster.host(target), sources)
+        )
+        yield (
+            (target, *names),
+            "stop",
+            f"from {listed(names)} to it at {ip}: {_MEANING[outcome]}",
+            remedy,
+        )
 
 
 def _misled(cluster: Cluster, reach: Reach) -> Found | None:
@@ -92,7 +127,9 @@ def _fails(reach: Reach) -> bool:
 
 def _is_echo(cluster: Cluster, reach: Reach, failed: Sequence[Reach]) -> bool:
     """Tell if a connection fails only because answers do not come back, which the way back reports."""
-    back = [other for other in failed if (other.source, other.target) == (reach.target, reach.source)]
+    back = [
+        other for other in failed if (other.source, other.target) == (reach.target, reach.source)
+    ]
     if reach.outcome != "timeout" or not back:
         return False
     if any(other.outcome in ("forbidden", "unreachable") for other in back):
@@ -106,8 +143,12 @@ def _is_mute(cluster: Cluster, name: str) -> bool:
     """Tell if a computer reaches nobody while others reach those: the fault is its own."""
     outcomes = {reach.outcome for reach in cluster.reached if reach.source == name}
     targets = {reach.target for reach in cluster.reached if reach.source == name}
-    reached = {reach.target for reach in cluster.reached if reach.source != name and reach.outcome == "ok"}
-    return "ok" not in outcomes and ("forbidden" in outcomes or (len(targets) > 1 and targets <= reached))
+    reached = {
+        reach.target for reach in cluster.reached if reach.source != name and reach.outcome == "ok"
+    }
+    return "ok" not in outcomes and (
+        "forbidden" in outcomes or (len(targets) > 1 and targets <= reached)
+    )
 
 
 def _mute_finding(cluster: Cluster, name: str, failed: Sequence[Reach]) -> Found:
@@ -117,15 +158,24 @@ def _mute_finding(cluster: Cluster, name: str, failed: Sequence[Reach]) -> Found
         remedy = _show_route(host, first.ip)
     else:
         remedy = _open(host, [cluster.host(target) for target in targets], way="out")
-    return (name, *targets), "stop", f"it cannot connect to any other computer: {_MEANING[first.outcome]}", remedy
+    return (
+        (name, *targets),
+        "stop",
+        f"it cannot connect to any other computer: {_MEANING[first.outcome]}",
+        remedy,
+    )
 
 
 def _show_route(host: HostReport, ip: str) -> str:
-    return on(host, f"route -n get {ip}; ifconfig" if on_mac(host) else f"ip route get {ip}; ip -br addr")
+    return on(
+        host, f"route -n get {ip}; ifconfig" if on_mac(host) else f"ip route get {ip}; ip -br addr"
+    )
 
 
 def _open(host: HostReport, others: Sequence[HostReport], way: str = "in") -> str:
-    """Return the command that opens the host's firewall for the other computers, and for nobody else."""
+    """Return the command that opens the host's firewall for the other computers, and for nobody
+    else.
+    """
     if on_mac(host):
         tool = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
         python = shlex.quote(host.facts.python.python_path if host.facts else host.python)
@@ -139,7 +189,9 @@ def _rules(host: HostReport, peers: Sequence[str], way: str) -> list[str]:
     if "ufw" in walls:
         return [f"sudo ufw allow {'out to' if way == 'out' else 'from'} {peer}" for peer in peers]
     if "firewalld" in walls:
-        added = [f"sudo firewall-cmd --permanent --zone=trusted --add-source={peer}" for peer in peers]
+        added = [
+            f"sudo firewall-cmd --permanent --zone=trusted --add-source={peer}" for peer in peers
+        ]
         return [*added, "sudo firewall-cmd --reload"]
     if list(walls) == ["nft"]:
         return ["sudo nft list ruleset"]
@@ -152,7 +204,9 @@ def _networks_of(host: HostReport, others: Sequence[HostReport]) -> list[str]:
     """Return the host's networks that the others are in, or their addresses."""
     own = [network for _, _, network in networks(host.facts)] if host.facts else []
     ips = [ip for other in others for ip in other.addresses[:1]]
-    found = [next((network for network in own if ipaddress.ip_address(ip) in network), ip) for ip in ips]
+    found = [
+        next((network for network in own if ipaddress.ip_address(ip) in network), ip) for ip in ips
+    ]
     return list(dict.fromkeys(map(str, found)))
 
 
@@ -169,7 +223,10 @@ def check_packets(cluster: Cluster) -> Iterator[Found]:
 
 def _set_mtu(host: HostReport, interface: str, mtu: int) -> str:
     name = shlex.quote(interface)
-    return on(host, f"sudo ifconfig {name} mtu {mtu}" if on_mac(host) else f"sudo ip link set {name} mtu {mtu}")
+    return on(
+        host,
+        f"sudo ifconfig {name} mtu {mtu}" if on_mac(host) else f"sudo ip link set {name} mtu {mtu}",
+    )
 
 
 def check_mtu(cluster: Cluster) -> Iterator[Found]:
@@ -182,11 +239,18 @@ def check_mtu(cluster: Cluster) -> Iterator[Found]:
                 continue
             if near.mtu is not None and far.mtu is not None and near.mtu > far.mtu:
                 seen.add((first.name, near.name))
-                message = f"{near.name} has MTU {near.mtu}, {far.name} of {second.name} has {far.mtu}"
-                yield (first.name, second.name), "warn", message, _set_mtu(first, near.name, far.mtu)
+                message = (
+                    f"{near.name} has MTU {near.mtu}, {far.name} of {second.name} has {far.mtu}"
+                )
+                yield (
+                    (first.name, second.name),
+                    "warn",
+                    message,
+                    _set_mtu(first, near.name, far.mtu),
+                )
 
 
-# --- routes -------------------------------------------------------------------------------------------
+# --- routes ---------------------------------------------------------------------------------------
 
 
 def check_route(cluster: Cluster) -> Iterator[Found]:
@@ -195,29 +259,46 @@ def check_route(cluster: Cluster) -> Iterator[Found]:
     for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         names = (first.name, second.name)
         # The check of ports reports ways on which nothing passes.
-        ips = [reach.ip for reach in cluster.reached if (reach.source, reach.target) == names and not _fails(reach)]
+        ips = [
+            reach.ip
+            for reach in cluster.reached
+            if (reach.source, reach.target) == names and not _fails(reach)
+        ]
         for ip in ips:
             if detour := _detour(first, ip):
                 yield names, "warn", *detour
         # The check of addresses reports an address that is nobody's.
         known = second.addresses and second.addresses[0] not in second.bind_errors
-        if known and frozenset(names) not in reported and (slow := _slow_way(cluster, first, facts, second, others)):
+        if (
+            known
+            and frozenset(names) not in reported
+            and (slow := _slow_way(cluster, first, facts, second, others))
+        ):
             reported.add(frozenset(names))
             yield names, *slow
 
 
 def _detour(host: HostReport, ip: str) -> tuple[str, str] | None:
-    """Return message and remedy if the route leaves by another interface than the one in the address's network."""
+    """Return message and remedy if the route leaves by another interface than the one in the
+    address's network.
+    """
     if host.facts is None or (route := host.facts.route_to(ip)) is None or route.interface is None:
         return None
     address = ipaddress.ip_address(ip)
-    direct = [interface.name for interface, _, network in networks(host.facts) if address in network]
+    direct = [
+        interface.name for interface, _, network in networks(host.facts) if address in network
+    ]
     if not direct or route.interface in direct:
         return None
     name = shlex.quote(direct[0])
     by = f" by {route.gateway}" if route.gateway else ""
-    message = f"the route to {ip} leaves{by} on {route.interface}, though {direct[0]} is in its network"
-    mac, linux = f"sudo route -n add -host {ip} -interface {name}", f"sudo ip route replace {ip}/32 dev {name}"
+    message = (
+        f"the route to {ip} leaves{by} on {route.interface}, though {direct[0]} is in its network"
+    )
+    mac, linux = (
+        f"sudo route -n add -host {ip} -interface {name}",
+        f"sudo ip route replace {ip}/32 dev {name}",
+    )
     return message, on(host, mac if on_mac(host) else linux)
 
 
@@ -236,7 +317,9 @@ def _slow_way(
         near = any(ipaddress.ip_address(ip) in network for _, _, network in networks(facts))
         over = f"{best[first.name].interface} ({kind_name(better[0])})"
         message = f"they talk over {way.name} ({kind_name(way.kind)}), though {over} joins them"
-        hostfile = new_hostfile(cluster, {name: {"ips": [choice.ip]} for name, choice in best.items()})
+        hostfile = new_hostfile(
+            cluster, {name: {"ips": [choice.ip]} for name, choice in best.items()}
+        )
         return "warn" if wireless or near else "note", message, hostfile
     if wireless:
         message = f"they talk over Wi-Fi ({way.name} to {end.name}): every step waits for it; join them by a cable"
@@ -244,7 +327,7 @@ def _slow_way(
     return None
 
 
-# --- the measurement ----------------------------------------------------------------------------------
+# --- the measurement ------------------------------------------------------------------------------
 
 
 def check_network(cluster: Cluster) -> Iterator[Found]:
@@ -262,12 +345,16 @@ def check_network(cluster: Cluster) -> Iterator[Found]:
         message = f"{whose} is slow: {format_bytes(link.bus_bytes_per_s)}/s, {why}"
         host, interface = cluster.host(hosts[0]), _first_interface(cluster, hosts[0])
         name = shlex.quote(interface.name) if interface else "INTERFACE"
-        show = f"ifconfig {name}" if on_mac(host) else f"ethtool {name}; tc -s qdisc show dev {name}"
+        show = (
+            f"ifconfig {name}" if on_mac(host) else f"ethtool {name}; tc -s qdisc show dev {name}"
+        )
         yield hosts, severity, message, on(host, show)
 
 
 def _common(network: Network, slow: Sequence[LinkSpeed]) -> tuple[str, ...]:
-    """Return the computer all of whose links are slow, and no others, and then their other ends; empty: none."""
+    """Return the computer all of whose links are slow, and no others, and then their other ends;
+    empty: none.
+    """
     for name in dict.fromkeys(name for link in slow for name in link.hosts):
         own = [link for link in network.links if name in link.hosts]
         if len(own) > 1 and own == list(slow):
@@ -294,7 +381,9 @@ def _slow_links(cluster: Cluster, network: Network) -> list[tuple[LinkSpeed, str
 def _nominal(cluster: Cluster, names: Sequence[str]) -> float:
     """Return the bytes per second that both interfaces of a link claim; 0 if one claims nothing."""
     interfaces = [_first_interface(cluster, name) for name in names]
-    speeds = [one.speed_mbps or 0 if one is not None and one.kind in CABLES else 0 for one in interfaces]
+    speeds = [
+        one.speed_mbps or 0 if one is not None and one.kind in CABLES else 0 for one in interfaces
+    ]
     return min(speeds) * 1e6 / 8
 
 
@@ -312,8 +401,15 @@ def check_latency(cluster: Cluster) -> Iterator[Found]:
     for names, ms in best.items():
         if SLOW_MS < ms < math.inf:
             source, target = map(cluster.host, names)
-            message = f"a packet takes {ms:.1f} ms between them and back: every exchange waits for it"
-            yield names, "warn", message, on(source, f"ping -c 10 {[*target.addresses, target.name][0]}")
+            message = (
+                f"a packet takes {ms:.1f} ms between them and back: every exchange waits for it"
+            )
+            yield (
+                names,
+                "warn",
+                message,
+                on(source, f"ping -c 10 {[*target.addresses, target.name][0]}"),
+            )
 
 
 def _several(cluster: Cluster) -> bool:
@@ -321,11 +417,18 @@ def _several(cluster: Cluster) -> bool:
 
 
 CHECKS = (
-    Check("address", "addresses", check_address, lambda cluster: any(host.addresses for host in cluster.hosts)),
+    Check(
+        "address",
+        "addresses",
+        check_address,
+        lambda cluster: any(host.addresses for host in cluster.hosts),
+    ),
     Check("ports", "ports", check_ports, lambda cluster: bool(cluster.reached)),
     Check("packets", "large packets", check_packets, lambda cluster: bool(cluster.reached)),
     Check("latency", "latency", check_latency, lambda cluster: bool(cluster.reached)),
     Check("route", "routes", check_route, _several),
     Check("mtu", "packet sizes (MTU)", check_mtu, _several),
-    Check("network", "a real MLX group", check_network, lambda cluster: cluster.network is not None),
+    Check(
+        "network", "a real MLX group", check_network, lambda cluster: cluster.network is not None
+    ),
 )

@@ -13,7 +13,12 @@ KINDS = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
 CABLES = KINDS[:3]
 # A network of link-local addresses is better than Wi-Fi only.
 _LINK_LOCAL = KINDS.index("wifi") - 0.5
-_NAMES = {"wifi": "Wi-Fi", "ethernet": "Ethernet", "thunderbolt": "Thunderbolt", "infiniband": "InfiniBand"}
+_NAMES = {
+    "wifi": "Wi-Fi",
+    "ethernet": "Ethernet",
+    "thunderbolt": "Thunderbolt",
+    "infiniband": "InfiniBand",
+}
 
 Network = ipaddress.IPv4Network
 
@@ -66,7 +71,9 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
     """Return the interface by which ``ip`` is reached."""
     if (route := facts.route_to(ip)) is None:
         return None
-    return facts.interface(route.interface) or (facts.interface_of(route.source) if route.source else None)
+    return facts.interface(route.interface) or (
+        facts.interface_of(route.source) if route.source else None
+    )
 
 
 def choose(facts: Mapping[str, HostFacts]) -> Chosen:
@@ -74,15 +81,23 @@ def choose(facts: Mapping[str, HostFacts]) -> Chosen:
     found = {name: _choices(one) for name, one in facts.items()}
     shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
     if not shared:
-        listed = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items())
+        listed = "; ".join(
+            f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items()
+        )
         return Chosen({}, f"no network has all of the computers ({listed})")
-    best, *others = sorted(shared, key=lambda network: (_rank(network, found), -network.prefixlen, network))
+    best, *others = sorted(
+        shared, key=lambda network: (_rank(network, found), -network.prefixlen, network)
+    )
     why = f"{best} has all of them, over {_kinds(best, found)}"
     if others:
         why += f"; rather than {', '.join(f'{network} ({_kinds(network, found)})' for network in others)}"
     choices = {name: own[best] for name, own in found.items()}
     wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
-    warning = f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable" if wireless else None
+    warning = (
+        f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable"
+        if wireless
+        else None
+    )
     if best.is_link_local:
         warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
     return Chosen(choices, why, warning)
@@ -100,15 +115,27 @@ def _rank(network: Network, found: Mapping[str, Mapping[Network, NetworkChoice]]
 
 def _choices(facts: HostFacts) -> dict[Network, NetworkChoice]:
     """Return the IPv4 networks of a computer, each with the best of its interfaces there."""
-    found = [(network, NetworkChoice(ip, one.name, _kind(one, facts))) for one, ip, network in networks(facts)]
-    return dict(sorted((pair for pair in found if pair[1].kind in KINDS), key=lambda pair: -rank_of(pair[1].kind)))
+    found = [
+        (network, NetworkChoice(ip, one.name, _kind(one, facts)))
+        for one, ip, network in networks(facts)
+    ]
+    return dict(
+        sorted(
+            (pair for pair in found if pair[1].kind in KINDS),
+            key=lambda pair: -rank_of(pair[1].kind),
+        )
+    )
 
 
 def _kind(interface: Interface, facts: HostFacts) -> str:
-    """Return the kind of an interface; a bridge is as good as its members: macOS has one over Thunderbolt ports."""
+    """Return the kind of an interface; a bridge is as good as its members: macOS has one over
+    Thunderbolt ports.
+    """
     if interface.kind != "bridge":
         return interface.kind
-    kinds = {member.kind for name in interface.members if (member := facts.interface(name)) is not None}
+    kinds = {
+        member.kind for name in interface.members if (member := facts.interface(name)) is not None
+    }
     if kinds == {"thunderbolt"}:
         return "thunderbolt"
     # A bridge of containers leads to no other computer.

@@ -1,6 +1,7 @@
 """The examination of all computers, in phases with deadlines.
 
-A computer that cannot be asked, or stops answering, is a fact like any other and delays no other computer.
+A computer that cannot be asked, or stops answering, is a fact like any other and delays no other
+computer.
 """
 
 from __future__ import annotations
@@ -22,10 +23,25 @@ from allhands.cluster import ssh
 from allhands.cluster.addresses import remote_address
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.checks import findings_of
-from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login, Network, Reach, Tree
+from allhands.cluster.doctor.facts import (
+    Cluster,
+    FactTrouble,
+    HostFacts,
+    HostReport,
+    Login,
+    Network,
+    Reach,
+    Tree,
+)
 from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
-from allhands.cluster.doctor.session import NOT_UNDERSTOOD, Session, SessionRefused, Untold, clock_offset
+from allhands.cluster.doctor.session import (
+    NOT_UNDERSTOOD,
+    Session,
+    SessionRefused,
+    Untold,
+    clock_offset,
+)
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
@@ -95,7 +111,8 @@ class Patient:
 def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
     """Ask every computer, and measure the network between them unless a finding stops training.
 
-    Takes no longer than a few times ``options.timeout_s``, however many computers hang, while nothing large is read.
+    Takes no longer than a few times ``options.timeout_s``, however many computers hang, while
+    nothing large is read.
     """
     with _patients(hosts) as patients:
         options.progress(f"asking {counted(len(patients), 'computer')}")
@@ -120,7 +137,9 @@ def ask_facts(hosts: Sequence[Host], timeout_s: float) -> dict[str, HostFacts]:
     with _patients(hosts) as patients:
         _begin(patients, timeout_s)
         _ask_facts(patients, ClusterCheckOptions(timeout_s=timeout_s))
-    return {patient.host.name: patient.told["facts"] for patient in patients if "facts" in patient.told}
+    return {
+        patient.host.name: patient.told["facts"] for patient in patients if "facts" in patient.told
+    }
 
 
 def diagnose(hosts: Sequence[Host], options: ClusterCheckOptions) -> tuple[Cluster, list[Finding]]:
@@ -158,7 +177,9 @@ def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> No
         pool.shutdown()
 
 
-def _ask_each(patients: Sequence[Patient], doing: str, question: Callable[[Patient, Session], None]) -> None:
+def _ask_each(
+    patients: Sequence[Patient], doing: str, question: Callable[[Patient, Session], None]
+) -> None:
     """Ask all computers that answer; one that does not, or not as expected, is lost."""
 
     def ask(patient: Patient) -> None:
@@ -175,7 +196,7 @@ def _ask_each(patients: Sequence[Patient], doing: str, question: Callable[[Patie
     _each(patients, ask)
 
 
-# --- the phases ---------------------------------------------------------------------------------------
+# --- the phases -----------------------------------------------------------------------------------
 
 
 def _find_addresses(patient: Patient) -> None:
@@ -190,9 +211,16 @@ def _find_addresses(patient: Patient) -> None:
 
 def _own_address(patients: Sequence[Patient]) -> None:
     """Take the address on the way to the others for this computer's."""
-    others = [ip for patient in patients if patient.host.ssh is not None for ip in patient.addresses]
+    others = [
+        ip for patient in patients if patient.host.ssh is not None for ip in patient.addresses
+    ]
     for patient in patients:
-        if patient.host.ssh is None and not patient.addresses and others and (own := source_for(others[0])):
+        if (
+            patient.host.ssh is None
+            and not patient.addresses
+            and others
+            and (own := source_for(others[0]))
+        ):
             patient.addresses = (own,)
 
 
@@ -211,7 +239,9 @@ def _begin(patients: Sequence[Patient], timeout_s: float) -> None:
         except AllhandsError as error:
             patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
         except OSError as error:  # this computer's own: no processes, no temporary file
-            patient.told["trouble"] = FactTrouble(kind="other", reason=f"nothing can be started here: {error.strerror}")
+            patient.told["trouble"] = FactTrouble(
+                kind="other", reason=f"nothing can be started here: {error.strerror}"
+            )
 
     _each(patients, begin)
 
@@ -267,16 +297,19 @@ def _connect(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
         others = [other for other in patients if other is not patient and other.well]
         ways = [(other.host.name, ip, port) for other in others for ip, port in other.ports.items()]
         targets = [{"ip": ip, "port": port} for _, ip, port in ways]
-        answers = session.ask("reach", 4 * limit + options.timeout_s, targets=targets, secret=secret, timeout_s=limit)[
-            "reached"
-        ]
+        answers = session.ask(
+            "reach", 4 * limit + options.timeout_s, targets=targets, secret=secret, timeout_s=limit
+        )["reached"]
         if len(answers) != len(ways):
             raise Untold(NOT_UNDERSTOOD)
         patient.reached = [
-            Reach.model_validate({**answer, "source": patient.host.name, "target": name, "own": answer.get("source")})
+            Reach.model_validate(
+                {**answer, "source": patient.host.name, "target": name, "own": answer.get("source")}
+            )
             for (name, *_), answer in zip(ways, answers, strict=True)
         ]
-        # mpirun on the first computer needs ssh. Everything else starts from this one, which reaches all of them.
+        # mpirun on the first computer needs ssh. Everything else starts from this one, which
+        # reaches all of them.
         if options.backend == "mpi" and patient is patients[0] and patient.host.ssh is not None:
             _log_in(patient, session, others, options)
 
@@ -284,18 +317,24 @@ def _connect(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
     _ask_each(patients, "connecting to the others", reach)
 
 
-def _log_in(patient: Patient, session: Session, others: Sequence[Patient], options: ClusterCheckOptions) -> None:
+def _log_in(
+    patient: Patient, session: Session, others: Sequence[Patient], options: ClusterCheckOptions
+) -> None:
     """Try ssh from there to every other computer."""
     limit = min(_LOGIN_S, options.timeout_s)
     settings = ssh.SshOptions(connect_timeout_s=max(1, round(limit) - 3))
     names = [(other.host.name, name) for other in others if (name := _login_name(other))]
     logins = [{"argv": ssh.command(name, ["true"], settings)} for _, name in names]
-    answers = session.ask("logins", 4 * limit + options.timeout_s, logins=logins, timeout_s=limit)["logins"]
+    answers = session.ask("logins", 4 * limit + options.timeout_s, logins=logins, timeout_s=limit)[
+        "logins"
+    ]
     if len(answers) != len(names):
         raise Untold(NOT_UNDERSTOOD)
     for (target, name), answer in zip(names, answers, strict=True):
         trouble = None if answer["code"] == 0 else ssh_trouble(answer["code"], answer["said"])
-        patient.logins.append(Login(source=patient.host.name, target=target, name=name, trouble=trouble))
+        patient.logins.append(
+            Login(source=patient.host.name, target=target, name=name, trouble=trouble)
+        )
 
 
 def _login_name(other: Patient) -> str | None:
@@ -305,7 +344,9 @@ def _login_name(other: Patient) -> str | None:
     return f"{other.told['facts'].system.user}@{other.addresses[0]}"
 
 
-def _together(patients: Sequence[Patient], options: ClusterCheckOptions, network: Network | None) -> Cluster:
+def _together(
+    patients: Sequence[Patient], options: ClusterCheckOptions, network: Network | None
+) -> Cluster:
     return Cluster(
         hosts=tuple(patient.report() for patient in patients),
         option=options.option,

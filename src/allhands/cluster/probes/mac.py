@@ -19,7 +19,9 @@ def mac_interfaces() -> list[dict[str, Any]]:
 
 
 def parse_hardware_ports(text: str) -> dict[str, str]:
-    """Parse ``networksetup -listallhardwareports`` to names of ports by device: ``{"en0": "Wi-Fi"}``."""
+    """Parse ``networksetup -listallhardwareports`` to names of ports by device: ``{"en0":
+    "Wi-Fi"}``.
+    """
     pairs = re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text)
     return {device: port for port, device in pairs}
 
@@ -51,7 +53,9 @@ def parse_inet(block: str) -> list[dict[str, Any]]:
     """Parse the addresses of one interface."""
     four = re.findall(r"^\s*inet (\S+) (?:--> \S+ )?netmask 0x([0-9a-f]{8})", block, re.MULTILINE)
     six = re.findall(r"^\s*inet6 ([0-9a-fA-F:]+)\S* prefixlen (\d+)", block, re.MULTILINE)
-    found: list[dict[str, Any]] = [{"ip": ip, "prefix": bin(int(mask, 16)).count("1")} for ip, mask in four]
+    found: list[dict[str, Any]] = [
+        {"ip": ip, "prefix": bin(int(mask, 16)).count("1")} for ip, mask in four
+    ]
     return found + [{"ip": ip, "prefix": int(prefix)} for ip, prefix in six]
 
 
@@ -90,7 +94,9 @@ def mac_facts() -> dict[str, Any]:
         "wired_limit_mb": int(limit) if limit.isdigit() else None,
         "firewall": parse_firewall(output_of([_SOCKETFILTER, "--getglobalstate"]) or ""),
         "blocks_all": parse_block_all(output_of([_SOCKETFILTER, "--getblockall"]) or ""),
-        "thunderbolt": parse_thunderbolt(output_of(["system_profiler", "SPThunderboltDataType", "-json"], 12.0) or ""),
+        "thunderbolt": parse_thunderbolt(
+            output_of(["system_profiler", "SPThunderboltDataType", "-json"], 12.0) or ""
+        ),
     }
 
 
@@ -102,16 +108,22 @@ def parse_sleep(text: str) -> int | None:
 
 def kept_awake(text: str) -> bool:
     """Parse ``pmset -g assertions``: tell if a program such as caffeinate keeps the computer awake."""
-    counts = re.findall(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+(\d+)", text, re.MULTILINE)
+    counts = re.findall(
+        r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+(\d+)", text, re.MULTILINE
+    )
     return any(count != "0" for _, count in counts) or "(caffeinate)" in text
 
 
 def parse_displays(text: str | None) -> int | None:
-    """Parse ``system_profiler SPDisplaysDataType`` to the number of displays that are on; ``None``: not known."""
+    """Parse ``system_profiler SPDisplaysDataType`` to the number of displays that are on; ``None``:
+    not known.
+    """
     if text is None:
         return None
     return max(
-        0, len(re.findall(r"^\s*Resolution:", text, re.MULTILINE)) - len(re.findall(r"Display Asleep: Yes", text))
+        0,
+        len(re.findall(r"^\s*Resolution:", text, re.MULTILINE))
+        - len(re.findall(r"Display Asleep: Yes", text)),
     )
 
 
@@ -136,7 +148,9 @@ def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for bus in buses:
-        peers = [item["domain_uuid_key"] for item in bus.get("_items") or [] if "domain_uuid_key" in item]
+        peers = [
+            item["domain_uuid_key"] for item in bus.get("_items") or [] if "domain_uuid_key" in item
+        ]
         for key, port in bus.items():
             if re.fullmatch(r"receptacle_\d+_tag", key) and isinstance(port, dict):
                 found.append(thunderbolt_port(bus, cast("dict[str, Any]", port), peers))
@@ -144,7 +158,9 @@ def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
 
 
 def thunderbolt_port(bus: dict[str, Any], port: dict[str, Any], peers: list[str]) -> dict[str, Any]:
-    """Return one receptacle; ``domain`` is this computer's end, ``peers`` are the computers plugged into it."""
+    """Return one receptacle; ``domain`` is this computer's end, ``peers`` are the computers plugged
+    into it.
+    """
     return {
         "receptacle": str(port.get("receptacle_id_key", "?")),
         "connected": port.get("receptacle_status_key") == _CONNECTED,

@@ -72,7 +72,9 @@ def kernels_interfaces() -> list[dict[str, Any]]:
         prefix = ipaddress.ip_network("0.0.0.0/" + mask).prefixlen if mask else 32
         addresses = [{"ip": address, "prefix": prefix}] if address else []
         mtu_value = int(mtu) if mtu.isdigit() else None
-        found.append({"name": name, "up": state != "down", "mtu": mtu_value, "addresses": addresses})
+        found.append(
+            {"name": name, "up": state != "down", "mtu": mtu_value, "addresses": addresses}
+        )
     return found
 
 
@@ -87,7 +89,9 @@ def asked_address(name: str, question: int) -> str | None:
 
 
 def linux_kind(name: str, info_kind: str) -> str:
-    """Return the kind: wifi, ethernet, thunderbolt, infiniband, bridge, loopback, tunnel or virtual."""
+    """Return the kind: wifi, ethernet, thunderbolt, infiniband, bridge, loopback, tunnel or
+    virtual.
+    """
     place = f"{_NET}/{name}"
     if os.path.isdir(place + "/wireless") or os.path.exists(place + "/phy80211"):
         return "wifi"
@@ -116,7 +120,13 @@ def bridge_members(name: str) -> list[str]:
 
 def route_fact(ip: str) -> dict[str, Any]:
     """Return the route to ``ip``."""
-    fact: dict[str, Any] = {"ip": ip, "interface": None, "gateway": None, "source": source_for(ip), "error": None}
+    fact: dict[str, Any] = {
+        "ip": ip,
+        "interface": None,
+        "gateway": None,
+        "source": source_for(ip),
+        "error": None,
+    }
     if sys.platform == "darwin":
         done = finished(["route", "-n", "get", ip], 5.0)
         fact.update(parse_mac_route(done[1]) if done else {})

@@ -31,12 +31,19 @@ _SEND_S = 30.0
 _LARGE_TIMES = 3  # the time of an answer, for all that is large
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
-_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
+_UNREACHABLE = (
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+    errno.EADDRNOTAVAIL,
+)
 _FORBIDDEN = (errno.EPERM, errno.EACCES)
 
 
 class Listeners:
-    """Listeners on free ports of given addresses, which answer callers that know the secret until closed.
+    """Listeners on free ports of given addresses, which answer callers that know the secret until
+    closed.
 
     A caller that does not prove it in time is disconnected; with too many of them, the oldest.
     """
@@ -58,8 +65,12 @@ class Listeners:
                 listening.bind((address, 0))
                 listening.listen(_CALLS)
             except OSError as error:
-                foreign = error.errno == errno.EADDRNOTAVAIL  # the doctor explains this error itself
-                errors[address] = str(error.strerror) if foreign else cannot_listen(error, address, 0).message
+                foreign = (
+                    error.errno == errno.EADDRNOTAVAIL
+                )  # the doctor explains this error itself
+                errors[address] = (
+                    str(error.strerror) if foreign else cannot_listen(error, address, 0).message
+                )
                 listening.close()
                 continue
             ports[address] = listening.getsockname()[1]
@@ -80,7 +91,9 @@ class Listeners:
             try:
                 connection, _ = listening.accept()
             except OSError:
-                time.sleep(0.02)  # the caller has left again, or there is no room for it: others may come
+                time.sleep(
+                    0.02
+                )  # the caller has left again, or there is no room for it: others may come
                 continue
             with self._lock:
                 self._strangers.append(connection)
@@ -93,7 +106,9 @@ class Listeners:
         knows = False
         with connection:
             with contextlib.suppress(OSError):
-                knows = shake_hands(connection, self._secret, time.monotonic() + _PROVE_S, calls=False)
+                knows = shake_hands(
+                    connection, self._secret, time.monotonic() + _PROVE_S, calls=False
+                )
             with self._lock:
                 self._strangers.remove(connection)
             with contextlib.suppress(OSError):
@@ -106,8 +121,8 @@ class Listeners:
 def shake_hands(connection: socket.socket, secret: str, deadline: float, calls: bool) -> bool:
     """Tell if the other end knows the secret, and prove to it that this end does.
 
-    Each end sends a fresh number and signs both, so a recorded handshake is worth nothing. The end that ``calls``
-    proves itself first: the other one sends nothing but its number to a stranger.
+    Each end sends a fresh number and signs both, so a recorded handshake is worth nothing. The end
+    that ``calls`` proves itself first: the other one sends nothing but its number to a stranger.
 
     Raises:
         OSError: the other end hangs up, or is not done before ``deadline`` (``time.monotonic``).
@@ -136,7 +151,8 @@ def line_of(connection: socket.socket, deadline: float) -> str:
     """Read the first line, in ASCII and without its end; a shorter one if the other side closes.
 
     Raises:
-        OSError: the line is not complete at ``deadline`` (``time.monotonic``), however slowly it comes.
+        OSError: the line is not complete at ``deadline`` (``time.monotonic``), however slowly it
+            comes.
     """
     line = b""
     while not line.endswith(b"\n") and len(line) < _MOST_LINE:
@@ -151,7 +167,9 @@ def line_of(connection: socket.socket, deadline: float) -> str:
     return line.decode("ascii", "replace").strip().replace("\ufffd", "?")
 
 
-def all_at_once(function: Callable[[dict[str, Any]], Any], items: list[dict[str, Any]]) -> list[Any]:
+def all_at_once(
+    function: Callable[[dict[str, Any]], Any], items: list[dict[str, Any]]
+) -> list[Any]:
     """Call a function for all items at the same time."""
     with ThreadPoolExecutor(max(1, min(32, len(items)))) as pool:
         return list(pool.map(function, items))
@@ -161,10 +179,16 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
     """Connect to a target (``ip`` and ``port``).
 
     Returns:
-        ``outcome``: ok, refused, timeout, unreachable, forbidden, stranger, stalls or failed, where ``stalls`` means
+        ``outcome``: ok, refused, timeout, unreachable, forbidden, stranger, stalls or failed, where
+            ``stalls`` means
         that small packets pass and large ones do not; ``ms``: the round trip of a packet.
     """
-    fact: dict[str, Any] = {"ip": target["ip"], "port": target["port"], "outcome": "ok", "detail": ""}
+    fact: dict[str, Any] = {
+        "ip": target["ip"],
+        "port": target["port"],
+        "outcome": "ok",
+        "detail": "",
+    }
     stage = "connect"
     began = time.monotonic()
     try:
@@ -185,7 +209,8 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
 
 
 def least_connect_ms(target: dict[str, Any], timeout_s: float) -> float:
-    """Return the shortest time of a few connections, in ms: the time varies on a busy computer, not on a cable.
+    """Return the shortest time of a few connections, in ms: the time varies on a busy computer, not
+    on a cable.
 
     Raises:
         OSError: one fails.
@@ -227,8 +252,12 @@ def outcome_of(error: OSError, stage: str) -> str:
 
 
 def login_fact(login: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run ``argv``, an ssh to another computer; the ``code`` is ``None`` if there is no answer in time."""
+    """Run ``argv``, an ssh to another computer; the ``code`` is ``None`` if there is no answer in
+    time.
+    """
     if shutil.which(login["argv"][0], path=program_environment()["PATH"]) is None:
         return {"code": 127, "said": "there is no ssh program"}
     done = finished(login["argv"], timeout_s)
-    return {"code": None, "said": ""} if done is None else {"code": done[0], "said": done[2][-2000:]}
+    return (
+        {"code": None, "said": ""} if done is None else {"code": done[0], "said": done[2][-2000:]}
+    )

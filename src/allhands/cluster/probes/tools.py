@@ -19,7 +19,9 @@ def program_environment() -> dict[str, str]:
 
 
 def output_of(argv: Sequence[str], timeout_s: float = 8.0) -> str | None:
-    """Return the output of a program; ``None``: there is no such program, it fails, or takes too long."""
+    """Return the output of a program; ``None``: there is no such program, it fails, or takes too
+    long.
+    """
     done = finished(argv, timeout_s)
     return done[1] if done is not None and done[0] == 0 else None
 
@@ -37,7 +39,11 @@ def finished(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str] | No
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return (
+        done.returncode,
+        done.stdout.decode(errors="replace"),
+        done.stderr.decode(errors="replace"),
+    )
 
 
 def text_of(path: str) -> str | None:
@@ -49,8 +55,11 @@ def text_of(path: str) -> str | None:
         return None
 
 
-def gathered(collectors: Mapping[str, Callable[[], Any]], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call all functions at the same time; return their values, and the errors of those that have none.
+def gathered(
+    collectors: Mapping[str, Callable[[], Any]], timeout_s: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Call all functions at the same time; return their values, and the errors of those that have
+    none.
 
     A function that fails or hangs does not delay the others.
     """
@@ -60,7 +69,9 @@ def gathered(collectors: Mapping[str, Callable[[], Any]], timeout_s: float) -> t
     def collect(name: str, function: Callable[[], Any]) -> None:
         try:
             values[name] = function()
-        except Exception as error:  # whatever is odd about this computer: it is told, and the rest goes on
+        except (
+            Exception
+        ) as error:  # whatever is odd about this computer: it is told, and the rest goes on
             errors[name] = f"{type(error).__name__}: {error}"
 
     threads = [
@@ -77,4 +88,7 @@ def gathered(collectors: Mapping[str, Callable[[], Any]], timeout_s: float) -> t
         waiter.wait(slice_s)
     late = [thread.name for thread in threads if thread.is_alive()]
     # Copies: what is late may still come.
-    return {n: v for n, v in values.copy().items() if n not in late}, {**errors, **dict.fromkeys(late, "no answer")}
+    return {n: v for n, v in values.copy().items() if n not in late}, {
+        **errors,
+        **dict.fromkeys(late, "no answer"),
+    }

@@ -19,7 +19,9 @@ DEMO_MODEL = "SmolLM2-135M-Instruct-4bit-*"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def tree_fact(role: str, source: str, hashed: bool, progress: Callable[[int], None]) -> dict[str, Any]:
+def tree_fact(
+    role: str, source: str, hashed: bool, progress: Callable[[int], None]
+) -> dict[str, Any]:
     """Return the path and the files of ``source``.
 
     Args:
@@ -28,7 +30,13 @@ def tree_fact(role: str, source: str, hashed: bool, progress: Callable[[int], No
         hashed: read the contents.
         progress: called with the bytes read so far, at most every 4 MiB.
     """
-    fact: dict[str, Any] = {"role": role, "source": source, "path": None, "error": None, "files": []}
+    fact: dict[str, Any] = {
+        "role": role,
+        "source": source,
+        "path": None,
+        "error": None,
+        "files": [],
+    }
     try:
         path = located(role, source)
         fact["path"] = path
@@ -60,7 +68,9 @@ def cache_place() -> str:
         return os.path.expanduser(chosen)
     if sys.platform == "darwin":
         return os.path.expanduser("~/Library/Caches/allhands")
-    return os.path.join(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "allhands")
+    return os.path.join(
+        os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "allhands"
+    )
 
 
 def hub_place() -> str:
@@ -85,7 +95,8 @@ def hub_directory(role: str, name: str) -> str | None:
 
 
 def listed(path: str, suffixes: tuple[str, ...] | None) -> list[dict[str, Any]]:
-    """Return the files below ``path`` with their sizes, sorted and without hidden ones. A file is a tree of one.
+    """Return the files below ``path`` with their sizes, sorted and without hidden ones. A file is a
+    tree of one.
 
     Raises:
         OSError: something cannot be read.
@@ -100,7 +111,9 @@ def listed(path: str, suffixes: tuple[str, ...] | None) -> list[dict[str, Any]]:
             if name.startswith(".") or (suffixes and not name.endswith(suffixes)):
                 continue
             file = os.path.join(directory, name)
-            found.append({"name": os.path.relpath(file, path), "size": os.stat(file).st_size, "sha256": None})
+            found.append(
+                {"name": os.path.relpath(file, path), "size": os.stat(file).st_size, "sha256": None}
+            )
             if len(found) > MOST_FILES:
                 raise ValueError(f"{path} has more than {MOST_FILES} files")
     return sorted(found, key=lambda entry: entry["name"])

@@ -1,1 +1,3 @@
-"""Set-up of computers for training: what they lack is found, planned as commands, asked for, done and checked."""
+"""Set-up of computers for training: what they lack is found, planned as commands, asked for, done
+and checked.
+"""

@@ -36,7 +36,9 @@ class SetUp:
         self._shell = Shell()
         self._wanted = wishes.wanted
         self._only_shows = wishes.mode in ("dry-run", "refuse")
-        self.report = SetupReport([SetupOutcome(name, host_from_name(name)) for name in wishes.names])
+        self.report = SetupReport(
+            [SetupOutcome(name, host_from_name(name)) for name in wishes.names]
+        )
 
     def run(self) -> SetupReport:
         """Set the computers up; running commands are ended if this is interrupted."""
@@ -58,7 +60,9 @@ class SetUp:
         """Show steps, and tell if they may be run."""
         self._person.show(title, steps)
         self.report.shown += steps if self._only_shows else []
-        return not self._only_shows and (self._wishes.mode == "yes" or self._person.agrees(question))
+        return not self._only_shows and (
+            self._wishes.mode == "yes" or self._person.agrees(question)
+        )
 
     def _refuse(self, outcome: SetupOutcome, message: str, hint: str) -> None:
         """Note steps of a computer that are only shown, or to which the person does not agree."""
@@ -83,13 +87,15 @@ class SetUp:
             outcome.done += [step.why for step in steps if step.changes]
         return True
 
-    # --- access -----------------------------------------------------------------------------------------
+    # --- access -----------------------------------------------------------------------------------
 
     def _gain_access(self) -> None:
         self._person.looks("which computers can be reached")
         waiting = [outcome for outcome in self.report.outcomes if outcome.host.ssh is not None]
         for _ in range(_ROUNDS):
-            found = dict(zip([o.name for o in waiting], side_by_side(self._access, waiting), strict=True))
+            found = dict(
+                zip([o.name for o in waiting], side_by_side(self._access, waiting), strict=True)
+            )
             waiting = [outcome for outcome in waiting if found[outcome.name].kind != "ok"]
             tried = self._meet(waiting, found) | self._install_keys(waiting, found)
             for outcome in waiting:
@@ -100,22 +106,34 @@ class SetUp:
                     outcome.fail(access.reason, add if asks else access.hint)
             waiting = [outcome for outcome in waiting if outcome.trouble is None]
         for outcome in waiting:
-            outcome.fail("it still refuses", f"make `ssh {outcome.host.ssh} true` work without a question")
+            outcome.fail(
+                "it still refuses", f"make `ssh {outcome.host.ssh} true` work without a question"
+            )
 
     def _meet(self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]) -> set[str]:
-        """Accept the keys of unknown computers, one computer at a time; return those whose keys were accepted."""
+        """Accept the keys of unknown computers, one computer at a time; return those whose keys
+        were accepted.
+        """
         tried: set[str] = set()
         for outcome in waiting:
             steps = plan.key_steps(outcome.name, found[outcome.name])
             title = f"{outcome.name} is not known yet. Compare with what `ssh-keygen -lf` says there of its key:"
             if steps and not self._agreed(title, steps, f"is this the key of {outcome.name}?"):
-                self._refuse(outcome, "its host key is not known", f"run `ssh {outcome.host.ssh} true` once by hand")
+                self._refuse(
+                    outcome,
+                    "its host key is not known",
+                    f"run `ssh {outcome.host.ssh} true` once by hand",
+                )
             elif steps and self._run(steps, outcome):
                 tried.add(outcome.name)
         return tried
 
-    def _install_keys(self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]) -> set[str]:
-        """Put the person's key onto computers that refuse it; return those that accepted the command."""
+    def _install_keys(
+        self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]
+    ) -> set[str]:
+        """Put the person's key onto computers that refuse it; return those that accepted the
+        command.
+        """
         denied = [outcome for outcome in waiting if found[outcome.name].takes_key]
         if not denied or not self._wishes.install_key:
             return set()
@@ -135,7 +153,10 @@ class SetUp:
         # A second round would ask for the password again.
         for outcome in tried:
             if self._access(outcome).kind == "denied":
-                outcome.fail("it refuses your key all the same", "if the key has a passphrase, run ssh-add first")
+                outcome.fail(
+                    "it refuses your key all the same",
+                    "if the key has a passphrase, run ssh-add first",
+                )
         return {outcome.name for outcome in tried}
 
     def _access(self, outcome: SetupOutcome) -> Access:
@@ -145,7 +166,7 @@ class SetUp:
         except AllhandsError as error:
             return Access("failed", error.message, error.hint or "")
 
-    # --- environments -----------------------------------------------------------------------------------
+    # --- environments -----------------------------------------------------------------------------
 
     def _survey(self) -> None:
         self._person.looks("what each of them has")
@@ -164,7 +185,10 @@ class SetUp:
                 system = outcome.facts.system
                 same = (system.machine_id, system.boot_id, system.network_id, system.hostname)
                 if same in seen:
-                    outcome.fail(f"it is the same computer as {seen[same]}", "name it once; slots are ranks on a host")
+                    outcome.fail(
+                        f"it is the same computer as {seen[same]}",
+                        "name it once; slots are ranks on a host",
+                    )
                 seen.setdefault(same, outcome.name)
 
     def _equip(self, scratch: Path) -> None:
@@ -189,7 +213,9 @@ class SetUp:
         elif not self._only_shows:
             for outcome in lacking:
                 self._refuse(
-                    outcome, "it lacks the part that you did not agree to install", "run this again, and agree"
+                    outcome,
+                    "it lacks the part that you did not agree to install",
+                    "run this again, and agree",
                 )
 
     def _prepared(self, scratch: Path) -> SetupSource:
@@ -203,11 +229,19 @@ class SetUp:
         self._person.looks("what runs here, to pack it")
         own = find_source(self._wishes.origin, scratch)
         try:
-            self._run_steps([Step("", "pack allhands", own.made_by, changes=False, timeout_s=_PACK_S)])
+            self._run_steps(
+                [Step("", "pack allhands", own.made_by, changes=False, timeout_s=_PACK_S)]
+            )
         except Failed as failed:
-            raise ConfigError(failed.message, where="--from", hint="name a wheel or a release with --from") from None
+            raise ConfigError(
+                failed.message, where="--from", hint="name a wheel or a release with --from"
+            ) from None
         found = find_source(str(scratch / source.wheel.name), scratch)
-        return replace(source, size=found.size, fingerprint=found.fingerprint) if self._only_shows else found
+        return (
+            replace(source, size=found.size, fingerprint=found.fingerprint)
+            if self._only_shows
+            else found
+        )
 
     def _planned(self, outcome: SetupOutcome) -> list[Step]:
         state = outcome.state
@@ -229,10 +263,14 @@ class SetUp:
         return ("--env-dir",) * elsewhere + ("--python",) * python
 
     def _equip_one(self, outcome: SetupOutcome, steps: Sequence[Step]) -> None:
-        """Run a computer's steps; the note that its environment is finished is written after a check."""
+        """Run a computer's steps; the note that its environment is finished is written after a
+        check.
+        """
         state = outcome.state
         assert state is not None
-        last = next((i for i, step in enumerate(steps) if step.argv[-1] == plan.FINISHED), len(steps))
+        last = next(
+            (i for i, step in enumerate(steps) if step.argv[-1] == plan.FINISHED), len(steps)
+        )
         if not self._run(steps[:last], outcome) or last == len(steps):
             return
         python = plan.environment_python(state)
@@ -243,23 +281,35 @@ class SetUp:
         if installed is not None:
             wrong = plan.lacks(installed, self._wanted, plan.extra_of(state))
         if wrong:
-            outcome.fail(f"after the installation: {'; '.join(wrong)}", "see what pip says there, or try --from")
+            outcome.fail(
+                f"after the installation: {'; '.join(wrong)}",
+                "see what pip says there, or try --from",
+            )
             return
         self._run(steps[last:], outcome)
 
-    # --- the hostfile -----------------------------------------------------------------------------------
+    # --- the hostfile -----------------------------------------------------------------------------
 
     def _write(self) -> None:
-        ready = [outcome for outcome in self._usable() if outcome.facts is not None and outcome.python]
+        ready = [
+            outcome for outcome in self._usable() if outcome.facts is not None and outcome.python
+        ]
         for outcome in self._usable():
             if outcome not in ready and not self._only_shows:
-                outcome.fail("its Python does not tell what the computer has", "see what `allhands env` says there")
+                outcome.fail(
+                    "its Python does not tell what the computer has",
+                    "see what `allhands env` says there",
+                )
         # A person who does not agree has not asked for a hostfile without that computer.
         if not ready or self.report.refused:
             return
         wiring = self._wired(ready)
         self._address(ready)
-        report, output, old = self.report, self._wishes.output, hostfile.read_old(self._wishes.output)
+        report, output, old = (
+            self.report,
+            self._wishes.output,
+            hostfile.read_old(self._wishes.output),
+        )
         report.text = hostfile.compose([_entry(outcome) for outcome in ready], wiring, old)
         report.hosts = hostfile.names_in(report.text)
         report.up_to_date = old is not None and output.read_text(encoding="utf-8") == report.text
@@ -268,11 +318,15 @@ class SetUp:
             report.written = output
 
     def _may_write(self, new: bool) -> bool:
-        """Tell if the hostfile may be written; a new file overwrites nothing, so it needs no question."""
+        """Tell if the hostfile may be written; a new file overwrites nothing, so it needs no
+        question.
+        """
         mode, output = self._wishes.mode, self._wishes.output
         if mode == "dry-run" or (mode == "refuse" and (self.report.shown or not new)):
             return False
-        question = f"{output} is there: bring it up to date (the old one is kept as {output.name}.bak)?"
+        question = (
+            f"{output} is there: bring it up to date (the old one is kept as {output.name}.bak)?"
+        )
         return new or mode == "yes" or self._person.agrees(question)
 
     def _address(self, ready: Sequence[SetupOutcome]) -> None:
@@ -292,13 +346,17 @@ class SetUp:
         with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
             output = Path(scratch) / "hosts.json"
             step = thunderbolt.configure_step(names, thunderbolt.backend_of(facts), output)
-            if not self._agreed("These Macs are joined by Thunderbolt cables:", [step], "set their ports up?"):
+            if not self._agreed(
+                "These Macs are joined by Thunderbolt cables:", [step], "set their ports up?"
+            ):
                 return None
             try:
                 self._run_steps([step])
                 found = thunderbolt.read_wiring(output)
             except AllhandsError as error:
-                self._person.tell(f"Thunderbolt is left as it is: {error.message}\n  by hand: {plan.shown(step)}")
+                self._person.tell(
+                    f"Thunderbolt is left as it is: {error.message}\n  by hand: {plan.shown(step)}"
+                )
                 return None
         return found if set(found.hosts) == set(names) else None
 
@@ -308,4 +366,6 @@ def _entry(outcome: SetupOutcome) -> dict[str, Any]:
     assert outcome.facts is not None
     gpus = [gpu for gpu in outcome.facts.gpus if gpu.kind == "cuda"]
     ips = (outcome.choice.ip,) if outcome.choice else outcome.host.ips
-    return hostfile.host_entry(outcome.name, ips, max(1, len(gpus)), outcome.python or "", outcome.state.cwd)
+    return hostfile.host_entry(
+        outcome.name, ips, max(1, len(gpus)), outcome.python or "", outcome.state.cwd
+    )

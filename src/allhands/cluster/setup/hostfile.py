@@ -24,15 +24,18 @@ def host_entry(ssh: str, ips: Sequence[str], slots: int, python: str, cwd: str) 
 
 
 def compose(
-    entries: Sequence[dict[str, Any]], wiring: Wiring | None = None, old: Mapping[str, Any] | None = None
+    entries: Sequence[dict[str, Any]],
+    wiring: Wiring | None = None,
+    old: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of a hostfile.
 
     Args:
         entries: the computers, made by :func:`host_entry`.
         wiring: replaces the addresses, and sets the order.
-        old: the content of an earlier hostfile. Its other hosts stay, and settings that a person may have chosen; but
-            RDMA devices are counted by their places, so with them other hosts do not stay.
+        old: the content of an earlier hostfile. Its other hosts stay, and settings that a person
+            may have chosen; but RDMA devices are counted by their places, so with them other hosts
+            do not stay.
     """
     wired, earlier = wiring or Wiring(None, (), {}), old or {}
     found = {entry["ssh"]: dict(entry) for entry in entries}
@@ -54,7 +57,9 @@ def _words(envs: Any) -> list[str]:
 
 def _merged(found: dict[str, dict[str, Any]], old: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Merge the entries of an earlier hostfile."""
-    earlier = {entry["ssh"]: dict(entry) for entry in cast("list[dict[str, Any]]", old.get("hosts", []))}
+    earlier = {
+        entry["ssh"]: dict(entry) for entry in cast("list[dict[str, Any]]", old.get("hosts", []))
+    }
     for name, entry in found.items():
         entry |= {key: earlier.get(name, {}).get(key, entry[key]) for key in _KEPT}
     return found if any("rdma" in entry for entry in found.values()) else earlier | found
@@ -77,7 +82,10 @@ def read_old(path: Path) -> dict[str, Any] | None:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
-        content = [{"ssh": host.ssh or host.name, "ips": list(host.ips), "slots": host.slots} for host in hosts]
+        content = [
+            {"ssh": host.ssh or host.name, "ips": list(host.ips), "slots": host.slots}
+            for host in hosts
+        ]
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {"hosts": content}
 
 
@@ -102,6 +110,10 @@ def check_output(path: Path) -> None:
         ConfigError: there is no such directory, or something else of that name.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is no directory", where="--hostfile", hint="make it, or choose another one")
+        raise ConfigError(
+            f"{path.parent} is no directory",
+            where="--hostfile",
+            hint="make it, or choose another one",
+        )
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file", where="--hostfile", hint="choose another name")

@@ -108,7 +108,8 @@ class SetupReport:
 
     Attributes:
         shown: the steps that were only shown.
-        refused: names of the computers with steps that the person did not agree to; then nothing is written.
+        refused: names of the computers with steps that the person did not agree to; then nothing is
+            written.
         written: the hostfile; ``kept`` is the copy of an earlier one.
         text: the content of the hostfile; ``hosts`` are the computers in it.
         up_to_date: true if an earlier hostfile has the same content.
@@ -129,12 +130,20 @@ class SetupReport:
     @property
     def without(self) -> list[str]:
         """Computers that should be in the hostfile and are not."""
-        return [o.name for o in self.outcomes if o.trouble and not o.pending and o.name not in self.hosts]
+        return [
+            o.name
+            for o in self.outcomes
+            if o.trouble and not o.pending and o.name not in self.hosts
+        ]
 
     @property
     def stays(self) -> list[str]:
         """Computers that stay in the hostfile although they cannot be used now."""
-        return [outcome.name for outcome in self.outcomes if outcome.trouble and outcome.name in self.hosts]
+        return [
+            outcome.name
+            for outcome in self.outcomes
+            if outcome.trouble and outcome.name in self.hosts
+        ]
 
     @property
     def also(self) -> list[str]:
@@ -153,5 +162,9 @@ def hosts_of(text: str) -> list[tuple[str, Host]]:
     found = [(name, host_from_name(name, "--hosts")) for name in names]
     for one, other in itertools.combinations(found, 2):
         if one[1].ssh == other[1].ssh:
-            raise ConfigError(f"{one[0]} and {other[0]} are the same computer", where="--hosts", hint="name it once")
+            raise ConfigError(
+                f"{one[0]} and {other[0]} are the same computer",
+                where="--hosts",
+                hint="name it once",
+            )
     return found

@@ -1,7 +1,8 @@
-"""``python -m allhands.cluster.setup.pack WHEEL``: pack this installation of allhands as a wheel, byte for byte.
+"""``python -m allhands.cluster.setup.pack WHEEL``: pack this installation of allhands as a wheel,
+byte for byte.
 
-The archive holds the files of the package and the metadata of its installation; nothing is built or fetched. Equal
-files give equal archives.
+The archive holds the files of the package and the metadata of its installation; nothing is built or
+fetched. Equal files give equal archives.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ def pack(wheel: Path) -> None:
     root = package_root()
     files = {f"allhands/{name}": (root / name).read_bytes() for name in package_files(str(root))}
     info = f"allhands-{found.version}.dist-info"
-    files |= {f"{info}/{name}": text.encode() for name in _COPIED if (text := found.read_text(name)) is not None}
+    files |= {
+        f"{info}/{name}": text.encode()
+        for name in _COPIED
+        if (text := found.read_text(name)) is not None
+    }
     files[f"{info}/WHEEL"] = _TAGS.encode()
     record = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
-    files[f"{info}/RECORD"] = "".join(f"{line}\n" for line in (*record, f"{info}/RECORD,,")).encode()
+    files[f"{info}/RECORD"] = "".join(
+        f"{line}\n" for line in (*record, f"{info}/RECORD,,")
+    ).encode()
     make_directory(wheel.parent, private=True)
 
     def write(place: Path) -> None:

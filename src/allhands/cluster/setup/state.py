@@ -12,7 +12,8 @@ from allhands.errors import AllhandsError
 from allhands.runtime.versions import SOURCE, TOKEN_MAKERS
 
 Version = tuple[int, ...]
-# At the place of the environment: nothing; one of ours, finished or not; or something that is not ours.
+# At the place of the environment: nothing; one of ours, finished or not; or something that is not
+# ours.
 PlaceKind = Literal["absent", "unfinished", "complete", "foreign"]
 AccessKind = Literal["ok", "unknown-key", "denied", "failed"]
 
@@ -24,7 +25,9 @@ BACKENDS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13", 
 
 @dataclass(frozen=True)
 class HostKey:
-    """A key that a computer shows: the line for ``known_hosts``, and the fingerprint that people compare."""
+    """A key that a computer shows: the line for ``known_hosts``, and the fingerprint that people
+    compare.
+    """
 
     line: str
     fingerprint: str
@@ -130,7 +133,8 @@ class SetupSource:
     Attributes:
         version: the version of allhands.
         wheel: the file to copy; ``None``: the release comes from the package index.
-        fingerprint: the fingerprint of the package in the wheel; ``None``: any code of that version will do.
+        fingerprint: the fingerprint of the package in the wheel; ``None``: any code of that version
+            will do.
         made_by: the command, on this computer, that writes the wheel; empty: it exists.
         size: bytes of the wheel, once it exists.
         code: the fingerprint of this installation, if it is that release.

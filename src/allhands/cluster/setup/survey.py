@@ -43,12 +43,14 @@ _PLACES = (
     "/opt/homebrew/bin /usr/local/bin $HOME/.local/bin $HOME/.cargo/bin $HOME/.pyenv/versions/*/bin "
     "/Library/Frameworks/Python.framework/Versions/*/bin"
 )
-# Prints the version, and if it can make environments with pip: Debian has that in a package of its own.
+# Prints the version, and if it can make environments with pip: Debian has that in a package of its
+# own.
 _VERSION = (
     'import sys, importlib.util as u; print("%d.%d.%d" % sys.version_info[:3], '
     '"yes" if u.find_spec("venv") and u.find_spec("ensurepip") else "no")'
 )
-# Each line has the token, a word and its value; login shells print other lines. Globs need the splitting.
+# Each line has the token, a word and its value; login shells print other lines. Globs need the
+# splitting.
 _ASK = f"""
 token=$1; place=$2; cwd=$3; under=$4; asked=$5; shift 5
 export PYTHONDONTWRITEBYTECODE=1
@@ -107,29 +109,47 @@ class Surveyor:
     asked: str = ""
 
     def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> SetupHostState:
-        """Return the state of a computer; ``more`` are further interpreters to look at, before the others.
+        """Return the state of a computer; ``more`` are further interpreters to look at, before the
+        others.
 
         Raises:
             CannotSetUp: it gives no answer.
             ConfigError: there is no ssh.
         """
         token = secrets.token_hex(8)
-        words = (token, self.place, str(self.cwd), below_home(self.cwd), self.asked, *more, *self.candidates)
+        words = (
+            token,
+            self.place,
+            str(self.cwd),
+            below_home(self.cwd),
+            self.asked,
+            *more,
+            *self.candidates,
+        )
         done = shell.ask(host.ssh, ("sh", "-c", _ASK, "sh", *words), timeout_s=_LOOK_S)
-        state, others = state_from(SetupHostState(host.name, host.ssh), _lines(done, token), self.cwd)
+        state, others = state_from(
+            SetupHostState(host.name, host.ssh), _lines(done, token), self.cwd
+        )
         env = (environment_python(state),) if state.place == "complete" else ()
-        looked = [installed_in(shell, host.ssh, path) for path in dict.fromkeys((*more, *env, *others))]
+        looked = [
+            installed_in(shell, host.ssh, path) for path in dict.fromkeys((*more, *env, *others))
+        ]
         # Preferably one without anything: the probe imports MLX where it is.
         best = [*(one.path for one in state.pythons), *(one.python for one in looked if one)]
         return replace(
             state,
             installed=tuple(one for one in looked if one is not None),
-            facts=next((facts for path in best[:2] if (facts := facts_of(shell, host.ssh, path))), None),
+            facts=next(
+                (facts for path in best[:2] if (facts := facts_of(shell, host.ssh, path))), None
+            ),
         )
 
 
-def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Path) -> tuple[SetupHostState, list[str]]:
-    """Return ``state`` with the values that a computer has printed, and the candidates that exist there.
+def state_from(
+    state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Path
+) -> tuple[SetupHostState, list[str]]:
+    """Return ``state`` with the values that a computer has printed, and the candidates that exist
+    there.
 
     Raises:
         CannotSetUp: lines are missing.
@@ -137,7 +157,10 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
     said = dict(lines)
     if not {"home", "place", "end"} <= said.keys():
         message = "its shell does not run commands as a POSIX shell does"
-        raise CannotSetUp(message, hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
+        raise CannotSetUp(
+            message,
+            hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`",
+        )
     pythons = [value.split(" ", 2) for word, value in lines if word == "python"]
     found = [Interpreter(path, version_of(text), makes == "yes") for text, makes, path in pythons]
     default = str(PurePosixPath(said["home"]) / below_home(cwd))
@@ -150,7 +173,9 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
         place=_place(said),
         uv=said.get("uv"),
         # The newest first; of equal ones the first of PATH.
-        pythons=tuple(sorted((one for one in found if one.version >= (3, 9)), key=lambda one: -one.version[1])),
+        pythons=tuple(
+            sorted((one for one in found if one.version >= (3, 9)), key=lambda one: -one.version[1])
+        ),
         cwd=said.get("cwd", default),
         cwd_exists="cwd" in said or "below" in said,
     ), [value for word, value in lines if word == "has"]
@@ -179,13 +204,17 @@ def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
     if done.code is None:
         raise CannotSetUp("it has not answered in time", hint="is it overloaded? try again")
     if not (marked := _marked(done, token)):
-        raise CannotSetUp(f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work")
+        raise CannotSetUp(
+            f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work"
+        )
     return [(word, value) for word, _, value in (line.partition(" ") for line in marked)]
 
 
 def _marked(done: CommandDone, token: str) -> list[str]:
     """Return the lines that begin with the token, without it; login shells print others."""
-    return [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
+    return [
+        line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")
+    ]
 
 
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
@@ -199,8 +228,12 @@ def installed_in(shell: Shell, target: str | None, python: str) -> Installed | N
     return Installed(python, version_of(facts.python.python_version), packages, source, problem)
 
 
-def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] = ()) -> HostFacts | None:
-    """Return the facts of a computer, or ``only`` those of some names; ``None`` if that Python cannot answer."""
+def facts_of(
+    shell: Shell, target: str | None, python: str, only: Sequence[str] = ()
+) -> HostFacts | None:
+    """Return the facts of a computer, or ``only`` those of some names; ``None`` if that Python
+    cannot answer.
+    """
     token = secrets.token_hex(8)
     limit = _LOOK_S - 20 if only else _FACTS_S
     request = {"kind": "facts", "timeout_s": limit, **({"only": only} if only else {})}
@@ -208,9 +241,15 @@ def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] 
     asked = f"{token} {len(text)}\n{text}{json.dumps(request)}\n"
     done = shell.ask(target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), asked, limit + 20)
     lines = _marked(done, token)
-    answer = read_object(lines[-1].encode("utf-8", "replace"), halves=True) if done.code == 0 and lines else None
+    answer = (
+        read_object(lines[-1].encode("utf-8", "replace"), halves=True)
+        if done.code == 0 and lines
+        else None
+    )
     try:
-        return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+        return (
+            HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+        )
     except ValidationError:
         return None
 
@@ -219,7 +258,8 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     """Return the software that every computer shall have: the versions of this one.
 
     Args:
-        python: a version such as ``3.12``, or the path of an interpreter; ``None``: this one's version.
+        python: a version such as ``3.12``, or the path of an interpreter; ``None``: this one's
+            version.
 
     Raises:
         ConfigError: it is neither, or too old.
@@ -235,7 +275,9 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
         version = version_of(python)
     elif python is not None:
         hint = "give for example 3.12 or /usr/bin/python3.12"
-        raise ConfigError(f"{python!r} is neither a version nor a path", where="--python", hint=hint)
+        raise ConfigError(
+            f"{python!r} is neither a version nor a path", where="--python", hint=hint
+        )
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
     return WantedSetup(source, tuple(version), path, packages, mpi)

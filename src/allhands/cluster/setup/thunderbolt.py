@@ -1,4 +1,6 @@
-"""Macs on Thunderbolt cables: MLX's own configurator gives the ports addresses and finds the RDMA devices."""
+"""Macs on Thunderbolt cables: MLX's own configurator gives the ports addresses and finds the RDMA
+devices.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def backend_of(facts: Sequence[HostFacts]) -> str:
 
 
 def configure_step(targets: Sequence[str], backend: str, output: Path) -> Step:
-    """Return the step that sets up the ports of ``targets``, which are ssh's names, and writes ``output``.
+    """Return the step that sets up the ports of ``targets``, which are ssh's names, and writes
+    ``output``.
 
     With a password for sudo it prints what to run on each Mac, and waits.
     """
@@ -74,5 +77,7 @@ def read_wiring(path: Path) -> Wiring:
     if len(hosts) != len(entries):
         raise ConfigError("a host is in it twice", where=str(path))
     envs = tuple(f"{name}={value}" for name, value in (hosts[0].envs.items()))
-    found = {entry["ssh"]: (host.ips, host.rdma) for entry, host in zip(entries, hosts, strict=True)}
+    found = {
+        entry["ssh"]: (host.ips, host.rdma) for entry, host in zip(entries, hosts, strict=True)
+    }
     return Wiring(hostfile_backend(path), envs, found)

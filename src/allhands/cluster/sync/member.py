@@ -31,7 +31,8 @@ class Member:
         status: its progress.
         wanted: numbers of the files for it; ``lacking``: of those that it lacks.
         told: its last answer about its files.
-        arrived: bytes of files that are not in place yet; ``before`` is that at the beginning of a transfer.
+        arrived: bytes of files that are not in place yet; ``before`` is that at the beginning of a
+            transfer.
         counted: bytes of transfers that have ended.
     """
 
@@ -52,7 +53,10 @@ class Member:
         Raises:
             DistributedError: it does not come up, with the reason.
         """
-        name, words = self.host.name, ["sh", "-c", _PYTHON, "sh", self.host.python or sys.executable]
+        name, words = (
+            self.host.name,
+            ["sh", "-c", _PYTHON, "sh", self.host.python or sys.executable],
+        )
         try:
             self.session = Session(self.host, _CONNECT_S, words)
             if self._over.is_set():  # it has been closed before there was a session
@@ -61,10 +65,20 @@ class Member:
             self.session.wait_until_ready()
         except SessionRefused as refused:
             trouble = refused.trouble
-            way = "cannot take part" if trouble.kind in ("no-python", "old-python", "login") else "cannot be reached"
-            hint = trouble_remedy(HostReport(name=name, ssh=self.host.ssh, addresses=self.host.ips), trouble)
-            raise DistributedError(f"host {name} {way}: {trouble.reason or 'no answer'}", hint=hint) from None
-        threading.Thread(target=self._keep, args=(self.session,), name=f"sync-keep-{name}", daemon=True).start()
+            way = (
+                "cannot take part"
+                if trouble.kind in ("no-python", "old-python", "login")
+                else "cannot be reached"
+            )
+            hint = trouble_remedy(
+                HostReport(name=name, ssh=self.host.ssh, addresses=self.host.ips), trouble
+            )
+            raise DistributedError(
+                f"host {name} {way}: {trouble.reason or 'no answer'}", hint=hint
+            ) from None
+        threading.Thread(
+            target=self._keep, args=(self.session,), name=f"sync-keep-{name}", daemon=True
+        ).start()
 
     def ask(self, kind: str, silence_s: float = _SILENT_S, **request: Any) -> dict[str, Any]:
         """Return the answer to one request.
@@ -78,7 +92,9 @@ class Member:
                 answer = self.session.ask(kind, silence_s, **request)
         except Untold as untold:
             hint = f"look whether it is switched on and connected, then {RETRY}"
-            raise DistributedError(f"host {self.host.name} has been lost: {untold.reason}", hint=hint) from None
+            raise DistributedError(
+                f"host {self.host.name} has been lost: {untold.reason}", hint=hint
+            ) from None
         if (error := answer.get("error")) is not None:
             raise self.storage_error(error["path"], error["number"], error["reason"])
         return answer

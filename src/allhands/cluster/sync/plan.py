@@ -23,8 +23,8 @@ class Root:
     """A directory with the same meaning on every host.
 
     Attributes:
-        base: ``"absolute"``; ``"cwd"``, the host's working directory; ``"home"``; ``"hub"`` or ``"cache"``, the caches
-            of the Hub and of allhands.
+        base: ``"absolute"``; ``"cwd"``, the host's working directory; ``"home"``; ``"hub"`` or
+            ``"cache"``, the caches of the Hub and of allhands.
         at: the path below it, or the absolute one.
     """
 
@@ -68,9 +68,10 @@ class SyncPlan:
 def make_plan(words: Sequence[str]) -> SyncPlan:
     """List the files of these paths, each a file or a directory.
 
-    A path has the same meaning on every host: a relative one is in the host's working directory, one with ``~`` in its
-    home directory, and an absolute one in the same place. A file in the cache of the Hub or of allhands belongs into
-    that cache there. Links are followed, and their targets are copied in their place.
+    A path has the same meaning on every host: a relative one is in the host's working directory,
+    one with ``~`` in its home directory, and an absolute one in the same place. A file in the cache
+    of the Hub or of allhands belongs into that cache there. Links are followed, and their targets
+    are copied in their place.
 
     Raises:
         ConfigError: there is no such path.
@@ -82,7 +83,9 @@ def make_plan(words: Sequence[str]) -> SyncPlan:
         for file in _found(word, notes):
             found.setdefault(file.key, file)
     if not found:
-        raise ConfigError("there is nothing to bring", hint="give --model, --data, --config, or paths with files")
+        raise ConfigError(
+            "there is nothing to bring", hint="give --model, --data, --config, or paths with files"
+        )
     files = tuple(sorted(found.values(), key=lambda file: file.key))
     notes += _alike(files)
     return SyncPlan(files, tuple(notes))
@@ -91,7 +94,9 @@ def make_plan(words: Sequence[str]) -> SyncPlan:
 def _found(word: str, notes: list[str]) -> Iterator[FoundFile]:
     path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
-        raise ConfigError("there is no such file or directory", where=word, hint=meant(path, "check the path"))
+        raise ConfigError(
+            "there is no such file or directory", where=word, hint=meant(path, "check the path")
+        )
     base, at = _place(word, path)
     first, *rest = Path(at).parts if base == "hub" else ("",)
     if rest[:1] == ["snapshots"] and len(rest) > 1:
@@ -114,8 +119,12 @@ def _place(word: str, path: Path) -> tuple[str, str]:
     return "absolute", str(path)
 
 
-def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[FoundFile]:
-    """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds it."""
+def _snapshot(
+    path: Path, root: Root, below: tuple[str, ...], notes: list[str]
+) -> Iterator[FoundFile]:
+    """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds
+    it.
+    """
     inner = _below(path, notes) if path.is_dir() else iter([(path, ())])
     for file, parts in inner:
         yield FoundFile(file, root, (*below, *parts))
@@ -133,7 +142,9 @@ def _below(
         status = directory.stat()
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(directory), hint="check its rights") from None
+        raise DataError(
+            f"cannot be read: {error.strerror}", where=str(directory), hint="check its rights"
+        ) from None
     own = (status.st_dev, status.st_ino)
     if own in above:
         notes.append(f"{directory} leads back to a directory above it: left out")
@@ -146,7 +157,9 @@ def _below(
             for inner, parts in _below(path, notes, (*above, own)):
                 yield inner, (entry.name, *parts)
         elif not entry.is_file():
-            notes.append(f"{path} is {'a link to nothing' if entry.is_symlink() else 'no regular file'}: left out")
+            notes.append(
+                f"{path} is {'a link to nothing' if entry.is_symlink() else 'no regular file'}: left out"
+            )
         else:
             yield path, (entry.name,)
 
@@ -158,12 +171,18 @@ def _alike(files: Sequence[FoundFile]) -> list[str]:
     for file in files:
         other = seen.setdefault((file.key[0], file.key[1].casefold()), file)
         if other is not file:
-            notes.append(f"{other.path} and {file.path} differ in case only: on a Mac one replaces the other")
+            notes.append(
+                f"{other.path} and {file.path} differ in case only: on a Mac one replaces the other"
+            )
     return notes
 
 
 def environment_of(host: Host) -> dict[str, str]:
-    """Return the variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
-    here = {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
+    """Return the variables that decide where the caches of this host's ranks are, as far as
+    allhands sets them.
+    """
+    here = (
+        {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
+    )
     chosen: Mapping[str, str] = host.envs
     return here | {name: chosen[name] for name in _PLACES if name in chosen}

@@ -1,4 +1,6 @@
-"""A sync: every host tells what it lacks, and gets it from this computer or from a host that has it."""
+"""A sync: every host tells what it lacks, and gets it from this computer or from a host that has
+it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ _LOGIN_S = 8.0
 _TICK_S = 0.2
 _BY_HAND = "install rsync with the package manager of that computer"
 # Errors of a disk, in the system's words, which rsync repeats.
-_OF_DISKS = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)}
-_SENT = re.compile(r"(?:Literal|Unmatched) data: ([\d,.]+)")  # Samba's rsync; openrsync, on either stream
+_OF_DISKS = {
+    os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+}
+_SENT = re.compile(
+    r"(?:Literal|Unmatched) data: ([\d,.]+)"
+)  # Samba's rsync; openrsync, on either stream
 
 
 Show = Callable[[SyncState], None]
@@ -53,8 +59,8 @@ def synchronise(
 ) -> SyncState:
     """Copy the files of the plan to every host that is not this computer.
 
-    A host that fails does not stop the others; its error is in the result. Nothing runs on afterwards, and received
-    bytes are kept for the next sync.
+    A host that fails does not stop the others; its error is in the result. Nothing runs on
+    afterwards, and received bytes are kept for the next sync.
 
     Args:
         show: called several times a second.
@@ -66,9 +72,13 @@ def synchronise(
     """
     others = [host for host in hosts if host.ssh is not None]
     if not others:
-        raise ConfigError("all hosts are this computer", hint="name the others in --hosts or --hostfile")
+        raise ConfigError(
+            "all hosts are this computer", hint="name the others in --hosts or --hostfile"
+        )
     if program_path("rsync") is None:
-        raise ConfigError("there is no rsync on this computer", hint=install_command("rsync") or _BY_HAND)
+        raise ConfigError(
+            "there is no rsync on this computer", hint=install_command("rsync") or _BY_HAND
+        )
     run = _SyncRun(plan, others, options, show, wanted or {})
     try:
         return run.run()
@@ -77,18 +87,32 @@ def synchronise(
 
 
 class _SyncRun:
-    def __init__(self, plan: SyncPlan, hosts: Sequence[Host], options: SyncOptions, show: Show, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        plan: SyncPlan,
+        hosts: Sequence[Host],
+        options: SyncOptions,
+        show: Show,
+        wanted: Wanted,
+    ) -> None:
         self._files, self._options, self._show = plan.files, options, show
         self._began = time.monotonic()
         self._roots = list(dict.fromkeys(file.root for file in plan.files))
         numbers = {file: number for number, file in enumerate(plan.files)}
-        self._members = [Member(host, [numbers[one] for one in wanted.get(host.name, plan.files)]) for host in hosts]
+        self._members = [
+            Member(host, [numbers[one] for one in wanted.get(host.name, plan.files)])
+            for host in hosts
+        ]
         names = tuple(str(file.path) for file in plan.files)
-        self._state = SyncState([member.status for member in self._members], names, notes=list(plan.notes))
+        self._state = SyncState(
+            [member.status for member in self._members], names, notes=list(plan.notes)
+        )
         self._token = f"run-{secrets.token_hex(16)}"  # the name of a file by which a host is known as the right one
         self._entries: list[tuple[os.stat_result, str]] = []
         self._withdrawn: set[int] = set()
-        self._barred: dict[tuple[Member, Member], str] = {}  # pairs whose first one cannot send, with the reason
+        self._barred: dict[
+            tuple[Member, Member], str
+        ] = {}  # pairs whose first one cannot send, with the reason
         self._senders: list[Member] = []  # on this computer, one for each transfer
         self._pool = ThreadPoolExecutor(3 * len(hosts), "sync")
 
@@ -115,7 +139,9 @@ class _SyncRun:
 
     def close(self) -> None:
         """End everything on all hosts."""
-        for closed in [self._pool.submit(member.close) for member in (*self._members, *self._senders)]:
+        for closed in [
+            self._pool.submit(member.close) for member in (*self._members, *self._senders)
+        ]:
             closed.result()
         self._pool.shutdown()
 
@@ -132,7 +158,7 @@ class _SyncRun:
         member.status.done_s = time.monotonic() - self._began if done else None
         member.status.state = "done" if done else "waiting"
 
-    # --- the files here and there -------------------------------------------------------------------
+    # --- the files here and there -----------------------------------------------------------------
 
     def _hash(self) -> None:
         """Read the files here.
@@ -145,7 +171,9 @@ class _SyncRun:
             self._state.hashed = read
             self._show(self._state)
 
-        found = all_digests(self._state.names, HashCache(str(self._options.cache or "") or None), beat)
+        found = all_digests(
+            self._state.names, HashCache(str(self._options.cache or "") or None), beat
+        )
         for path, each in zip(self._state.names, found, strict=True):
             if isinstance(each, OSError):
                 hint = "check its rights, then sync again"
@@ -162,11 +190,17 @@ class _SyncRun:
             status.state = "looking"
             self._look(member, sorted(member.wanted))
             status.lacking = tuple(sorted(member.lacking))
-            status.needed = sum(self._state.sizes[file] for file in status.lacking) - member.told["partial"]
+            status.needed = (
+                sum(self._state.sizes[file] for file in status.lacking) - member.told["partial"]
+            )
             status.paths = tuple(self._path(member, file) for file in status.lacking)
             if status.lacking and member.told["rsync"] is None:
                 command = member.told["install"]
-                remedy = f"ssh -t {shlex.quote(str(member.host.ssh))} {shlex.quote(command)}" if command else _BY_HAND
+                remedy = (
+                    f"ssh -t {shlex.quote(str(member.host.ssh))} {shlex.quote(command)}"
+                    if command
+                    else _BY_HAND
+                )
                 raise DistributedError(f"there is no rsync on host {member.host.name}", hint=remedy)
         except AllhandsError as error:
             member.fail(error)
@@ -189,7 +223,9 @@ class _SyncRun:
             token=self._token,
         )
         if len(told["roots"]) != len(self._roots) or max(told["lacking"], default=-1) >= len(files):
-            raise DistributedError(f"host {member.host.name} sent an unknown answer", hint="report this")
+            raise DistributedError(
+                f"host {member.host.name} sent an unknown answer", hint="report this"
+            )
         member.told, member.arrived, member.before = told, told["partial"], told["partial"]
         member.lacking = frozenset(files[index] for index in told["lacking"])
 
@@ -209,7 +245,7 @@ class _SyncRun:
             return self._state.names[file]
         return os.path.join(self._root(member, file), *self._files[file].parts)
 
-    # --- who sends to whom --------------------------------------------------------------------------
+    # --- who sends to whom ------------------------------------------------------------------------
 
     def _next(self, running: Collection[tuple[Sender, Member]]) -> Iterator[tuple[Sender, Member]]:
         """Yield pairs of a free sender and a host that waits."""
@@ -224,7 +260,9 @@ class _SyncRun:
                 yield free[0], receiver
 
     def _able(self, receiver: Member) -> list[Sender]:
-        """Return the computers that may send to this host, the best first; empty if the host has to wait."""
+        """Return the computers that may send to this host, the best first; empty if the host has to
+        wait.
+        """
         others = [member for member in self._members if (member, receiver) not in self._barred]
         if self._options.topology == "tree":
             return [None, *(member for member in others if self._sendable(member, receiver))]
@@ -254,7 +292,11 @@ class _SyncRun:
         if sender is None:
             return ways[0]
         port = ssh.SshOptions(port=told["port"])
-        ways += [(f"{told['user']}@{ip}", port) for ip in dict.fromkeys([*host.ips, told["address"]]) if ip]
+        ways += [
+            (f"{told['user']}@{ip}", port)
+            for ip in dict.fromkeys([*host.ips, told["address"]])
+            if ip
+        ]
         test = ["test", "-e", os.path.join(root, STAGING, self._token)]
         logins = [{"argv": ssh.command(name, test, settings)} for name, settings in ways]
         tried = sender.ask("logins", 2 * _LOGIN_S, logins=logins, timeout_s=_LOGIN_S)["logins"]
@@ -264,10 +306,12 @@ class _SyncRun:
             raise DistributedError(said or "ssh from there leads elsewhere, or gets no answer")
         return right[0]
 
-    # --- one transfer -------------------------------------------------------------------------------
+    # --- one transfer -----------------------------------------------------------------------------
 
     def _transfer(self, sender: Sender, receiver: Member) -> None:
-        """Send, verify and put into place; afterwards the host is done, has failed, or waits for more."""
+        """Send, verify and put into place; afterwards the host is done, has failed, or waits for
+        more.
+        """
         receiver.status.parent = sender.host.name if sender else _THIS
         files, refused, said = self._sendable(sender, receiver), "", ""
         try:
@@ -282,8 +326,11 @@ class _SyncRun:
         receiver.status.received = receiver.counted
         self._go_on(receiver, not self._sendable(None, receiver))
 
-    def _judge(self, sender: Sender, receiver: Member, files: Sequence[int], refused: str, said: str) -> None:
-        """Have the host look at what has come; a computer that has not sent all of it does not send again.
+    def _judge(
+        self, sender: Sender, receiver: Member, files: Sequence[int], refused: str, said: str
+    ) -> None:
+        """Have the host look at what has come; a computer that has not sent all of it does not send
+        again.
 
         Args:
             refused: the reason why the sender could not send.
@@ -323,18 +370,30 @@ class _SyncRun:
         count = _sent_bytes(ended, max(0, receiver.arrived - receiver.before))
         receiver.counted, receiver.before = receiver.counted + count, receiver.arrived
         (sender.status if sender else self._state).sent += count
-        return (ended["said"].strip() or f"rsync ended with code {ended['code']}") if ended["code"] else ""
+        return (
+            (ended["said"].strip() or f"rsync ended with code {ended['code']}")
+            if ended["code"]
+            else ""
+        )
 
-    def _order(self, sender: Sender, receiver: Member, root: str, files: Sequence[int]) -> dict[str, Any]:
-        """Return the transfer of the files below one root: their links at the sender, and its ssh command."""
+    def _order(
+        self, sender: Sender, receiver: Member, root: str, files: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the transfer of the files below one root: their links at the sender, and its ssh
+        command.
+        """
         name, settings = self._way(sender, receiver, root)
         words = ["sh", "-c", RECEIVE, "sh", os.path.join(root, STAGING), receiver.told["rsync"]]
         these = [file for file in files if self._root(receiver, file) == root]
-        links = {staged_name("/".join(self._files[file].parts)): self._path(sender, file) for file in these}
+        links = {
+            staged_name("/".join(self._files[file].parts)): self._path(sender, file)
+            for file in these
+        }
         return {"links": links, "ssh": ssh.command(name, words, settings)}
 
     def _explain(self, receiver: Member, files: Sequence[int], reason: str) -> None:
-        """Withdraw files that have changed since they were hashed; others must have failed for a reason.
+        """Withdraw files that have changed since they were hashed; others must have failed for a
+        reason.
 
         Raises:
             AllhandsError: that reason.
@@ -346,15 +405,21 @@ class _SyncRun:
                     self._withdrawn.add(file)
                     self._state.withdrawn.append(path)
             elif (number := _disk_error(reason)) is not None:
-                raise receiver.storage_error(self._path(receiver, file), number, os.strerror(number))
+                raise receiver.storage_error(
+                    self._path(receiver, file), number, os.strerror(number)
+                )
             else:
                 said = _last_line(reason) or f"{path} has not arrived as it was sent"
-                raise DistributedError(f"host {receiver.host.name}: {said}", hint=f"see what it says, then {RETRY}")
+                raise DistributedError(
+                    f"host {receiver.host.name}: {said}", hint=f"see what it says, then {RETRY}"
+                )
 
 
 def _sent_bytes(ended: Mapping[str, Any], otherwise: int) -> int:
     """Return the bytes that rsync says it has sent."""
-    found = [int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"] + ended["said"])]
+    found = [
+        int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"] + ended["said"])
+    ]
     return sum(found) if found else otherwise
 
 

@@ -16,8 +16,8 @@ class SyncOptions:
     """Options for copying files.
 
     Attributes:
-        topology: ``tree``: every host that has all files sends to one that waits; ``chain``: each host gets them
-            from the one before it; ``star``: this computer sends to all at once.
+        topology: ``tree``: every host that has all files sends to one that waits; ``chain``: each
+            host gets them from the one before it; ``star``: this computer sends to all at once.
         dry_run: only find the files that each host lacks.
         cache: file with hashes of the files here; ``None``: all are read.
     """
@@ -79,10 +79,15 @@ class SyncState:
         """All errors of the sync."""
         found = [host.error for host in self.hosts if host.error is not None]
         hint = "sync again when nothing writes to it"
-        return found + [DataError("it changed while it was sent", where=name, hint=hint) for name in self.withdrawn]
+        return found + [
+            DataError("it changed while it was sent", where=name, hint=hint)
+            for name in self.withdrawn
+        ]
 
     @property
     def exit_code(self) -> int:
         """0, or the most important of the errors' codes: a lost host before a full disk."""
         codes = {error.exit_code for error in self.errors}
-        return next((code for code in (DistributedError.exit_code, *sorted(codes)) if code in codes), 0)
+        return next(
+            (code for code in (DistributedError.exit_code, *sorted(codes)) if code in codes), 0
+        )

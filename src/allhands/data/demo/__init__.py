@@ -1,7 +1,9 @@
-"""The data that allhands ships: everyday questions with answers in pirate English, and the words that tell.
+"""The data that allhands ships: everyday questions with answers in pirate English, and the words
+that tell.
 
-Written for this project (MIT). ``pirate.jsonl`` holds topic, question and answer; no two questions ask the
-same thing, so a split by question leaks nothing. ``lexicon.txt`` holds the words that count as pirate speech.
+Written for this project (MIT). ``pirate.jsonl`` holds topic, question and answer; no two questions
+ask the same thing, so a split by question leaks nothing. ``lexicon.txt`` holds the words that count
+as pirate speech.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def _question_hash(pair: QuestionPair) -> str:
 
 
 def write_demo_data(directory: Path) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and test.jsonl in chat format; returns the number of rows of each.
+    """Write train.jsonl, valid.jsonl and test.jsonl in chat format; returns the number of rows of
+    each.
 
     Raises:
         ConfigError: there are files of these names with other data.
@@ -66,13 +69,19 @@ def write_demo_data(directory: Path) -> dict[str, int]:
     """
     make_directory(directory)
     texts = {
-        f"{name}.jsonl": "".join(json.dumps({"messages": messages(pair)}) + "\n" for pair in members)
+        f"{name}.jsonl": "".join(
+            json.dumps({"messages": messages(pair)}) + "\n" for pair in members
+        )
         for name, members in splits().items()
     }
     for name, text in texts.items():
         path = directory / name
         if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
-            raise ConfigError(f"there is another {name}", where=f"--out {directory}", hint="choose another directory")
+            raise ConfigError(
+                f"there is another {name}",
+                where=f"--out {directory}",
+                hint="choose another directory",
+            )
     for name, text in texts.items():
         write_whole(directory / name, lambda temporary, text=text: temporary.write_text(text))
     return {name: len(members) for name, members in splits().items()}
@@ -80,7 +89,10 @@ def write_demo_data(directory: Path) -> dict[str, int]:
 
 def messages(pair: QuestionPair) -> list[dict[str, str]]:
     """Return the pair as a conversation of two turns."""
-    return [{"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer}]
+    return [
+        {"role": "user", "content": pair.question},
+        {"role": "assistant", "content": pair.answer},
+    ]
 
 
 @cache
@@ -97,13 +109,21 @@ def is_pirate_word(word: str) -> bool:
 
 def pirate_share(texts: Iterable[str]) -> float:
     """Share of the words of ``texts`` that are pirate speech, 0 to 1; 0 where there are no words."""
-    words = [word for text in texts for word in re.findall(r"[a-z'][a-z'-]*", text.lower().replace("’", "'"))]
+    words = [
+        word
+        for text in texts
+        for word in re.findall(r"[a-z'][a-z'-]*", text.lower().replace("’", "'"))
+    ]
     return sum(map(is_pirate_word, words)) / len(words) if words else 0.0
 
 
 def demo_source(split: str) -> RecordSource:
-    """Return the shipped pairs of one split as :func:`demo_records`, with the identity that a token store needs."""
-    return RecordSource(lambda: [asdict(pair) for pair in splits()[split]], lambda: iter(demo_records(split)))
+    """Return the shipped pairs of one split as :func:`demo_records`, with the identity that a token
+    store needs.
+    """
+    return RecordSource(
+        lambda: [asdict(pair) for pair in splits()[split]], lambda: iter(demo_records(split))
+    )
 
 
 def demo_records(split: str) -> list[Record]:

@@ -1,7 +1,9 @@
-"""Linear layers whose backward pass computes with other arrays than the forward pass: the same numbers, fetched again.
+"""Linear layers whose backward pass computes with other arrays than the forward pass: the same
+numbers, fetched again.
 
-Where ranks have divided the weights of a model, whole ones are fetched for a pass and dropped afterwards. MLX keeps for
-the backward pass what its own products have multiplied by. These keep their input alone.
+Where ranks have divided the weights of a model, whole ones are fetched for a pass and dropped
+afterwards. MLX keeps for the backward pass what its own products have multiplied by. These keep
+their input alone.
 """
 
 from __future__ import annotations
@@ -35,18 +37,24 @@ class Again:
 
 
 def give_again(layer: nn.Module, arrays: Mapping[str, mx.array] | None) -> None:
-    """Let the backward pass of what ``layer`` computes from now on be with ``arrays``; ``None``: with its own."""
+    """Let the backward pass of what ``layer`` computes from now on be with ``arrays``; ``None``:
+    with its own.
+    """
     # Not among its parameters.
     object.__setattr__(layer, "_again", None if arrays is None else Again(layer, arrays))
 
 
 def again_of(layer: Any) -> Any:
-    """Return what the backward pass of ``layer`` computes with: itself, or what it was given for that."""
+    """Return what the backward pass of ``layer`` computes with: itself, or what it was given for
+    that.
+    """
     return vars(layer).get("_again") or layer
 
 
 def for_backward(layer: Any) -> Any:
-    """:func:`again_of` a layer, with the arrays of now: its own may be gone when the backward pass is made."""
+    """:func:`again_of` a layer, with the arrays of now: its own may be gone when the backward pass
+    is made.
+    """
     again = again_of(layer)
     if again is not layer:
         return again
@@ -66,7 +74,9 @@ class FrozenLinear(nn.Linear):
         again = again_of(self)
         if again is self:
             return super().__call__(x)
-        y = ops.product_with(lambda _: self.weight, lambda _: again.weight)(x.reshape(-1, x.shape[-1]))
+        y = ops.product_with(lambda _: self.weight, lambda _: again.weight)(
+            x.reshape(-1, x.shape[-1])
+        )
         y = y.reshape(*x.shape[:-1], -1)
         return y + self.bias if "bias" in self else y
 
@@ -82,7 +92,9 @@ class FrozenQuantizedLinear(nn.QuantizedLinear):
         return y + self.bias if "bias" in self else y
 
 
-def quantised_product(layers: Sequence[Any], again: Sequence[Any]) -> Callable[[mx.array], mx.array]:
+def quantised_product(
+    layers: Sequence[Any], again: Sequence[Any]
+) -> Callable[[mx.array], mx.array]:
     """The products of frozen quantised layers of one input by MLX's own operation, side by side.
 
     Their backward pass is with the layers ``again``; see :func:`again_of`.
@@ -94,15 +106,24 @@ def quantised_product(layers: Sequence[Any], again: Sequence[Any]) -> Callable[[
     def backward(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
         ends = list(accumulate(layer.weight.shape[0] for layer in layers))[:-1]
         parts = mx.split(cotangent, ends, axis=-1) if ends else [cotangent]
-        first, *rest = (_by_quantised(part, each, transpose=False) for part, each in zip(parts, again, strict=True))
+        first, *rest = (
+            _by_quantised(part, each, transpose=False)
+            for part, each in zip(parts, again, strict=True)
+        )
         return sum(rest, first)
 
-    return with_vjp(products, backward) if any(a is not b for a, b in zip(layers, again, strict=True)) else products
+    return (
+        with_vjp(products, backward)
+        if any(a is not b for a, b in zip(layers, again, strict=True))
+        else products
+    )
 
 
 def _by_quantised(x: mx.array, layer: Any, *, transpose: bool) -> mx.array:
     how: dict[str, Any] = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
-    return mx.quantized_matmul(x, layer.weight, layer.scales, layer.get("biases"), transpose=transpose, **how)
+    return mx.quantized_matmul(
+        x, layer.weight, layer.scales, layer.get("biases"), transpose=transpose, **how
+    )
 
 
 def _beside(arrays: Sequence[mx.array]) -> mx.array:

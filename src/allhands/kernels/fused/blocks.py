@@ -1,7 +1,9 @@
-"""Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA GPUs.
+"""Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA
+GPUs.
 
-As elsewhere in this package only instances change, by a subclass of their own class. The names and values of parameters
-stay, and modules that :mod:`allhands.kernels.known` does not list are not changed.
+As elsewhere in this package only instances change, by a subclass of their own class. The names and
+values of parameters stay, and modules that :mod:`allhands.kernels.known` does not list are not
+changed.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from allhands.kernels.instances import give_form, mix_in
 from allhands.kernels.selection import BY_RULE, SELECTION, KernelSelection, selection_of
 from allhands.runtime.accelerator import device_memory
 
-# Share of a GPU's memory for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150
-# hold those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two layers.
+# Share of a GPU's memory for dense copies of quantised weights that a step would make twice: 4.7 GB
+# of an H200's 150 hold those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two
+# layers.
 _KEPT_SHARE = 32
 
 
-def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE, *, joins: bool = True) -> int:
+def fuse(
+    model: nn.Module, longest: int, selection: KernelSelection = BY_RULE, *, joins: bool = True
+) -> int:
     """Let ``model`` compute in fast forms; its trained weights must be chosen already.
 
     Args:
@@ -65,7 +70,8 @@ def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE, *
 
 
 def keep_dense(model: nn.Module) -> int:
-    """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far as there is room.
+    """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far
+    as there is room.
 
     Call it after the forms of operations are chosen.
 
@@ -92,7 +98,11 @@ def _layer_kind(module: Any) -> Any:
         return TypedLoRALinear
     if type(module) is nn.Embedding and "weight" not in module.trainable_parameters():
         return RowsEmbedding
-    trained = "weight" in module.trainable_parameters() if type(module) in (nn.Linear, nn.RMSNorm) else False
+    trained = (
+        "weight" in module.trainable_parameters()
+        if type(module) in (nn.Linear, nn.RMSNorm)
+        else False
+    )
     if trained:
         return TrainedLinear if isinstance(module, nn.Linear) else _TrainedNorm
     return None
@@ -101,7 +111,9 @@ def _layer_kind(module: Any) -> Any:
 class _TrainedNorm(nn.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
         trained = "weight" in self.trainable_parameters()
-        return ops.rms_norm(x, self["weight"], self.eps, trained=trained, selection=selection_of(self))
+        return ops.rms_norm(
+            x, self["weight"], self.eps, trained=trained, selection=selection_of(self)
+        )
 
 
 class _FusedLayer:
@@ -110,7 +122,9 @@ class _FusedLayer:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         selection = selection_of(self)
         x, inner = _added_norm(self.input_layernorm, x, None, selection)
-        x, inner = _added_norm(self.post_attention_layernorm, x, self.self_attn(inner, mask, cache), selection)
+        x, inner = _added_norm(
+            self.post_attention_layernorm, x, self.self_attn(inner, mask, cache), selection
+        )
         return x + self.mlp(inner)
 
 
@@ -118,7 +132,9 @@ def _added_norm(
     norm: Any, x: mx.array, residual: mx.array | None, selection: KernelSelection
 ) -> tuple[mx.array, mx.array]:
     trained = "weight" in norm.trainable_parameters()
-    return ops.added_rms_norm(x, residual, norm.weight, norm.eps, trained=trained, selection=selection)
+    return ops.added_rms_norm(
+        x, residual, norm.weight, norm.eps, trained=trained, selection=selection
+    )
 
 
 class _FusedMlp:
@@ -146,7 +162,11 @@ class _FusedAttention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         group: Group = self._group
         batch, length, _ = x.shape
-        if not group.usable or not (cache is None or isinstance(cache, DocumentRow)) or length > self._turns.shape[0]:
+        if (
+            not group.usable
+            or not (cache is None or isinstance(cache, DocumentRow))
+            or length > self._turns.shape[0]
+        ):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
@@ -158,7 +178,8 @@ class _FusedAttention:
 
 def _has_plain_norms(layer: Any) -> bool:
     return all(
-        type(norm) in (nn.RMSNorm, _TrainedNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        type(norm) in (nn.RMSNorm, _TrainedNorm)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     )
 
 

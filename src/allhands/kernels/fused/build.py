@@ -1,8 +1,9 @@
 """Build CUDA kernels with NVRTC, which MLX has loaded, and keep them for the next process.
 
-MLX builds a custom kernel again in every process, with headers that take longer than the kernel: a second each. The
-kernels of this package are built without headers, for the GPU in use, most of them in 0.1 to 0.5 seconds, and are kept
-in the user's cache. A file there begins with the hash of its rest, so that a torn or changed file is built again.
+MLX builds a custom kernel again in every process, with headers that take longer than the kernel: a
+second each. The kernels of this package are built without headers, for the GPU in use, most of them
+in 0.1 to 0.5 seconds, and are kept in the user's cache. A file there begins with the hash of its
+rest, so that a torn or changed file is built again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def built(source: str, capability: tuple[int, int]) -> bytes:
     code = _build(source, options)
     with suppress(AllhandsError):  # no home to keep it in: it is built again the next time
         make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_bytes(hashlib.sha256(code).digest() + code), private=True)
+        write_whole(
+            path,
+            lambda draft: draft.write_bytes(hashlib.sha256(code).digest() + code),
+            private=True,
+        )
     return code
 
 
@@ -68,10 +73,16 @@ def _version() -> tuple[int, int]:
 def _build(source: str, options: list[str]) -> bytes:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"allhands.cu", 0, None, None))
+    _check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"allhands.cu", 0, None, None
+        )
+    )
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), words):
-            raise RuntimeError(f"a kernel cannot be built: {_text(program, 'ProgramLog').decode(errors='replace')}")
+            raise RuntimeError(
+                f"a kernel cannot be built: {_text(program, 'ProgramLog').decode(errors='replace')}"
+            )
         return _text(program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

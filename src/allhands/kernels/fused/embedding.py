@@ -1,8 +1,10 @@
-"""Embeddings whose gradient adds the rows of repeated tokens in a fixed order, the same in every run.
+"""Embeddings whose gradient adds the rows of repeated tokens in a fixed order, the same in every
+run.
 
-The gradient of ``weight[ids]`` adds one row for each token to the row of its id. On a GPU MLX does this with atomic
-additions in no fixed order, and sums of floats depend on the order: two equal runs of full fine-tuning end with
-different weights. Here only the backward pass differs; values, parameter names and the module tree stay.
+The gradient of ``weight[ids]`` adds one row for each token to the row of its id. On a GPU MLX does
+this with atomic additions in no fixed order, and sums of floats depend on the order: two equal runs
+of full fine-tuning end with different weights. Here only the backward pass differs; values,
+parameter names and the module tree stay.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from allhands.kernels.instances import give_form
 
 
 def make_deterministic(model: nn.Module) -> int:
-    """Let every trained embedding of ``model`` compute the same gradient, bit by bit, whenever it is asked.
+    """Let every trained embedding of ``model`` compute the same gradient, bit by bit, whenever it
+    is asked.
 
-    Call it after the choice of trained weights. Only these instances change (their class becomes a subclass), and a
-    second call changes nothing. Classes of other libraries derived from :class:`mlx.nn.Embedding` may look up their
-    rows in another way, so they are not changed.
+    Call it after the choice of trained weights. Only these instances change (their class becomes a
+    subclass), and a second call changes nothing. Classes of other libraries derived from
+    :class:`mlx.nn.Embedding` may look up their rows in another way, so they are not changed.
 
     Returns:
         Number of changed embeddings.
@@ -55,13 +58,14 @@ def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array,
     return add_in_order(table, ids, cotangent), mx.zeros_like(ids)
 
 
-# ``table[ids]`` with a gradient that is always the same: (V, ...) of any float type, and integers of any shape, whose
-# negative ones count from the end -> ``ids.shape`` + (...).
+# ``table[ids]`` with a gradient that is always the same: (V, ...) of any float type, and integers
+# of any shape, whose negative ones count from the end -> ``ids.shape`` + (...).
 #
-# The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded once to the table's
-# type. So its gradient depends on these rows and their order alone, not on other tokens or their places. For N ids
-# and rows of D values this takes log2(N) passes over (N, D) float32, of which it holds a few at a time, beside the
-# gradient itself. On an NVIDIA GPU a kernel adds them one after the other instead, in one pass.
+# The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded
+# once to the table's type. So its gradient depends on these rows and their order alone, not on
+# other tokens or their places. For N ids and rows of D values this takes log2(N) passes over (N, D)
+# float32, of which it holds a few at a time, beside the gradient itself. On an NVIDIA GPU a kernel
+# adds them one after the other instead, in one pass.
 look_up = with_vjp(_rows, _gradient)
 
 
@@ -69,7 +73,9 @@ def _rows_apart(table: mx.array, ids: mx.array, _rows_of: mx.array) -> mx.array:
     return _rows(table, ids)
 
 
-def _gradient_apart(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def _gradient_apart(
+    primals: Any, cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
     """Return the gradient in the rows themselves; nobody asks for the others."""
     table, ids, _rows_of = primals
     return mx.zeros_like(table), mx.zeros_like(ids), cotangent
@@ -78,8 +84,11 @@ def _gradient_apart(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.
 _look_up_apart = with_vjp(_rows_apart, _gradient_apart)
 
 
-def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False) -> mx.array:
-    """Return the sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
+def add_in_order(
+    table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False
+) -> mx.array:
+    """Return the sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like
+    ``table``.
 
     ``onto``: added to ``table`` itself, which is nobody else's then.
     """
@@ -95,18 +104,23 @@ def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: b
     order = mx.argsort(flat)
     flat = flat[order]
     totals = _totals(flat, cotangent.reshape(flat.size, math.prod(table.shape[1:]))[order])
-    # Still atomic, but of all that is added to a row only its total is not zero: exact in any order.
+    # Still atomic, but of all that is added to a row only its total is not zero: exact in any
+    # order.
     return result.at[flat].add(totals.astype(table.dtype).reshape(flat.size, *table.shape[1:]))
 
 
 def _totals(ids: mx.array, rows: mx.array) -> mx.array:
-    """(N, D) float32: the sum of each id's rows at its last place and zeros elsewhere, for (N,) sorted ids."""
+    """(N, D) float32: the sum of each id's rows at its last place and zeros elsewhere, for (N,)
+    sorted ids.
+    """
     last = mx.concatenate([ids[1:] != ids[:-1], mx.array([True])])
     return mx.where(last[:, None], _running_sums(ids, rows.astype(mx.float32)), 0)
 
 
 def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
-    """(N, D): for each place the sum of the rows of its id up to there, for (N,) sorted ids (Hillis and Steele)."""
+    """(N, D): for each place the sum of the rows of its id up to there, for (N,) sorted ids (Hillis
+    and Steele).
+    """
     step = 1
     while step < len(ids):
         same = (ids[step:] == ids[:-step])[:, None]
@@ -117,7 +131,8 @@ def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
 
 
 class Apart:
-    """Stand-in for the rows that an embedding looks up, to be differentiated in instead of its table.
+    """Stand-in for the rows that an embedding looks up, to be differentiated in instead of its
+    table.
 
     Attributes:
         counts: whether uses of the table are counted: while rows are installed.
@@ -167,7 +182,9 @@ class OrderedEmbedding(nn.Embedding):
     def __call__(self, x: mx.array) -> mx.array:
         table = self.weight
         rows = None if self.apart is None else self.apart.take((*x.shape, table.shape[-1]))
-        return look_up(table, x) if rows is None else _look_up_apart(mx.stop_gradient(table), x, rows)
+        return (
+            look_up(table, x) if rows is None else _look_up_apart(mx.stop_gradient(table), x, rows)
+        )
 
     def __getattr__(self, key: str) -> Any:
         apart = self.apart
@@ -177,7 +194,9 @@ class OrderedEmbedding(nn.Embedding):
 
 
 class RowsEmbedding(nn.Embedding):
-    """:class:`mlx.nn.Embedding` of which nothing is trained, looked up by a kernel where there is one."""
+    """:class:`mlx.nn.Embedding` of which nothing is trained, looked up by a kernel where there is
+    one.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         return _rows(self.weight, x)
@@ -210,5 +229,9 @@ class OrderedDoRAEmbedding(DoRAEmbedding):
 # Exact types, because a subclass may have a look-up of its own.
 _IN_ORDER: dict[type, Any] = cast(
     "dict[type, Any]",
-    {nn.Embedding: OrderedEmbedding, LoRAEmbedding: OrderedLoRAEmbedding, DoRAEmbedding: OrderedDoRAEmbedding},
+    {
+        nn.Embedding: OrderedEmbedding,
+        LoRAEmbedding: OrderedLoRAEmbedding,
+        DoRAEmbedding: OrderedDoRAEmbedding,
+    },
 )

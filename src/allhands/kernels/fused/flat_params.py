@@ -1,9 +1,9 @@
 """Flat buffers for trainable parameters: differentiated in, added up over ranks and updated.
 
-Adapters are hundreds of small arrays, and a kernel for a small array takes longer to start than to compute. Here they
-are one float32 array, from which one pass makes all factors in the form of the products. Dense layers with the same
-input are one array as well, so that nothing has to be joined for their product. The model holds views, by the same
-names.
+Adapters are hundreds of small arrays, and a kernel for a small array takes longer to start than to
+compute. Here they are one float32 array, from which one pass makes all factors in the form of the
+products. Dense layers with the same input are one array as well, so that nothing has to be joined
+for their product. The model holds views, by the same names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from allhands.kernels.fused import kernels
 from allhands.kernels.fused.linear import Product, drops, products_of
 
 _ALIGNED = 64  # values, so that rows begin where vectors may
-# Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
+# Up to so many numbers all are one array. Of more, each group is one, since old and new exist at
+# the same time.
 _ONE_MOST = 1 << 28
 _SMALL = 1 << 16  # those of fewer are one nevertheless
 # Layers that make queries, by the names that architectures give them.
@@ -51,7 +52,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class Laid:
-    """Arrays that lie in one array already: their names, where each begins there, and how many numbers it has."""
+    """Arrays that lie in one array already: their names, where each begins there, and how many
+    numbers it has.
+    """
 
     names: tuple[str, ...]
     starts: tuple[int, ...]
@@ -59,7 +62,9 @@ class Laid:
 
 
 class _Layout:
-    """Arrays one after the other, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
+    """Arrays one after the other, each beginning at a multiple of :data:`_ALIGNED`, with zeros
+    between.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], spare: int) -> None:
         """Take the arrays' ``shapes``; at least ``spare`` zeros follow them."""
@@ -76,14 +81,19 @@ class _Layout:
     def parts(self, whole: mx.array) -> list[mx.array]:
         """Return views of ``whole`` in the arrays' shapes."""
         whole = whole.reshape(-1)
-        return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+        return [
+            _part(whole, start, shape)
+            for start, shape in zip(self.starts, self.shapes, strict=False)
+        ]
 
 
 class FlatBuffer(_Layout):
     """Trained arrays of one type as one."""
 
     def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
-        """Lay out ``places``, followed by at least ``spare`` zeros. ``apart``: see :class:`FlatParams`."""
+        """Lay out ``places``, followed by at least ``spare`` zeros. ``apart``: see
+        :class:`FlatParams`.
+        """
         super().__init__([place.array.shape for place in places], spare)
         self.places = list(places)
         self.dtype = places[0].array.dtype
@@ -109,7 +119,9 @@ def _aligned(count: int) -> int:
 
 
 def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
-    """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to ``ends[-1]``."""
+    """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to
+    ``ends[-1]``.
+    """
     pieces: list[mx.array] = [mx.zeros((ends[0],), dtype=arrays[0].dtype)] if ends[0] else []
     for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True):
         pieces.append(array.reshape(-1))
@@ -129,20 +141,26 @@ class FlatParams:
         """Divide the trained arrays of ``model`` into buffers.
 
         Args:
-            apart: True if arrays of one dimension are separate chunks, and chunks of matrices have two dimensions: for
-                an optimizer that treats them differently.
-            travelling: True if ranks add up finished chunks while others are computed; an array can only be sent when
-                all of it is computed. A table of embeddings is then a separate chunk.
+            apart: True if arrays of one dimension are separate chunks, and chunks of matrices have
+                two dimensions: for an optimizer that treats them differently.
+            travelling: True if ranks add up finished chunks while others are computed; an array can
+                only be sent when all of it is computed. A table of embeddings is then a separate
+                chunk.
         """
         modules: dict[str, Any] = dict(model.named_modules())
         trained = [name for name, _ in flatten(model.trainable_parameters())]
-        self._places = [_Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in trained]
+        self._places = [
+            _Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+            for name in trained
+        ]
         # A layer that computes its forward pass again is handed its own arrays, and nothing else.
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
         self._spreads: list[_Packed | _Views | _AsTheyLie] = (
-            [packed] if packed else [*_views(self._places, products, apart=apart, travelling=travelling)]
+            [packed]
+            if packed
+            else [*_views(self._places, products, apart=apart, travelling=travelling)]
         )
 
     @staticmethod
@@ -152,7 +170,10 @@ class FlatParams:
         found._spreads = []
         for row in rows:
             owners = ((name, *name.rpartition(".")[::2]) for name in row.names)
-            places = [_Place(name, part_of(tree, owner) if owner else tree, key) for name, owner, key in owners]
+            places = [
+                _Place(name, part_of(tree, owner) if owner else tree, key)
+                for name, owner, key in owners
+            ]
             chunk = FlatBuffer(places)
             chunk.lay(row)
             found._spreads.append(_AsTheyLie(chunk))
@@ -161,18 +182,27 @@ class FlatParams:
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
-        """Return true if every trained array is a module's own, not one in a list or a dictionary of it."""
+        """Return true if every trained array is a module's own, not one in a list or a dictionary
+        of it.
+        """
         modules = dict(model.named_modules())
         names = [name.rpartition(".") for name, _ in flatten(model.trainable_parameters())]
-        return bool(names) and all(module in modules and key in modules[module] for module, _, key in names)
+        return bool(names) and all(
+            module in modules and key in modules[module] for module, _, key in names
+        )
 
     @property
     def chunks(self) -> list[FlatBuffer]:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
-        """Return the number of the chunk that is the table of ``module``, an embedding, and nothing else."""
-        return next((number for number in self.tables if self.chunks[number].places[0].module is module), None)
+        """Return the number of the chunk that is the table of ``module``, an embedding, and nothing
+        else.
+        """
+        return next(
+            (number for number in self.tables if self.chunks[number].places[0].module is module),
+            None,
+        )
 
     @property
     def tables(self) -> dict[int, int]:
@@ -180,18 +210,23 @@ class FlatParams:
         return {
             number: chunk.shapes[0][-1]
             for number, chunk in enumerate(self.chunks)
-            if chunk.is_one and isinstance(chunk.places[0].module, nn.Embedding) and chunk.places[0].key == "weight"
+            if chunk.is_one
+            and isinstance(chunk.places[0].module, nn.Embedding)
+            and chunk.places[0].key == "weight"
         }
 
     @property
     def before_attention(self) -> set[int]:
         """The numbers of chunks that begin with what makes queries, keys and values.
 
-        A backward pass comes to these after attention. Its kernels leave the most to an exchange that begins with it:
-        a product whose blocks fill a GPU takes another round for as long as an exchange holds any multiprocessor.
+        A backward pass comes to these after attention. Its kernels leave the most to an exchange
+        that begins with it: a product whose blocks fill a GPU takes another round for as long as an
+        exchange holds any multiprocessor.
         """
         names = [chunk.places[0].name for chunk in self.chunks]
-        return {number for number, name in enumerate(names) if _ATTENTION_INPUTS & set(name.split("."))}
+        return {
+            number for number, name in enumerate(names) if _ATTENTION_INPUTS & set(name.split("."))
+        }
 
     @contextmanager
     def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
@@ -225,7 +260,9 @@ class FlatParams:
 
     def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
         """Return the reverse of :meth:`named`."""
-        return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
+        return [
+            chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks
+        ]
 
 
 @dataclass(frozen=True)
@@ -243,9 +280,13 @@ class _AsTheyLie:
 
 
 class _Views:
-    """Trained arrays that are used as they are, or with their neighbours as the weight of one product."""
+    """Trained arrays that are used as they are, or with their neighbours as the weight of one
+    product.
+    """
 
-    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
+    def __init__(
+        self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool
+    ) -> None:
         owners = {id(layer): product for product in products for layer in product.layers}
         self.chunk = FlatBuffer(places, apart=apart)
         self._targets: list[tuple[int, tuple[int, ...], Callable[[mx.array], None]]] = []
@@ -260,7 +301,9 @@ class _Views:
                 self._products.append(product)
             else:
                 several = [places[at]]
-                self._targets.append((self.chunk.starts[at], places[at].array.shape, _setter(places[at])))
+                self._targets.append(
+                    (self.chunk.starts[at], places[at].array.shape, _setter(places[at]))
+                )
             at += len(several)
         self._split = with_vjp(self._forward, self._backward)
 
@@ -270,12 +313,18 @@ class _Views:
 
     def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
         ends = [start for start, _, _ in self._targets] + [self.chunk.size]
-        return _joined([cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends).reshape(whole.shape)
+        return _joined(
+            [cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends
+        ).reshape(whole.shape)
 
     def install(self, whole: mx.array) -> None:
         if len(self._targets) == 1:
             start, shape, put = self._targets[0]
-            put(_part(whole.reshape(-1), start, shape) if math.prod(shape) < self.chunk.size else whole.reshape(shape))
+            put(
+                _part(whole.reshape(-1), start, shape)
+                if math.prod(shape) < self.chunk.size
+                else whole.reshape(shape)
+            )
             return
         for part, (_, _, put) in zip(self._split(whole), self._targets, strict=True):
             put(part)
@@ -293,16 +342,21 @@ def _setter(place: _Place) -> Callable[[mx.array], None]:
 
 
 def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
-    """The first of ``places`` if they are the weights of all layers of ``product``, without gaps; else none."""
+    """The first of ``places`` if they are the weights of all layers of ``product``, without gaps;
+    else none.
+    """
     found = list(places[: len(product.layers)])
-    fits = [place.module for place in found] == product.layers and {place.key for place in found} == {"weight"}
+    fits = [place.module for place in found] == product.layers and {
+        place.key for place in found
+    } == {"weight"}
     return found if fits and all(place.array.size % _ALIGNED == 0 for place in found) else []
 
 
 def _views(
     places: Sequence[_Place], products: Sequence[Product], *, apart: bool, travelling: bool
 ) -> list[_Packed | _Views]:
-    """One chunk for each type of number, or one for each product and each other array if that were too large.
+    """One chunk for each type of number, or one for each product and each other array if that were
+    too large.
 
     With ``travelling`` several in the model's order instead of the one.
     """
@@ -317,7 +371,9 @@ def _views(
 
 
 def _product_groups(places: Sequence[_Place], products: Sequence[Product]) -> list[list[_Place]]:
-    """The weights of each product beside each other, wherever they stand in the model; every other array alone."""
+    """The weights of each product beside each other, wherever they stand in the model; every other
+    array alone.
+    """
     owners = {id(layer): product for product in products for layer in product.layers}
     groups: dict[int, list[_Place]] = {}
     for place in places:
@@ -335,7 +391,9 @@ def _by_kind(places: Sequence[_Place], *, apart: bool) -> list[list[_Place]]:
 
 
 def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_Place]]:
-    """Return each large group, or its arrays if they are of several kinds; small groups come first, together."""
+    """Return each large group, or its arrays if they are of several kinds; small groups come first,
+    together.
+    """
     # Norms and biases together: each would cost launches of its own for a few thousand numbers.
     small: list[_Place] = []
     parts: list[list[_Place]] = []
@@ -343,13 +401,18 @@ def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_P
         if sum(place.array.size for place in group) < _SMALL:
             small += group
         else:
-            parts += [group] if len(_by_kind(group, apart=apart)) == 1 else [[place] for place in group]
-    # The first ones, which travel last: some of them are of the first layers, whose gradients are there last.
+            parts += (
+                [group] if len(_by_kind(group, apart=apart)) == 1 else [[place] for place in group]
+            )
+    # The first ones, which travel last: some of them are of the first layers, whose gradients are
+    # there last.
     return [*_by_kind(small, apart=apart), *parts]
 
 
 def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
-    """Groups one after the other, of :data:`_TRAVELLING` numbers or more but for the last; an embedding by itself."""
+    """Groups one after the other, of :data:`_TRAVELLING` numbers or more but for the last; an
+    embedding by itself.
+    """
     found: list[list[_Place]] = []
     open_ = False
     for group in groups:
@@ -363,29 +426,47 @@ def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
 
 
 class _Packed:
-    """Adapters: one float32 array of all first factors, then all second ones, from which the products' are gathered.
+    """Adapters: one float32 array of all first factors, then all second ones, from which the
+    products' are gathered.
 
-    Those of a group stand side by side (first factors) and along a diagonal (second ones), which a gather does in one
-    pass, and its reverse in one.
+    Those of a group stand side by side (first factors) and along a diagonal (second ones), which a
+    gather does in one pass, and its reverse in one.
     """
 
     @staticmethod
     def of(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> _Packed | None:
-        """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
-        layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
+        """``None`` if something else is trained than adapters of one scale, or an adapter drops
+        something.
+        """
+        layers = [
+            layer
+            for product in products
+            for layer in product.layers
+            if isinstance(layer, LoRALinear)
+        ]
         known = {*itertools.product(map(id, layers), ("lora_a", "lora_b"))}
         if {(id(place.module), place.key) for place in places} != known or any(map(drops, layers)):
             return None
         types = {product.dtype for product in products if product.adapted}
-        if len({layer.scale for layer in layers}) != 1 or len(types) != 1 or not _all_float32(places):
+        if (
+            len({layer.scale for layer in layers}) != 1
+            or len(types) != 1
+            or not _all_float32(places)
+        ):
             return None
         return _Packed(places, products, apart=apart)
 
-    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
+    def __init__(
+        self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool
+    ) -> None:
         ordered = sorted(places, key=lambda place: place.key)
         self.chunk = FlatBuffer(ordered, spare=1, apart=apart)
-        self._first = next(s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b")
-        starts = {(id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)}
+        self._first = next(
+            s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b"
+        )
+        starts = {
+            (id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)
+        }
         self._products = [product for product in products if product.adapted]
         self._dtype = self._products[0].dtype
         self._scale = float(ordered[0].module.scale)
@@ -406,7 +487,11 @@ class _Packed:
             take(whole.reshape(-1), half.index, scale, self._dtype)
             for half, scale in zip(self._halves, (1.0, self._scale), strict=True)
         )
-        return tuple(part for half, packed in zip(self._halves, ready, strict=True) for part in half.parts(packed))
+        return tuple(
+            part
+            for half, packed in zip(self._halves, ready, strict=True)
+            for part in half.parts(packed)
+        )
 
     def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
         count = len(self._products)
@@ -414,14 +499,18 @@ class _Packed:
         collect = kernels.collect if kernels.available() else _collect
         wide = [
             collect(half.joined(side), back, scale)
-            for half, side, back, scale in zip(self._halves, sides, self._back, (1.0, self._scale), strict=True)
+            for half, side, back, scale in zip(
+                self._halves, sides, self._back, (1.0, self._scale), strict=True
+            )
         ]
         return mx.concatenate(wide).reshape(whole.shape)
 
     def install(self, whole: mx.array) -> None:
         factors = self._gather(whole)
         count = len(self._products)
-        for product, first, second in zip(self._products, factors[:count], factors[count:], strict=True):
+        for product, first, second in zip(
+            self._products, factors[:count], factors[count:], strict=True
+        ):
             product.give((first, second))
 
     def clear(self) -> None:
@@ -466,7 +555,9 @@ class _Half(_Layout):
     """The first or the second factors of all products, one after the other."""
 
     def __init__(self, tables: Sequence[NDArray[np.int32]], nothing: int) -> None:
-        """Take for each product a table of its numbers' places in the chunk; at ``nothing`` the chunk has a zero."""
+        """Take for each product a table of its numbers' places in the chunk; at ``nothing`` the
+        chunk has a zero.
+        """
         super().__init__([table.shape for table in tables], spare=1)
         self._numbers = np.full(self.size, nothing, dtype=np.int32)
         self._nothing = nothing
@@ -475,7 +566,9 @@ class _Half(_Layout):
         self.index = mx.array(self._numbers)
 
     def reverse(self, start: int, end: int) -> mx.array:
-        """Return the index here of the chunk's places from ``start`` to ``end``; the last one if there is none."""
+        """Return the index here of the chunk's places from ``start`` to ``end``; the last one if
+        there is none.
+        """
         places = np.full(end - start, self.size - 1, dtype=np.int32)
         mine = np.flatnonzero(self._numbers != self._nothing)
         places[self._numbers[mine] - start] = mine

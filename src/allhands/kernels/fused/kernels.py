@@ -28,12 +28,16 @@ _WIDEST_NORM_BYTES = 4 * _WARP_BYTES
 
 @cache
 def available() -> bool:
-    """Return true if MLX computes on an NVIDIA GPU in this process and a kernel can be built for it."""
+    """Return true if MLX computes on an NVIDIA GPU in this process and a kernel can be built for
+    it.
+    """
     if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
         return False
     try:
         return number(sum_of_squares([mx.ones((8,), dtype=mx.bfloat16)])) == 8.0
-    except RuntimeError:  # no NVRTC, or a GPU that is too old: MLX's own operations compute the same
+    except (
+        RuntimeError
+    ):  # no NVRTC, or a GPU that is too old: MLX's own operations compute the same
         return False
 
 
@@ -48,16 +52,22 @@ def suits(array: mx.array) -> bool:
 
 
 def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size: int) -> mx.array:
-    """Unpack 4-bit affine weights in half the time of :func:`mlx.core.dequantize`: (N, K / 8) uint32 -> (N, K)."""
+    """Unpack 4-bit affine weights in half the time of :func:`mlx.core.dequantize`: (N, K / 8)
+    uint32 -> (N, K).
+    """
     rows, words = weight.shape
     count = rows * words
     outputs = [((rows, 8 * words), scales.dtype)]
-    work = _Work("dequantize", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
+    work = _Work(
+        "dequantize", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK
+    )
     return work.run([weight, scales, biases], outputs)[0]
 
 
 def take_rows(table: mx.array, ids: mx.array) -> mx.array:
-    """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end -> ``ids.shape`` + (D,)."""
+    """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end ->
+    ``ids.shape`` + (D,).
+    """
     size, features = table.shape
     threads = ids.size * features // width(table.dtype)
     work = _Work("take_rows", table.dtype, {"D": features}, (ids.size, size), threads)
@@ -65,7 +75,9 @@ def take_rows(table: mx.array, ids: mx.array) -> mx.array:
 
 
 def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> mx.array:
-    """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative; no place twice."""
+    """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative;
+    no place twice.
+    """
     count, features = rows.shape
     threads = rows.size // width(rows.dtype)
     work = _Work("put_rows", rows.dtype, {"D": features}, (count,), threads, fill=0.0)
@@ -92,10 +104,11 @@ def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
 
 
 def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None = None) -> mx.array:
-    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D) -> (``size``, D).
+    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D)
+    -> (``size``, D).
 
-    ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that array with the sums
-    added, in its own memory, as :func:`cross_entropy` does.
+    ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that
+    array with the sums added, in its own memory, as :func:`cross_entropy` does.
     """
     if onto is not None and not launches_directly():
         return onto + add_rows(ids, rows, size)
@@ -119,29 +132,44 @@ def swiglu(x: mx.array) -> mx.array:
     return work.run([x], [((rows, features), x.dtype)])[0]
 
 
-def swiglu_vjp(x: mx.array, cotangent: mx.array, *, again: bool = False) -> tuple[mx.array, mx.array]:
-    """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes almost for nothing."""
+def swiglu_vjp(
+    x: mx.array, cotangent: mx.array, *, again: bool = False
+) -> tuple[mx.array, mx.array]:
+    """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes
+    almost for nothing.
+    """
     rows, features = x.shape[0], x.shape[1] // 2
     constants = {"F": features, "AGAIN": int(again)}
     work = _Work("swiglu_vjp", x.dtype, constants, (rows,), rows * features // width(x.dtype))
-    dx, value = work.run([x, cotangent], [(x.shape, x.dtype), ((rows, features) if again else (1,), x.dtype)])
+    dx, value = work.run(
+        [x, cotangent], [(x.shape, x.dtype), ((rows, features) if again else (1,), x.dtype)]
+    )
     return dx, value
 
 
 def swiglu_adapted(x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int]) -> mx.array:
-    """:func:`swiglu` of ``x + inner @ b``, without that product in memory: (N, 2 F), (N, R), (R, 2 F) -> (N, F).
+    """:func:`swiglu` of ``x + inner @ b``, without that product in memory: (N, 2 F), (N, R), (R, 2
+    F) -> (N, F).
 
     Args:
-        ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken for zeros.
+        ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken
+            for zeros.
     """
     work, rows = _swiglu_adapted("swiglu_adapted", x, ranks, {}), x.shape[0]
     return work.run([x, inner, b], [((rows, x.shape[1] // 2), x.dtype)])[0]
 
 
 def swiglu_adapted_vjp(
-    x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int], c: mx.array, cinner: mx.array, a: mx.array
+    x: mx.array,
+    inner: mx.array,
+    b: mx.array,
+    ranks: tuple[int, int],
+    c: mx.array,
+    cinner: mx.array,
+    a: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Gradient of :func:`swiglu_adapted` in ``x`` for the cotangent ``c + cinner @ a.T``, and its value again.
+    """Gradient of :func:`swiglu_adapted` in ``x`` for the cotangent ``c + cinner @ a.T``, and its
+    value again.
 
     (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
     """
@@ -152,10 +180,16 @@ def swiglu_adapted_vjp(
 
 def fits_adapted(features: int, dtype: mx.Dtype, ranks: Sequence[int]) -> bool:
     """Return true if a thread of the adapted SwiGLU's kernels can keep factors of these ranks."""
-    return dtype in _HALF and features % 32 == 0 and all(rank % 2 == 0 and rank <= _MOST_RANK for rank in ranks)
+    return (
+        dtype in _HALF
+        and features % 32 == 0
+        and all(rank % 2 == 0 and rank <= _MOST_RANK for rank in ranks)
+    )
 
 
-def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mapping[str, int]) -> _Work:
+def _swiglu_adapted(
+    name: str, x: mx.array, ranks: tuple[int, int], more: Mapping[str, int]
+) -> _Work:
     rows, features = x.shape[0], x.shape[1] // 2
     constants = {"F": features, "R": sum(ranks), "GATE": ranks[0], "UP": ranks[1], **more}
     blocks = -(-features // _BLOCK) * -(-rows // 64)
@@ -163,19 +197,29 @@ def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mappin
 
 
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
-    """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D / 2, 2) table."""
-    return _rope("rope", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]
+    """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D
+    / 2, 2) table.
+    """
+    return _rope("rope", x.dtype, x.shape, num_heads, num_kv_heads).run(
+        [x, turns], [(x.shape, x.dtype)]
+    )[0]
 
 
 def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array:
-    """Gradient of :func:`rope` in its input: (B, T, H, D), twice (B, T, KV, D) -> (B, T, H + 2 KV, D)."""
+    """Gradient of :func:`rope` in its input: (B, T, H, D), twice (B, T, KV, D) -> (B, T, H + 2 KV,
+    D).
+    """
     batch, length, num_heads, features = q.shape
     num_kv_heads = k.shape[2]
     shape = (batch, length, num_heads + 2 * num_kv_heads, features)
-    return _rope("rope_vjp", q.dtype, shape, num_heads, num_kv_heads).run([q, k, v, turns], [(shape, q.dtype)])[0]
+    return _rope("rope_vjp", q.dtype, shape, num_heads, num_kv_heads).run(
+        [q, k, v, turns], [(shape, q.dtype)]
+    )[0]
 
 
-def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int) -> _Work:
+def _rope(
+    name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int
+) -> _Work:
     batch, length, heads, features = shape
     constants = {"H": num_heads, "KV": num_kv_heads, "D": features}
     threads = batch * length * heads * features // 2 // width(dtype)
@@ -183,17 +227,21 @@ def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative ones counting 0.
+    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative
+    ones counting 0.
 
-    ``logits`` must be nobody else's: where kernels run one after the other the gradient takes their place, which
-    halves the memory. In a graph of CUDA's, which is not told, a reader of the gradient might come too early.
+    ``logits`` must be nobody else's: where kernels run one after the other the gradient takes their
+    place, which halves the memory. In a graph of CUDA's, which is not told, a reader of the
+    gradient might come too early.
     """
     rows = logits.shape[0]
     in_place = launches_directly()
     constants = {"V": logits.shape[1], "INPLACE": int(in_place)}
     work = _Work("cross_entropy", logits.dtype, constants, (), 1024 * rows, block=1024)
     shape = (1,) if in_place else logits.shape
-    loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (shape, logits.dtype)])
+    loss, grad = work.run(
+        [logits, targets.astype(mx.int32)], [((rows,), mx.float32), (shape, logits.dtype)]
+    )
     return loss, cast("list[mx.array]", mx.depends([logits], [loss]))[0] if in_place else grad
 
 
@@ -202,21 +250,41 @@ def holds_norm(x: mx.array) -> bool:
     return suits(x) and x.shape[-1] * x.dtype.size <= _WIDEST_NORM_BYTES
 
 
-def rms_norm(x: mx.array, residual: mx.array | None, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """:func:`mlx.core.fast.rms_norm` of (N, D) ``x + residual``, and that sum; without a residual (1,) zeros."""
+def rms_norm(
+    x: mx.array, residual: mx.array | None, weight: mx.array, eps: float
+) -> tuple[mx.array, mx.array]:
+    """:func:`mlx.core.fast.rms_norm` of (N, D) ``x + residual``, and that sum; without a residual
+    (1,) zeros.
+    """
     rows, features = x.shape
     per_block = 8 if features * x.dtype.size <= 2 * _WARP_BYTES else 4
     constants = {"D": features, "EPS": eps, "RESIDUAL": int(residual is not None)}
-    work = _Work("rms_norm", x.dtype, constants, (rows,), -(-rows // per_block) * 32 * per_block, 32 * per_block)
+    work = _Work(
+        "rms_norm",
+        x.dtype,
+        constants,
+        (rows,),
+        -(-rows // per_block) * 32 * per_block,
+        32 * per_block,
+    )
     inputs = [x, x if residual is None else residual, weight]
-    out, total = work.run(inputs, [(x.shape, x.dtype), ((1,) if residual is None else x.shape, x.dtype)])
+    out, total = work.run(
+        inputs, [(x.shape, x.dtype), ((1,) if residual is None else x.shape, x.dtype)]
+    )
     return out, total
 
 
 def rms_norm_vjp(
-    x: mx.array, weight: mx.array, cotangent: mx.array, eps: float, *, residual: mx.array | None, trained: bool
+    x: mx.array,
+    weight: mx.array,
+    cotangent: mx.array,
+    eps: float,
+    *,
+    residual: mx.array | None,
+    trained: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and, if it is ``trained``, in (D,) ``weight``.
+    """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and, if it is ``trained``, in
+    (D,) ``weight``.
 
     The first has ``residual`` added, a cotangent of ``x`` itself; the second is float32.
     """
@@ -229,7 +297,9 @@ def rms_norm_vjp(
     constants = {"D": features, "EPS": eps, "WARPS": warps, **flags}
     work = _Work("rms_norm_vjp", x.dtype, constants, (rows,), blocks * _BLOCK)
     inputs = [x, weight, cotangent, cotangent if residual is None else residual]
-    dx, dw = work.run(inputs, [(x.shape, x.dtype), ((blocks, features) if trained else (1, 1), mx.float32)])
+    dx, dw = work.run(
+        inputs, [(x.shape, x.dtype), ((blocks, features) if trained else (1, 1), mx.float32)]
+    )
     return dx, dw.sum(axis=0)
 
 
@@ -239,7 +309,13 @@ def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
     blocks = min(1024, -(-most // _BLOCK))
     out = None
     for array in arrays:
-        work = _Work("sum_of_squares", array.dtype, {"AFTER": int(out is not None)}, (array.size,), blocks * _BLOCK)
+        work = _Work(
+            "sum_of_squares",
+            array.dtype,
+            {"AFTER": int(out is not None)},
+            (array.size,),
+            blocks * _BLOCK,
+        )
         (out,) = work.run([array, _zero() if out is None else out], [((blocks,), mx.float32)])
     assert out is not None
     return out.sum()
@@ -253,10 +329,12 @@ def _zero() -> mx.array:
 def adam_scalars(
     numbers: Sequence[mx.array], options: mx.array, *, bias_correction: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return :func:`adam`'s scalars without and with decay, the norm, and if norm and loss are finite.
+    """Return :func:`adam`'s scalars without and with decay, the norm, and if norm and loss are
+    finite.
 
     Args:
-        numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the update; scalars.
+        numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the
+            update; scalars.
         options: (7,) float32, see ``cuda/adam_scalars.cu``.
     """
     inputs = [number.astype(mx.float32).reshape(1) for number in numbers]
@@ -274,13 +352,17 @@ def adam(
         scalars: (10,) float32, see ``cuda/adam.cu``.
     """
     work = _Work("adam", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
-    return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
+    return tuple(
+        work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3)
+    )
 
 
 def adam_master(
     gradient: mx.array, master: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
 ) -> tuple[mx.array, ...]:
-    """Return the weight in the type of ``gradient``, its float32 copy and the float32 moments, after :func:`adam`."""
+    """Return the weight in the type of ``gradient``, its float32 copy and the float32 moments,
+    after :func:`adam`.
+    """
     work = _Work("adam_master", gradient.dtype, {}, (master.size,), master.size // 4)
     outputs = [(master.shape, gradient.dtype), *[(master.shape, mx.float32)] * 3]
     return tuple(work.run([gradient, master, *moments, scalars], outputs))
@@ -294,7 +376,8 @@ class _Work:
         name: name of its file in :mod:`allhands.kernels.fused.cuda`.
         constants: constants that are compiled into it.
         scalars: arguments of the kernel.
-        threads: least number of threads, rounded up to whole blocks; the kernel ignores threads beyond it.
+        threads: least number of threads, rounded up to whole blocks; the kernel ignores threads
+            beyond it.
         fill: value of the outputs where the kernel writes nothing.
     """
 
@@ -306,7 +389,9 @@ class _Work:
     block: int = _BLOCK
     fill: float | None = None
 
-    def run(self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+    def run(
+        self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+    ) -> list[mx.array]:
         """Return the outputs, of these shapes and types."""
         if not self.threads:
             return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
@@ -325,17 +410,26 @@ class _Work:
         )
 
 
-def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]) -> tuple[str, str]:
+def source(
+    name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]
+) -> tuple[str, str]:
     """Return the name of a kernel, which says its constants too, and its whole text."""
     words = [f"{key.lower()}{value}" for key, value in constants]
     full = re.sub(r"\W", "_", "_".join(["allhands", name, _TYPES[dtype], *words]))
-    defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
+    defines = "".join(
+        f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants
+    )
     body = text_of(f"{name}.cu").replace("NAME", full)
-    return full, f"{text_of('numbers.cuh')}{text_of('vectors.cuh')}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
+    return (
+        full,
+        f"{text_of('numbers.cuh')}{text_of('vectors.cuh')}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}",
+    )
 
 
 @cache
-def _built(name: str, dtype: mx.Dtype, constants: tuple[tuple[str, int | float], ...]) -> tuple[str, bytes]:
+def _built(
+    name: str, dtype: mx.Dtype, constants: tuple[tuple[str, int | float], ...]
+) -> tuple[str, bytes]:
     full, text = source(name, dtype, constants)
     facts: Any = mx.device_info()
     return full, built(text, (facts["compute_capability_major"], facts["compute_capability_minor"]))

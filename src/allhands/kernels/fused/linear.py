@@ -1,8 +1,10 @@
-"""Linear layers for training on a GPU: quantised ones multiplied densely, adapters in the compute type, several as one.
+"""Linear layers for training on a GPU: quantised ones multiplied densely, adapters in the compute
+type, several as one.
 
-MLX multiplies by quantised weights at a sixth of the dense rate when there are many tokens, and computes LoRA in the
-float32 of its weights. Here the dense weight is made at each use and never kept, adapters are computed in the type of
-their input with their float32 weights as masters, and layers that share an input are one product.
+MLX multiplies by quantised weights at a sixth of the dense rate when there are many tokens, and
+computes LoRA in the float32 of its weights. Here the dense weight is made at each use and never
+kept, adapters are computed in the type of their input with their float32 weights as masters, and
+layers that share an input are one product.
 """
 
 from __future__ import annotations
@@ -18,14 +20,23 @@ from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels, ops
 from allhands.kernels.fused.again import again_of, for_backward, other_weight, quantised_product
 from allhands.kernels.instances import give_form
-from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, KernelSelection, selection_of
+from allhands.kernels.selection import (
+    BY_RULE,
+    DENSE_FROM_TOKENS,
+    PLAIN,
+    SELECTION,
+    KernelSelection,
+    selection_of,
+)
 
 # Makes a dense weight, once the array that it is given is there.
 Dense = Callable[[mx.array], mx.array]
 
 
 class DenseQuantizedLinear(nn.QuantizedLinear):
-    """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
+    """A frozen quantised layer that multiplies by its dequantised weight when there are many
+    tokens.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         selection, again = selection_of(self), again_of(self)
@@ -36,7 +47,8 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
         else:
             back = for_backward(self)
             y = ops.product_with(
-                lambda after: dequantized(self, selection, after), lambda after: dequantized(back, selection, after)
+                lambda after: dequantized(self, selection, after),
+                lambda after: dequantized(back, selection, after),
             )(x)
         return y + self.bias if "bias" in self else y
 
@@ -53,9 +65,11 @@ def makes_dense(x: mx.array, selection: KernelSelection, *, least: int = 0) -> b
 
 
 def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
-    """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
+    """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one;
+    returns how many.
 
-    :func:`allhands.kernels.fused.blocks.fuse` does so, too. MLX's own operations do it on every device.
+    :func:`allhands.kernels.fused.blocks.fuse` does so, too. MLX's own operations do it on every
+    device.
     """
     found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
     for module in found:
@@ -63,25 +77,37 @@ def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     return len(found)
 
 
-def dequantized(layer: Any, selection: KernelSelection = BY_RULE, after: mx.array | None = None) -> mx.array:
+def dequantized(
+    layer: Any, selection: KernelSelection = BY_RULE, after: mx.array | None = None
+) -> mx.array:
     """Return the dense weight of a quantised linear or embedding module.
 
     Args:
-        after: is computed before the weight. Without it MLX makes the weights of all layers first (MLX_BFS_MAX_WIDTH=1:
-            what needs nothing comes before what needs something), and all are in memory at once.
+        after: is computed before the weight. Without it MLX makes the weights of all layers first
+            (MLX_BFS_MAX_WIDTH=1: what needs nothing comes before what needs something), and all are
+            in memory at once.
     """
     words: mx.array = layer.weight if after is None else mx.depends(layer.weight, after)
     biases: mx.array | None = layer.get("biases")
     fits = layer.mode == "affine" and layer.bits == 4 and layer.scales.dtype != mx.float32
-    if fits and biases is not None and kernels.available() and selection.select("dequantize", "cuda") != PLAIN:
+    if (
+        fits
+        and biases is not None
+        and kernels.available()
+        and selection.select("dequantize", "cuda") != PLAIN
+    ):
         return kernels.dequantize(words, layer.scales, biases, layer.group_size)
     return dequantized_by_mlx(layer, words)
 
 
 def dequantized_by_mlx(layer: Any, words: mx.array | None = None) -> mx.array:
-    """Unpack a layer by MLX's own operation, in the type of its scales; ``words`` replace its packed weight."""
+    """Unpack a layer by MLX's own operation, in the type of its scales; ``words`` replace its
+    packed weight.
+    """
     how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight if words is None else words, layer.scales, layer.get("biases"), **how)
+    return mx.dequantize(
+        layer.weight if words is None else words, layer.scales, layer.get("biases"), **how
+    )
 
 
 class TrainedLinear(nn.Linear):
@@ -90,11 +116,15 @@ class TrainedLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != self.weight.dtype:
             return super().__call__(x)
-        y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight, other_weight(self)).reshape(*x.shape[:-1], -1)
+        y = ops.trained_product(
+            x.reshape(-1, x.shape[-1]), self.weight, other_weight(self)
+        ).reshape(*x.shape[:-1], -1)
         return y + self.bias if "bias" in self else y
 
     def of_swiglu(self, x: mx.array) -> mx.array:
-        """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N, 2 F) -> (N, M)."""
+        """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N,
+        2 F) -> (N, M).
+        """
         selection = selection_of(self)
         if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x, selection):
             return self(ops.swiglu(x, selection))
@@ -140,13 +170,17 @@ def _is_trained(base: Any) -> bool:
 class Product:
     """Layers of one input as one product: (N, K) -> (N, sum of their outputs).
 
-    Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
+    Their adapters are one as well: the first factors side by side, the second ones along a
+    diagonal.
     """
 
-    def __init__(self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None) -> None:
+    def __init__(
+        self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None
+    ) -> None:
         """Join ``layers``; ``frozen`` are their weights together, as :func:`_join` made them.
 
-        Without those several frozen layers have their products one by one, or their dense weights put together.
+        Without those several frozen layers have their products one by one, or their dense weights
+        put together.
         """
         self.layers = list(layers)
         self._selection = selection
@@ -156,16 +190,19 @@ class Product:
         self._kept: mx.array | None = None
 
     def keep_dense(self, most_bytes: int) -> int:
-        """Make the dense weight once, for good, if it would be made twice a step; returns its bytes.
+        """Make the dense weight once, for good, if it would be made twice a step; returns its
+        bytes.
 
-        The weight of an adapted quantised product is such a one: the backward pass needs it again. 0 for other
-        products, and where it would take more than ``most_bytes``.
+        The weight of an adapted quantised product is such a one: the backward pass needs it again.
+        0 for other products, and where it would take more than ``most_bytes``.
         """
         weight = self._weight
         if len(self._weights) > 1:
             return 0
         # Where something is dropped layers compute by themselves.
-        if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(map(_may_drop, self.layers)):
+        if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(
+            map(_may_drop, self.layers)
+        ):
             return 0
         rows, words = weight.weight.shape
         columns, dtype = words * 32 // weight.bits, weight.scales.dtype
@@ -182,10 +219,14 @@ class Product:
         """The bytes of the dense weight that is kept."""
         return 0 if self._kept is None else self._kept.nbytes
 
-    def give(self, arrays: mx.array | tuple[mx.array, ...] | None, again: mx.array | None = None) -> None:
-        """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors.
+    def give(
+        self, arrays: mx.array | tuple[mx.array, ...] | None, again: mx.array | None = None
+    ) -> None:
+        """Compute with these, not with what the layers have: their weights as one, or (K, R) and
+        (R, N) factors.
 
-        ``again``: the weights for the backward pass, where that has other ones; see :func:`again_of`.
+        ``again``: the weights for the backward pass, where that has other ones; see
+        :func:`again_of`.
         """
         self._given = (arrays,) if isinstance(arrays, mx.array) else arrays
         self._given_again = again
@@ -213,7 +254,11 @@ class Product:
             y = ops.trained_product(x, weight, self._again(bases))
         elif self.adapted:
             a, b = self._factors(x.dtype)
-            y = _adapted(x, self._dense(), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
+            y = (
+                _adapted(x, self._dense(), a, b)
+                if self._is_dense(x)
+                else self._quantised(x) + (x @ a) @ b
+            )
         else:
             y = ops.product_with(*self._dense())(x) if self._is_dense(x) else self._quantised(x)
         return _with_biases(y, bases)
@@ -225,9 +270,11 @@ class Product:
         return self._given_again
 
     def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
-        """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no such form.
+        """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no
+        such form.
 
-        Neither the products of the adapters' factors nor SwiGLU are kept, and two of these products are never written.
+        Neither the products of the adapters' factors nor SwiGLU are kept, and two of these products
+        are never written.
         """
         layers = [*self.layers, *down.layers]
         if not all(isinstance(layer, LoRALinear) for layer in layers):
@@ -250,7 +297,9 @@ class Product:
         return _adapted_mlp(x, self._dense(), down._dense(), (ranks[0], ranks[1]), *factors)
 
     def of_swiglu(self, x: mx.array) -> mx.array:
-        """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
+        """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) ->
+        (N, M).
+        """
         fits = _is_plain(base_of(self.layers[0])) and ops.fuses_swiglu(x, self._selection)
         if not (fits and self._is_dense(x[:, : x.shape[1] // 2])):
             return self(ops.swiglu(x, self._selection))
@@ -260,7 +309,11 @@ class Product:
     @property
     def _weights(self) -> list[Any]:
         """The layers that hold the frozen weights."""
-        return [self._frozen] if self._frozen is not None else [base_of(layer) for layer in self.layers]
+        return (
+            [self._frozen]
+            if self._frozen is not None
+            else [base_of(layer) for layer in self.layers]
+        )
 
     @property
     def _weight(self) -> Any:
@@ -268,7 +321,9 @@ class Product:
         return self._weights[0]
 
     def _is_dense(self, x: mx.array) -> bool:
-        """Return true to multiply by a dense weight, which may be made for it, by rule even for few tokens."""
+        """Return true to multiply by a dense weight, which may be made for it, by rule even for few
+        tokens.
+        """
         is_quantised = isinstance(self._weight, nn.QuantizedLinear)
         return not is_quantised or makes_dense(x, self._selection, least=DENSE_FROM_TOKENS)
 
@@ -280,11 +335,15 @@ class Product:
         """Functions that make the dense weight, for the forward and for the backward pass."""
         if (kept := self._kept) is not None:
             return (lambda _: kept), (lambda _: kept)
-        return self._dense_of(self._weights), self._dense_of([for_backward(each) for each in self._weights])
+        return self._dense_of(self._weights), self._dense_of(
+            [for_backward(each) for each in self._weights]
+        )
 
     def _dense_of(self, weights: Sequence[Any]) -> Dense:
         if isinstance(self._weight, nn.QuantizedLinear):
-            return lambda after: _together([dequantized(each, self._selection, after) for each in weights])
+            return lambda after: _together(
+                [dequantized(each, self._selection, after) for each in weights]
+            )
         return lambda _: _together([each.weight for each in weights])
 
     def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, ...]:
@@ -310,7 +369,9 @@ def _is_plain(base: Any) -> bool:
 def _with_biases(y: mx.array, bases: Sequence[Any]) -> mx.array:
     if not any("bias" in base for base in bases):
         return y
-    return y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=y.dtype)) for base in bases])
+    return y + _together(
+        [base.get("bias", mx.zeros(base.weight.shape[0], dtype=y.dtype)) for base in bases]
+    )
 
 
 def _together(arrays: Sequence[mx.array]) -> mx.array:
@@ -325,25 +386,34 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
     at = 0
     for adapter, width in zip(adapters, widths, strict=True):
         if adapter is not None:
-            second.append(mx.pad(adapter.scale * adapter.lora_b, [(0, 0), (at, sum(widths) - at - width)]))
+            second.append(
+                mx.pad(adapter.scale * adapter.lora_b, [(0, 0), (at, sum(widths) - at - width)])
+            )
         at += width
     a = mx.concatenate(first, axis=1) if len(first) > 1 else first[0]
     return a, _together(second)
 
 
-def _adapted(x: mx.array, dense: tuple[Dense, Dense], a: mx.array, b: mx.array, *, of_swiglu: bool = False) -> mx.array:
-    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``; ``dense`` as :class:`Product` makes it.
+def _adapted(
+    x: mx.array, dense: tuple[Dense, Dense], a: mx.array, b: mx.array, *, of_swiglu: bool = False
+) -> mx.array:
+    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``; ``dense`` as
+    :class:`Product` makes it.
 
-    With ``of_swiglu`` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept.
+    With ``of_swiglu`` of ``swiglu(x)``, which is computed again in the backward pass instead of
+    being kept.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         y = kernels.swiglu(x) if of_swiglu else x
         inner = y @ a
-        # The small product first: the large one then adds to it as it ends, without a pass of its own.
+        # The small product first: the large one then adds to it as it ends, without a pass of its
+        # own.
         return mx.addmm(inner @ b, y, dense[0](y).T), inner
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+    def backward(
+        primals: Any, cotangents: Any, outputs: Any
+    ) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
         dy = mx.addmm(inner @ a.T, cotangent, dense[1](cotangent))
@@ -362,7 +432,9 @@ def _adapted_mlp(
 ) -> mx.array:
     """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors: a1, b1, a2, b2."""
 
-    def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
+    def forward(
+        x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array
+    ) -> tuple[mx.array, ...]:
         inner = x @ a
         wide = x @ dense[0](x).T
         y = kernels.swiglu_adapted(wide, inner, b, ranks)
@@ -370,7 +442,11 @@ def _adapted_mlp(
         return mx.addmm(inner_down @ b_down, y, dense_down[0](y).T), wide, inner, inner_down
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
+        (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = (
+            primals,
+            outputs,
+            cotangents[0],
+        )
         back_down = cotangent @ b_down.T
         of_y = cotangent @ dense_down[1](cotangent)
         dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, of_y, back_down, a_down)
@@ -384,25 +460,40 @@ def _adapted_mlp(
 class Group:
     """Layers of one input that are computed as one; see :class:`Product`."""
 
-    def __init__(self, layers: Sequence[Any], selection: KernelSelection, *, joins: bool = True) -> None:
-        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those.
+    def __init__(
+        self, layers: Sequence[Any], selection: KernelSelection, *, joins: bool = True
+    ) -> None:
+        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a
+        part of those.
 
-        ``joins``: False if each layer's own are to stay as they are, because others take their place from time to time.
+        ``joins``: False if each layer's own are to stay as they are, because others take their
+        place from time to time.
         """
-        self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]) if joins else None)
+        self.product = Product(
+            layers, selection, _join([base_of(layer) for layer in layers]) if joins else None
+        )
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:
-        """Return true if ``layers`` are of one kind, all trained or all frozen, so that they can be one."""
+        """Return true if ``layers`` are of one kind, all trained or all frozen, so that they can be
+        one.
+        """
         bases = [base_of(layer) for layer in layers]
         kinds = {type(base) for base in bases}
-        if not all(type(layer) in (TypedLoRALinear, type(base)) for layer, base in zip(layers, bases, strict=True)):
+        if not all(
+            type(layer) in (TypedLoRALinear, type(base))
+            for layer, base in zip(layers, bases, strict=True)
+        ):
             return False
         if kinds == {DenseQuantizedLinear}:
             forms = {(base.bits, base.group_size, base.mode, base.scales.dtype) for base in bases}
             return len(forms) == 1 and bases[0].mode == "affine"
         trained = set(map(_is_trained, bases))
-        return kinds <= {nn.Linear, TrainedLinear} and len(trained) == 1 and len({b.weight.dtype for b in bases}) == 1
+        return (
+            kinds <= {nn.Linear, TrainedLinear}
+            and len(trained) == 1
+            and len({b.weight.dtype for b in bases}) == 1
+        )
 
     @property
     def usable(self) -> bool:
@@ -414,12 +505,16 @@ class Group:
 
 
 def _join(bases: Sequence[Any]) -> Any:
-    """A layer with the weights of frozen ``bases`` one below the other, of which theirs become views; else ``None``."""
+    """A layer with the weights of frozen ``bases`` one below the other, of which theirs become
+    views; else ``None``.
+    """
     if any(map(_is_trained, bases)):
         return None
     joined: Any = nn.Module()
     if isinstance(bases[0], nn.QuantizedLinear):
-        joined = nn.QuantizedLinear(64, 1, bias=False, group_size=bases[0].group_size, bits=bases[0].bits)
+        joined = nn.QuantizedLinear(
+            64, 1, bias=False, group_size=bases[0].group_size, bits=bases[0].bits
+        )
     for name in ("weight", "scales", "biases"):
         if name not in bases[0]:
             continue

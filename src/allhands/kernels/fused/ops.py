@@ -41,7 +41,8 @@ _swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x,
 
 
 def swiglu_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
-    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
+    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of
+    being kept.
 
     (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
 
@@ -58,13 +59,19 @@ def swiglu_product(x: mx.array, weight: mx.array, again: mx.array | None = None)
 
 
 def rope_split(
-    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, selection: KernelSelection = BY_RULE
+    x: mx.array,
+    turns: mx.array,
+    num_heads: int,
+    num_kv_heads: int,
+    selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries and keys turned by their places, and values, of rows in which they stand side by side.
+    """Queries and keys turned by their places, and values, of rows in which they stand side by
+    side.
 
     Args:
         x: (B, T, H + 2 KV, D).
-        turns: (T or more, D / 2, 2) float32 cosine and sine for each place and pair (i, i + D / 2) of features.
+        turns: (T or more, D / 2, 2) float32 cosine and sine for each place and pair (i, i + D / 2)
+            of features.
 
     Returns:
         (B, H, T, D) and twice (B, KV, T, D).
@@ -80,7 +87,9 @@ def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
     """(B, T, heads, D) with the first ``num_turned`` heads turned, in MLX's own operations."""
     cosines, sines = turns[: x.shape[1], None, :, 0], turns[: x.shape[1], None, :, 1]
     first, second = mx.split(x[:, :, :num_turned].astype(mx.float32), 2, axis=-1)
-    turned = mx.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    turned = mx.concatenate(
+        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
+    )
     return mx.concatenate([turned.astype(x.dtype), x[:, :, num_turned:]], axis=2)
 
 
@@ -90,7 +99,9 @@ def _parted(x: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, m
     return x[:, :num_heads], x[:, num_heads:both], x[:, both:]
 
 
-def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+def _fused_rope(
+    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int
+) -> tuple[mx.array, mx.array, mx.array]:
     def forward(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         return _parted(kernels.rope(x, turns, num_heads, num_kv_heads), num_heads, num_kv_heads)
 
@@ -102,7 +113,12 @@ def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int)
 
 
 def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: KernelSelection = BY_RULE
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    *,
+    trained: bool,
+    selection: KernelSelection = BY_RULE,
 ) -> mx.array:
     """:func:`mlx.core.fast.rms_norm` with a gradient of our own: (..., D), (D,) -> (..., D)."""
     return added_rms_norm(x, None, weight, eps, trained=trained, selection=selection)[1]
@@ -117,7 +133,9 @@ def added_rms_norm(
     trained: bool,
     selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array]:
-    """Return ``x + residual`` and its norm, in one pass, and back in one; without a residual ``x`` and its norm."""
+    """Return ``x + residual`` and its norm, in one pass, and back in one; without a residual ``x``
+    and its norm.
+    """
     fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
     if not fits or selection.select("rms_norm", "cuda") == PLAIN:
         total = x if residual is None else x + residual
@@ -127,12 +145,16 @@ def added_rms_norm(
 
     def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
         matrix = primals[-1] if trained else weight
-        out, total = kernels.rms_norm(primals[0], None if residual is None else primals[1], matrix, eps)
+        out, total = kernels.rms_norm(
+            primals[0], None if residual is None else primals[1], matrix, eps
+        )
         return (primals[0] if residual is None else total), out
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         matrix = primals[-1] if trained else weight
-        dx, dw = kernels.rms_norm_vjp(outputs[0], matrix, cotangents[1], eps, residual=cotangents[0], trained=trained)
+        dx, dw = kernels.rms_norm_vjp(
+            outputs[0], matrix, cotangents[1], eps, residual=cotangents[0], trained=trained
+        )
         return (*[dx] * len(summands), *([dw.astype(matrix.dtype)] if trained else []))
 
     total, out = with_vjp(forward, backward)(*summands, *([weight] if trained else []))
@@ -140,7 +162,8 @@ def added_rms_norm(
 
 
 def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
-    """``x[places]``: (M, D), (N,) -> (N, D). No place twice, but for those whose (N,) target is negative.
+    """``x[places]``: (M, D), (N,) -> (N, D). No place twice, but for those whose (N,) target is
+    negative.
 
     The gradient of those is taken for zero.
     """
@@ -156,10 +179,11 @@ def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
 def product_with(
     dense: Callable[[mx.array], mx.array], again: Callable[[mx.array], mx.array] | None = None
 ) -> Callable[[mx.array], mx.array]:
-    """``x @ dense(x).T`` for a frozen weight that is made anew for the backward pass instead of being kept.
+    """``x @ dense(x).T`` for a frozen weight that is made anew for the backward pass instead of
+    being kept.
 
-    ``dense`` is given what the weight is multiplied by, before which it is not to be made. ``again`` makes it for the
-    backward pass, if something else does.
+    ``dense`` is given what the weight is multiplied by, before which it is not to be made.
+    ``again`` makes it for the backward pass, if something else does.
     """
     back = dense if again is None else again
 
@@ -170,12 +194,14 @@ def product_with(
 
 
 def trained_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
-    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it.
+    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as
+    optimizers read it.
 
     MLX's own comes transposed. (N, K), (M, K) -> (N, M).
 
     Args:
-        again: the weight once more, for the backward pass; then ``weight`` itself is not kept for that.
+        again: the weight once more, for the backward pass; then ``weight`` itself is not kept for
+            that.
     """
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:

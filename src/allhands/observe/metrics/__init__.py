@@ -1,7 +1,8 @@
-"""Events of a training run: what they hold, where they go (file, terminal) and how they are read back.
+"""Events of a training run: what they hold, where they go (file, terminal) and how they are read
+back.
 
-The training loop emits events on rank 0 into :class:`Sinks`. ``metrics.jsonl`` in the run directory is
-the record; ``plots`` reads it with :func:`read_metrics`. Nothing here needs a device.
+The training loop emits events on rank 0 into :class:`Sinks`. ``metrics.jsonl`` in the run directory
+is the record; ``plots`` reads it with :func:`read_metrics`. Nothing here needs a device.
 """
 
 from allhands.io.names import ANSWERS_FILE, METRICS_FILE

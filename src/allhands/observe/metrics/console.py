@@ -53,10 +53,11 @@ class ConsoleSink:
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
         profile: True to show the parts of the time of a step.
-        short: True if lines of progress get a prefix, so that they leave out the least important figures.
+        short: True if lines of progress get a prefix, so that they leave out the least important
+            figures.
 
-    Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
-    away during the run, the console is set to quiet and the run goes on.
+    Use it as a context manager, or close it: a board left open hides the cursor. When the terminal
+    goes away during the run, the console is set to quiet and the run goes on.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class ConsoleSink:
             self._show(event)
         except OSError:
             self._console.quiet = True
-        except SystemExit:  # so rich answers a broken pipe, after setting quiet; other exits are not ours
+        except (
+            SystemExit
+        ):  # so rich answers a broken pipe, after setting quiet; other exits are not ours
             if not self._console.quiet:
                 raise
 
@@ -121,9 +124,13 @@ class ConsoleSink:
                 self._print(ended_line(event, self._before_s))
                 return
             case _:
-                self._print(*(line(event) for kind, line in _LINES.items() if isinstance(event, kind)))
+                self._print(
+                    *(line(event) for kind, line in _LINES.items() if isinstance(event, kind))
+                )
         if self._live_wanted and self._live is None:
-            self._live = Live(console=self._console, get_renderable=self._board.render, transient=True)
+            self._live = Live(
+                console=self._console, get_renderable=self._board.render, transient=True
+            )
             self._live.start()
 
     def _print(self, *lines: str) -> None:
@@ -131,7 +138,9 @@ class ConsoleSink:
             print_line(self._console, line)
 
     def _left_s(self, report: TrainReport) -> float:
-        """Time left at the pace of the last reports; validation and saving between them are counted."""
+        """Time left at the pace of the last reports; validation and saving between them are
+        counted.
+        """
         pace = self._pace
         pace.append((report.step, report.elapsed_s))
         (first, first_s), (last, last_s) = pace[0], pace[-1]
@@ -149,16 +158,26 @@ class _Board:
     left_s: float = math.nan
     valid: ValidReport | None = None
     best: ValidReport | None = None
-    spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
+    spinner: Spinner = field(
+        default_factory=lambda: Spinner("line")
+    )  # shows that the process lives
 
     def render(self) -> RenderableType:
         """Return progress, latest figures and memory."""
         step = self.train.step if self.train else self.start
         left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
-        bar = Table.grid(Column(), Column(ratio=1, min_width=8), Column(no_wrap=True), padding=(0, 1), expand=True)
+        bar = Table.grid(
+            Column(),
+            Column(ratio=1, min_width=8),
+            Column(no_wrap=True),
+            padding=(0, 1),
+            expand=True,
+        )
         progress = ProgressBar(total=max(self.total, 1), completed=step)
         bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
-        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines()))
+        return Group(
+            bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines())
+        )
 
     def _lines(self) -> Iterator[str]:
         report, valid, best = self.train, self.valid, self.best
@@ -177,7 +196,9 @@ def started_lines(started: RunStarted) -> list[str]:
     if started.attempt == 1:
         return banner(started)
     ranks = f"{started.num_ranks} rank{'s' * (started.num_ranks > 1)} ({started.backend})"
-    going_on = f"going on from step {started.step}" if started.step else "starting from the beginning"
+    going_on = (
+        f"going on from step {started.step}" if started.step else "starting from the beginning"
+    )
     return [f"attempt {started.attempt}: {going_on} with {ranks}"]
 
 
@@ -185,12 +206,21 @@ def banner(started: RunStarted) -> list[str]:
     """Return the lines that open a run."""
     share = 100 * started.trainable_params / max(started.total_params, 1)
     cores = (
-        f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
+        f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each"
+        if started.cores_per_rank
+        else ""
     )
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
-    batches, accumulated = started.total_iterations or started.total_steps, started.grad_accumulation_steps
+    batches, accumulated = (
+        started.total_iterations or started.total_steps,
+        started.grad_accumulation_steps,
+    )
     epochs = batches / max(1, math.ceil(started.num_train_examples / started.batch_size))
-    of_step = "a step over all ranks" if accumulated == 1 else f"over all ranks, {accumulated} batches a step"
+    of_step = (
+        "a step over all ranks"
+        if accumulated == 1
+        else f"over all ranks, {accumulated} batches a step"
+    )
     iterations = "" if batches == started.total_steps else f" ({counted(batches, 'iteration')})"
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     place = f": {started.resumed_from}" if started.resumed_from else ""
@@ -209,13 +239,19 @@ def banner(started: RunStarted) -> list[str]:
 
 
 def train_line(
-    report: TrainReport, total_steps: int, left_s: float, width: int | None = None, *, short: bool = False
+    report: TrainReport,
+    total_steps: int,
+    left_s: float,
+    width: int | None = None,
+    *,
+    short: bool = False,
 ) -> str:
     """One line a report; with several ranks, ``peak`` is the range over them.
 
     Args:
         width: of the terminal, for the fullest line that is one row of it; ``None``: the fullest.
-        short: whether something stands before the line: it has the highest peak alone, or the wait for data.
+        short: whether something stands before the line: it has the highest peak alone, or the wait
+            for data.
     """
     rate, trained = format_rate(report.tokens_per_s), format_rate(report.trained_tokens_per_s)
     waiting, peaks = _waiting(report), report.peak_memory_bytes
@@ -225,7 +261,10 @@ def train_line(
     peak, left = f"  peak {format_memory(peaks)}", f"  left {format_duration(left_s)}"
     more = "" if trained == rate else f" (trained {trained})"
     lines = [f"{head}{more}{peak}{left}{waiting}", f"{head}{peak}{left}{brief}"]
-    lines += [f"{head}  peak {format_memory(peaks and (max(peaks),))}{left}{brief}", f"{head}{left}{brief}"]
+    lines += [
+        f"{head}  peak {format_memory(peaks and (max(peaks),))}{left}{brief}",
+        f"{head}{left}{brief}",
+    ]
     lines = lines[3 if waiting else 2 :] if short else lines
     return next((line for line in lines if width is None or len(line) < width), lines[-1])
 
@@ -236,10 +275,16 @@ def _further(metrics: Mapping[str, float]) -> str:
 
 def profile_line(report: TrainReport) -> str:
     """Return the parts of the time of a step of rank 0, over all its batches."""
-    parts = {"compute": report.compute_s, "communication": report.comm_s, "data": report.data_wait_s}
+    parts = {
+        "compute": report.compute_s,
+        "communication": report.comm_s,
+        "data": report.data_wait_s,
+    }
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
-    told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
+    told = ", ".join(
+        f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items()
+    )
     sent = f"; sent {format_size(report.sent_bytes)}" if report.sent_bytes else ""
     return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}{sent}"
 
@@ -260,14 +305,21 @@ def valid_line(report: ValidReport) -> str:
 
 def sampled_line(sampled: Sampled) -> str:
     """Prompt and continuation on one line; what a terminal would take for orders is left out."""
-    prompt, text = ("".join(c if c.isprintable() else " " for c in part) for part in (sampled.prompt, sampled.text))
+    prompt, text = (
+        "".join(c if c.isprintable() else " " for c in part)
+        for part in (sampled.prompt, sampled.text)
+    )
     return f"step {sampled.step}  sample: {' '.join(prompt.split())} | {' '.join(text.split())}"
 
 
 def skipped_line(skipped: StepSkipped) -> str:
-    """Return a step that changed nothing, the reason, and the first of the examples that may be the cause."""
+    """Return a step that changed nothing, the reason, and the first of the examples that may be the
+    cause.
+    """
     text = f"step {skipped.step}  skipped: {skipped.reason}"
-    found = list(zip_longest(skipped.examples, (f" at {where}" for where in skipped.where), fillvalue=""))
+    found = list(
+        zip_longest(skipped.examples, (f" at {where}" for where in skipped.where), fillvalue="")
+    )
     shown = ", ".join(f"{example}{place}" for example, place in found[:_SHOWN_EXAMPLES])
     more = f" and {len(found) - _SHOWN_EXAMPLES} more" if len(found) > _SHOWN_EXAMPLES else ""
     return f"{text} (training example{'s' * (len(found) > 1)} {shown}{more})" if found else text
@@ -276,7 +328,11 @@ def skipped_line(skipped: StepSkipped) -> str:
 def shares_line(changed: SharesChanged) -> str:
     """New shares of the ranks, and why."""
     speeds = [f"{speed:,.0f}" if speed else "unknown" for speed in changed.speeds]
-    told = ", ".join(speeds) if len(speeds) <= 8 else f"{min(changed.speeds):,.0f} to {max(changed.speeds):,.0f}"
+    told = (
+        ", ".join(speeds)
+        if len(speeds) <= 8
+        else f"{min(changed.speeds):,.0f} to {max(changed.speeds):,.0f}"
+    )
     before, now = format_shares(changed.before), format_shares(changed.shares)
     line = f"step {changed.step}  shares of a batch {before} -> {now} from step {changed.from_step + 1}"
     line += f": the ranks compute {told} tokens/s"

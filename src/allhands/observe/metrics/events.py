@@ -1,8 +1,9 @@
 """Events of a training run, and their conversion to lines of strict JSON and back.
 
-A *step* is one optimizer update, and an *iteration* is one batch. A step takes ``grad_accumulation_steps`` iterations
-(fewer at the end). Every event has the number of completed steps, and some have that of iterations, which is ``None``
-if nobody counts them, as in a person's own loop. A skipped step counts, too.
+A *step* is one optimizer update, and an *iteration* is one batch. A step takes
+``grad_accumulation_steps`` iterations (fewer at the end). Every event has the number of completed
+steps, and some have that of iterations, which is ``None`` if nobody counts them, as in a person's
+own loop. A skipped step counts, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pydantic import TypeAdapter
 class RunStarted:
     """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
 
-    ``step`` counts the updates done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
-    supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it goes on from, if that is not the run's own.
-    ``largest`` is what rank 0 computes at once at most, in padded tokens, and into how many such parts a batch is cut.
-    ``longest`` is the longest row, ``vocabulary`` among how many tokens the model chooses.
+    ``step`` counts the updates done before this start, which took ``elapsed_s`` seconds;
+    ``attempt`` counts the supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it
+    goes on from, if that is not the run's own. ``largest`` is what rank 0 computes at once at most,
+    in padded tokens, and into how many such parts a batch is cut. ``longest`` is the longest row,
+    ``vocabulary`` among how many tokens the model chooses.
     """
 
     name: str
@@ -54,23 +56,25 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Training since the last report; times are seconds, and those of rank 0 in a step the mean over its steps.
+    """Training since the last report; times are seconds, and those of rank 0 in a step the mean
+    over its steps.
 
-    Parts of ``step_time_s`` are: ``compute_s`` for forward and backward (on one rank of a GPU the update, too),
-    ``comm_s`` for the exchange of gradients with the wait for slower ranks, and ``data_wait_s`` for the wait for data.
-    The rest is the update.
+    Parts of ``step_time_s`` are: ``compute_s`` for forward and backward (on one rank of a GPU the
+    update, too), ``comm_s`` for the exchange of gradients with the wait for slower ranks, and
+    ``data_wait_s`` for the wait for data. The rest is the update.
 
     ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
-    tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
-    from the latest start of the run (:func:`read_metrics` adds the time before a restart), and
-    ``peak_memory_bytes`` has one entry a rank: the peak of the process on a CPU, of MLX's memory on a GPU;
-    ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
-    far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
-    ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
-    ``metrics`` are those of the objective besides the loss, by name. ``iterations_per_s`` are batches: for whoever
-    counts as mlx_lm does. ``sent_bytes`` is what rank 0 has sent in a step, the mean over the steps: of a sum over N
-    ranks 2 (N - 1) / N of its bytes, as a ring sends them. ``shares`` are the ranks' parts of a batch, which add up to
-    1; empty on one rank.
+    tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s``
+    counts from the latest start of the run (:func:`read_metrics` adds the time before a restart),
+    and ``peak_memory_bytes`` has one entry a rank: the peak of the process on a CPU, of MLX's
+    memory on a GPU; ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere.
+    ``needed_bytes`` is what a rank's largest step so far held of MLX's memory when nothing was
+    computed ahead of its use; it is empty where nothing ever is (on a CPU). ``shapes`` counts the
+    different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
+    ``metrics`` are those of the objective besides the loss, by name. ``iterations_per_s`` are
+    batches: for whoever counts as mlx_lm does. ``sent_bytes`` is what rank 0 has sent in a step,
+    the mean over the steps: of a sum over N ranks 2 (N - 1) / N of its bytes, as a ring sends them.
+    ``shares`` are the ranks' parts of a batch, which add up to 1; empty on one rank.
     """
 
     step: int
@@ -102,8 +106,8 @@ class TrainReport:
 class ValidReport:
     """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower.
 
-    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain texts. ``metrics``
-    are those of the objective besides the loss, by name.
+    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain
+    texts. ``metrics`` are those of the objective besides the loss, by name.
     """
 
     step: int
@@ -130,7 +134,8 @@ class Sampled:
 class SavedReport:
     """A checkpoint or adapter lies complete at ``path``.
 
-    Training stood still for ``pause_s`` seconds; ``write_s`` it took to write, mostly while training went on.
+    Training stood still for ``pause_s`` seconds; ``write_s`` it took to write, mostly while
+    training went on.
     """
 
     step: int
@@ -143,8 +148,8 @@ class SavedReport:
 class StepSkipped:
     """Update ``step`` changed no weight, for ``reason`` ("the gradient is nan").
 
-    ``examples`` are the numbers of the training examples that may be the cause, ``where`` their files and lines, in
-    the same order, where those are known.
+    ``examples`` are the numbers of the training examples that may be the cause, ``where`` their
+    files and lines, in the same order, where those are known.
     """
 
     step: int
@@ -155,10 +160,12 @@ class StepSkipped:
 
 @dataclass(frozen=True)
 class SharesChanged:
-    """After ``step`` updates all ranks agreed on other shares, which hold for those after update ``from_step``.
+    """After ``step`` updates all ranks agreed on other shares, which hold for those after update
+    ``from_step``.
 
-    ``shares`` and ``before`` are parts of a batch, one a rank, and add up to 1; ``speeds`` are the tokens a second of
-    each rank's passes that they are based on, 0 where it had none. ``rows`` says of each rank whether it gets rows.
+    ``shares`` and ``before`` are parts of a batch, one a rank, and add up to 1; ``speeds`` are the
+    tokens a second of each rank's passes that they are based on, 0 where it had none. ``rows`` says
+    of each rank whether it gets rows.
     """
 
     step: int
@@ -171,7 +178,9 @@ class SharesChanged:
 
 @dataclass(frozen=True)
 class Logged:
-    """Numbers of a person's own loop after ``step`` updates, by names of their own, that are written beside these."""
+    """Numbers of a person's own loop after ``step`` updates, by names of their own, that are
+    written beside these.
+    """
 
     step: int
     elapsed_s: float
@@ -203,7 +212,9 @@ class RunEnded:
     iteration: int | None = None
 
 
-StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled | SharesChanged
+StepReport: TypeAlias = (
+    TrainReport | ValidReport | SavedReport | StepSkipped | Sampled | SharesChanged
+)
 Event: TypeAlias = RunStarted | StepReport | Logged | Warned | RunEnded
 
 _KINDS: dict[str, type[Event]] = {
@@ -224,22 +235,33 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 
 # Of a report of training, what a person's own loop may not know, and what it then counts as.
 UNKNOWN: Mapping[str, Any] = {
-    **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
+    **dict.fromkeys(
+        ("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan
+    ),
     "iteration": None,
     **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "iterations_per_s", "sent_bytes"), 0.0),
-    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes", "shares"), ()),
+    **dict.fromkeys(
+        ("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes", "shares"), ()
+    ),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},
 }
 
 
-def encode_event(event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> str:
-    """Return the event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
+def encode_event(
+    event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()
+) -> str:
+    """Return the event as one line of strict JSON; non-finite numbers become "NaN", "Infinity",
+    "-Infinity".
 
-    ``more`` are numbers of other names, which :func:`decode_event` leaves out. ``without`` are names of
-    :data:`UNKNOWN` that are not written.
+    ``more`` are numbers of other names, which :func:`decode_event` leaves out. ``without`` are
+    names of :data:`UNKNOWN` that are not written.
     """
-    record = {entry.name: _plain(getattr(event, entry.name)) for entry in fields(event) if entry.name not in without}
+    record = {
+        entry.name: _plain(getattr(event, entry.name))
+        for entry in fields(event)
+        if entry.name not in without
+    }
     record = {**{name: _plain(number) for name, number in (more or {}).items()}, **record}
     return json.dumps({"event": _KIND_NAMES[type(event)], **record}, allow_nan=False)
 
@@ -254,7 +276,9 @@ def _plain(value: object) -> object:
         number = float(value)
         return number if math.isfinite(number) else json.dumps(number)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in cast("Mapping[object, object]", value).items()}
+        return {
+            str(key): _plain(item) for key, item in cast("Mapping[object, object]", value).items()
+        }
     if isinstance(value, Sequence):
         return [_plain(item) for item in cast("Sequence[object]", value)]
     return str(value)
@@ -271,7 +295,9 @@ def decode_event(line: str) -> Event | None:
 
 
 def is_damaged(line: str) -> bool:
-    """Return whether a line that :func:`decode_event` cannot read is damaged: not empty, and of no unknown kind."""
+    """Return whether a line that :func:`decode_event` cannot read is damaged: not empty, and of no
+    unknown kind.
+    """
     try:
         record: Any = json.loads(line.strip() or '{"event": ""}')
         kind = record["event"]

@@ -35,10 +35,11 @@ from allhands.observe.metrics.events import (
 class RunHistory:
     """A run as its file tells it, in order of steps, without what a restart made obsolete.
 
-    ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first,
-    ``starts`` every start of it, ``warned`` what was warned of in any of them and is not over. ``unreadable`` has the
-    places (from 1) of lines of the file that are damaged; not of a last one that a kill tore or that is being written.
-    ``lost_peaks`` has the highest memory of each rank in reports that a restart made obsolete.
+    ``restarts`` has the step and the elapsed seconds at which each start went on that was not the
+    run's first, ``starts`` every start of it, ``warned`` what was warned of in any of them and is
+    not over. ``unreadable`` has the places (from 1) of lines of the file that are damaged; not of a
+    last one that a kill tore or that is being written. ``lost_peaks`` has the highest memory of
+    each rank in reports that a restart made obsolete.
     """
 
     name: str
@@ -63,7 +64,9 @@ class RunHistory:
 
     @property
     def peaks(self) -> list[int]:
-        """The highest memory that each rank has reported, in bytes, over all starts, of however many ranks."""
+        """The highest memory that each rank has reported, in bytes, over all starts, of however
+        many ranks.
+        """
         return _highest([self.lost_peaks, *(one.peak_memory_bytes for one in self.train)])
 
     @property
@@ -78,9 +81,10 @@ class RunHistory:
 def read_metrics(path: Path | str) -> RunHistory:
     """Read the history of a run.
 
-    Damaged and unknown lines are skipped: a kill leaves one, and a later version may add kinds. A restarted run
-    appends to its file: what lies behind the step that it goes on from is dropped, because it is trained again,
-    and its times go on from the last entry kept. So, times aside, the history is that of a run without restarts.
+    Damaged and unknown lines are skipped: a kill leaves one, and a later version may add kinds. A
+    restarted run appends to its file: what lies behind the step that it goes on from is dropped,
+    because it is trained again, and its times go on from the last entry kept. So, times aside, the
+    history is that of a run without restarts.
 
     Args:
         path: a run directory (the adapter path, holding ``metrics.jsonl``) or the file itself.
@@ -96,18 +100,24 @@ def read_metrics(path: Path | str) -> RunHistory:
     except OSError as error:
         if (file.parent / PLAN_FILE).is_file():
             hint = f"it is planned, and nothing trained yet: train it with --adapter-path {file.parent}"
-        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)) from error
+        raise DataError(
+            f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)
+        ) from error
     decoded = [(line, decode_event(line)) for line in text.split("\n")]
     events = [event for _, event in decoded if event is not None]
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
     history = _replay(events, name=file.resolve().parent.name)
     if file.name == METRICS_FILE:
-        # A copy of a run is called by its own directory: by the name that the file remembers, both would be the same.
+        # A copy of a run is called by its own directory: by the name that the file remembers, both
+        # would be the same.
         history.name = file.resolve().parent.name or history.name
-    # What follows the last end of a line is empty, or a line that a kill tore or that is still being written.
+    # What follows the last end of a line is empty, or a line that a kill tore or that is still
+    # being written.
     told = enumerate(decoded[:-1], 1)
-    history.unreadable = [place for place, (line, event) in told if event is None and is_damaged(line)]
+    history.unreadable = [
+        place for place, (line, event) in told if event is None and is_damaged(line)
+    ]
     return history
 
 
@@ -117,7 +127,9 @@ def _highest(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 def typical(values: Iterable[float]) -> float:
-    """Return the median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
+    """Return the median of those that are finite numbers; NaN of none. So warm-up and pauses do not
+    count.
+    """
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan
 
@@ -135,10 +147,13 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             # One that is repeated after a restart tells nothing new, and is not "best" again.
             kept.setdefault(_key(event), _later(event, before_s))
         elif isinstance(event, Warned):
-            history.warned = [one for one in history.warned if not event.about or one.about != event.about]
+            history.warned = [
+                one for one in history.warned if not event.about or one.about != event.about
+            ]
             history.warned += [] if event.over else [event]
         elif not isinstance(event, Logged):
-            # Twice only where the line of the start between them is lost: what was trained later is in the weights.
+            # Twice only where the line of the start between them is lost: what was trained later is
+            # in the weights.
             kept[_key(event)] = _later(event, before_s)
     for entry in sorted(kept.values(), key=lambda entry: entry.step):
         getattr(history, _LISTS[type(entry)]).append(entry)
@@ -158,7 +173,9 @@ def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, 
     history.lost_peaks = _highest([history.lost_peaks, *reported])
     kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
     # The checkpoint knows better than the last report before it; the clock never goes back.
-    times = (entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport))
+    times = (
+        entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport)
+    )
     before_s = max([event.elapsed_s, *times])
     history.restarts.append((event.step, before_s))
     history.starts.append(event)
@@ -179,7 +196,9 @@ _Key: TypeAlias = tuple[type[StepReport], int, str | None]
 
 
 def _key(event: StepReport) -> _Key:
-    """The identity of an entry: a step may have several files and texts, and one of each other kind."""
+    """The identity of an entry: a step may have several files and texts, and one of each other
+    kind.
+    """
     return type(event), event.step, getattr(event, "path", None) or getattr(event, "prompt", None)
 
 

@@ -13,7 +13,9 @@ from allhands.observe.metrics.events import Event, encode_event
 
 
 class Sink(Protocol):
-    """Receiver of events. ``emit`` never ends a run because of a failing output; ``close`` may be repeated."""
+    """Receiver of events. ``emit`` never ends a run because of a failing output; ``close`` may be
+    repeated.
+    """
 
     def emit(self, event: Event) -> None: ...
 
@@ -46,12 +48,12 @@ class JsonlSink:
     """Appends one JSON object a line to ``path``, each handed to the operating system at once.
 
     Args:
-        path: the file; directories above it are made, and nobody else may read what is made. What is there already
-            is kept.
+        path: the file; directories above it are made, and nobody else may read what is made. What
+            is there already is kept.
 
     Raises:
-        StorageError: the file cannot be opened or written to now. Once it is open, a line that cannot
-            be written is lost with one warning: the training is worth more than its log.
+        StorageError: the file cannot be opened or written to now. Once it is open, a line that
+            cannot be written is lost with one warning: the training is worth more than its log.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -72,5 +74,7 @@ class JsonlSink:
     def close(self) -> None:
         self._lines.close()  # a later write fails as "bad file descriptor" and is warned about
 
-    def emit(self, event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> None:
+    def emit(
+        self, event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()
+    ) -> None:
         self._lines.try_append(encode_event(event, more, without))

@@ -1,11 +1,19 @@
-"""Memory, load and phases of every process of a run: sampled, kept beside its logs, read back, drawn.
+"""Memory, load and phases of every process of a run: sampled, kept beside its logs, read back,
+drawn.
 
 Nothing here imports MLX; what MLX knows of its memory is asked for where it is loaded already.
 """
 
 from allhands.observe.monitor.board import Board, BoardRow, gone_here
 from allhands.observe.monitor.sampler import Identity, ProcessSampler
-from allhands.observe.monitor.samples import Follower, Sample, decode_sample, encode_sample, monitor_file, read_samples
+from allhands.observe.monitor.samples import (
+    Follower,
+    Sample,
+    decode_sample,
+    encode_sample,
+    monitor_file,
+    read_samples,
+)
 
 __all__ = [
     "Board",

@@ -24,8 +24,8 @@ class BoardRow:
 
     Attributes:
         last: its latest sample, ``before`` the one before that.
-        peak_pss_bytes: the highest proportional memory seen; so for ``peak_mlx_bytes`` and ``peak_rss_bytes``, which
-            the process and MLX tell themselves, over all starts.
+        peak_pss_bytes: the highest proportional memory seen; so for ``peak_mlx_bytes`` and
+            ``peak_rss_bytes``, which the process and MLX tell themselves, over all starts.
     """
 
     last: Sample
@@ -43,7 +43,9 @@ class BoardRow:
         self.peak_mlx_bytes = max(self.peak_mlx_bytes, sample.mlx_peak_bytes or 0)
 
     def doing(self, now: float, gone: Collection[tuple[str, int]] = ()) -> str:
-        """Return the longest phase since the sample before the last, with its share; the state if it is over."""
+        """Return the longest phase since the sample before the last, with its share; the state if
+        it is over.
+        """
         phases, state = self.last.phases, self.state(now, gone)
         if state != "lives":
             return state
@@ -67,12 +69,16 @@ class BoardRow:
         """
         if self.last.ended:
             return "ended"
-        silent = now > self.last.time + _patience_s(self.last) or (self.last.host, self.last.pid) in gone
+        silent = (
+            now > self.last.time + _patience_s(self.last) or (self.last.host, self.last.pid) in gone
+        )
         return "silent" if silent else "lives"
 
 
 def _moved(sample: Sample) -> tuple[int, int]:
-    return sum(sent for sent, _ in sample.net.values()), sum(received for _, received in sample.net.values())
+    return sum(sent for sent, _ in sample.net.values()), sum(
+        received for _, received in sample.net.values()
+    )
 
 
 def _patience_s(sample: Sample) -> float:
@@ -103,13 +109,17 @@ class Board:
         self._counted[key] = sample
         if sample.time > self._looked + sample.every_s:
             self._looked = sample.time
-            self._counted = {key: self._counted[key] for key in self._counted if self._lives(key, sample.time)}
+            self._counted = {
+                key: self._counted[key] for key in self._counted if self._lives(key, sample.time)
+            }
         self._count(sample)
         if sample.ended:  # what it held to its end was held beside the others
             self._counted.pop(key, None)
 
     def _count(self, sample: Sample) -> None:
-        """Note what all have together with this sample; a peak that one has told was there between two samples."""
+        """Note what all have together with this sample; a peak that one has told was there between
+        two samples.
+        """
         told = sample.peak_rss_bytes
         counted = self._counted.values()
         self.peak_together_bytes = max(self.peak_together_bytes, told, together(counted))
@@ -122,7 +132,10 @@ class Board:
 
     def rows(self) -> list[BoardRow]:
         """Return the processes: who orchestrates, agents, ranks."""
-        return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
+        return sorted(
+            self._rows.values(),
+            key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host),
+        )
 
     def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
         """Return the memory of all processes that live at ``now``, in bytes; see :func:`together`."""
@@ -130,13 +143,17 @@ class Board:
 
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
         """Return whether there are processes, and none of them lives."""
-        return bool(self._rows) and all(row.state(now, gone) != "lives" for row in self._rows.values())
+        return bool(self._rows) and all(
+            row.state(now, gone) != "lives" for row in self._rows.values()
+        )
 
 
 def gone_here(board: Board) -> set[tuple[str, int]]:
     """Processes of this computer that are no more, though they have not said so, with its name."""
     here = socket.gethostname()
-    return {(here, row.last.pid) for row in board.rows() if row.last.host == here and _is_gone(row.last)}
+    return {
+        (here, row.last.pid) for row in board.rows() if row.last.host == here and _is_gone(row.last)
+    }
 
 
 def _is_gone(sample: Sample) -> bool:
@@ -153,13 +170,17 @@ def _is_gone(sample: Sample) -> bool:
 def together(samples: Iterable[Sample]) -> int:
     """Return the memory of processes at the same time, in bytes; shared pages count once.
 
-    It is the sum of their proportional memory, and on each computer at least the resident memory of its largest
-    process, because pages that a process shares with programs outside of the run are in memory as a whole, too.
+    It is the sum of their proportional memory, and on each computer at least the resident memory of
+    its largest process, because pages that a process shares with programs outside of the run are in
+    memory as a whole, too.
     """
     by_host: dict[str, list[Sample]] = {}
     for sample in samples:
         by_host.setdefault(sample.host, []).append(sample)
-    return sum(max(sum(one.pss_bytes for one in some), max(one.rss_bytes for one in some)) for some in by_host.values())
+    return sum(
+        max(sum(one.pss_bytes for one in some), max(one.rss_bytes for one in some))
+        for some in by_host.values()
+    )
 
 
 def key_of(sample: Sample) -> Key:

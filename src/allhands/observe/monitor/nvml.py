@@ -1,7 +1,8 @@
-"""Memory and load of one NVIDIA GPU, from the driver's own library: microseconds, where nvidia-smi takes a process.
+"""Memory and load of one NVIDIA GPU, from the driver's own library: microseconds, where nvidia-smi
+takes a process.
 
-The calls and structures are those of NVML's first version, which later ones keep (developer.nvidia.com, "NVML API
-Reference Guide").
+The calls and structures are those of NVML's first version, which later ones keep
+(developer.nvidia.com, "NVML API Reference Guide").
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ _LIBRARY = "libnvidia-ml.so.1"
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _Utilization(ctypes.Structure):
@@ -35,12 +40,21 @@ class Gpu:
         self._do("nvmlInit_v2")
         first = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
         if first.isdigit():
-            self._do("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(first)), ctypes.byref(self._device))
+            self._do(
+                "nvmlDeviceGetHandleByIndex_v2",
+                ctypes.c_uint(int(first)),
+                ctypes.byref(self._device),
+            )
         else:
-            self._do("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(first.encode()), ctypes.byref(self._device))
+            self._do(
+                "nvmlDeviceGetHandleByUUID",
+                ctypes.c_char_p(first.encode()),
+                ctypes.byref(self._device),
+            )
 
     def read(self) -> dict[str, int | float]:
-        """Return bytes in use by whichever process and in all, and the share of the last moment in which it computed.
+        """Return bytes in use by whichever process and in all, and the share of the last moment in
+        which it computed.
 
         Where its load is not told (parts of a GPU) that is 0.
 

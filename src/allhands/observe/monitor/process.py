@@ -14,15 +14,17 @@ import psutil
 
 from allhands.observe.monitor.nvml import Gpu
 
-# Reading the proportional share walks all pages: it may take this part of the time, and no more; ten times as much when
-# the process has grown or shrunk by such a part, because what was read before is wrong then.
+# Reading the proportional share walks all pages: it may take this part of the time, and no more;
+# ten times as much when the process has grown or shrunk by such a part, because what was read
+# before is wrong then.
 _PSS_SHARE, _PSS_SHARE_CHANGING, _CHANGED = 0.0005, 0.005, 0.1
 
 
 def began_at(process: psutil.Process) -> float:
     """Unix time in seconds at which this process began."""
     try:
-        # Since the boot in hundredths of a second; psutil adds a time of the boot that is known to a second only.
+        # Since the boot in hundredths of a second; psutil adds a time of the boot that is known to
+        # a second only.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return round(time.time() - age, 3)
@@ -39,7 +41,9 @@ class ProportionalMemory:
         self._bytes = 0
         self._kind: Literal["pss", "uss", "rss"] = "rss"
 
-    def read(self, resident: int, *, last: bool = False) -> tuple[int, Literal["pss", "uss", "rss"]]:
+    def read(
+        self, resident: int, *, last: bool = False
+    ) -> tuple[int, Literal["pss", "uss", "rss"]]:
         """Return the latest value, and what it is.
 
         Args:
@@ -51,7 +55,11 @@ class ProportionalMemory:
         if last or time.monotonic() >= self._read_at + rest:
             began = time.thread_time()
             self._measure()
-            self._took, self._read_at, self._resident = time.thread_time() - began, time.monotonic(), resident
+            self._took, self._read_at, self._resident = (
+                time.thread_time() - began,
+                time.monotonic(),
+                resident,
+            )
         return self._bytes, self._kind
 
     def _measure(self) -> None:
@@ -81,7 +89,10 @@ class NetworkTraffic:
 
 
 def _counters() -> dict[str, tuple[int, int]]:
-    return {name: (one.bytes_sent, one.bytes_recv) for name, one in psutil.net_io_counters(pernic=True).items()}
+    return {
+        name: (one.bytes_sent, one.bytes_recv)
+        for name, one in psutil.net_io_counters(pernic=True).items()
+    }
 
 
 class OwnGpu:

@@ -23,7 +23,9 @@ from allhands.runtime.memory import mlx_memory, peak_rss_bytes
 
 EVERY_VARIABLE = "ALLHANDS_MONITOR_EVERY_S"
 _EVERY_S = 2.0
-_THIN_AFTER = 3600  # samples, after which they are taken half as often: a file of a month's run stays small
+_THIN_AFTER = (
+    3600  # samples, after which they are taken half as often: a file of a month's run stays small
+)
 _RAREST_S = 30.0
 _MOST_FAILURES = 5
 _JOIN_S = 1.0
@@ -63,7 +65,11 @@ class PhaseClock:
         with self._lock:
             self._count()
             spent, self._spent = self._spent, {}
-            return self._phase, self._step, {phase: round(seconds, 6) for phase, seconds in spent.items()}
+            return (
+                self._phase,
+                self._step,
+                {phase: round(seconds, 6) for phase, seconds in spent.items()},
+            )
 
     def _count(self) -> None:
         now = time.perf_counter()
@@ -75,7 +81,8 @@ class PhaseClock:
 class ProcessSampler:
     """Samples of this process, from the start of the ``with`` block to its end.
 
-    Until :meth:`write_to` they are kept in memory. A failure is logged once, and does not end the run.
+    Until :meth:`write_to` they are kept in memory. A failure is logged once, and does not end the
+    run.
 
     Args:
         identity: who this process is.
@@ -113,7 +120,9 @@ class ProcessSampler:
         self.clock.beat(phase, step)
 
     def expect(self, estimated_bytes: int, *, arrays: bool = False) -> None:
-        """Note in all samples from now on what this process, or its ``arrays`` on a GPU, are expected to need."""
+        """Note in all samples from now on what this process, or its ``arrays`` on a GPU, are
+        expected to need.
+        """
         with self._lock:
             name = "mlx_estimated_bytes" if arrays else "estimated_bytes"
             self._identity = replace(self._identity, **{name: estimated_bytes})
@@ -136,7 +145,9 @@ class ProcessSampler:
                 if run is not None:
                     self._identity = replace(self._identity, run=run)
                 while self._waiting:
-                    self._lines.append(encode_sample(replace(self._waiting.popleft(), run=self._identity.run)))
+                    self._lines.append(
+                        encode_sample(replace(self._waiting.popleft(), run=self._identity.run))
+                    )
         except Exception as error:
             self._tell(error)
 
@@ -168,7 +179,8 @@ class ProcessSampler:
         phase, step, phases = self.clock.take()
         rss_bytes = self.resident()
         pss_bytes, pss_kind = self._proportional.read(rss_bytes, last=last)
-        # MLX is asked only once the training thread has used it, so that nothing is set up in this one.
+        # MLX is asked only once the training thread has used it, so that nothing is set up in this
+        # one.
         device: dict[str, Any] = {**mlx_memory(), **self._gpu.read()} if step is not None else {}
         return Sample(
             **vars(self._identity),

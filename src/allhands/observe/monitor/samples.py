@@ -27,25 +27,29 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 class Sample:
     """Memory, load and phase of one process at one moment.
 
-    ``role`` is ``rank`` for a worker, ``orchestrator`` for the process that starts and watches the ranks, ``agent``
-    for its hand on another computer. ``time`` is Unix time in seconds, ``every_s`` the distance to the next sample.
+    ``role`` is ``rank`` for a worker, ``orchestrator`` for the process that starts and watches the
+    ranks, ``agent`` for its hand on another computer. ``time`` is Unix time in seconds, ``every_s``
+    the distance to the next sample.
 
     Attributes:
         run: the same for all processes of a job; ``attempt`` counts its starts, from 1.
         rss_bytes: resident, shared pages in full. ``peak_rss_bytes`` is the highest so far.
-        pss_bytes: resident, each shared page divided by how many processes map it, so that a sum over processes
-            counts it once. It is read more rarely where reading takes long; ``pss_kind`` says what stands in its
-            place where the system does not know it: pages of this process alone (``uss``), or ``rss``.
+        pss_bytes: resident, each shared page divided by how many processes map it, so that a sum
+            over processes counts it once. It is read more rarely where reading takes long;
+            ``pss_kind`` says what stands in its place where the system does not know it: pages of
+            this process alone (``uss``), or ``rss``.
         cpu_cores: cores kept busy since the last sample: 1.5 is one and a half.
-        net: bytes sent and received since the process began, by network interface, of the whole computer.
-        mlx_active_bytes: of arrays; ``mlx_cache_bytes`` of freed buffers that MLX keeps; ``mlx_peak_bytes`` the highest
-            of the former so far. ``None`` where MLX is not loaded, or not yet in use.
-        gpu_used_bytes: of the rank's NVIDIA GPU by whichever process, of ``gpu_total_bytes``; ``gpu_load`` is the share
-            of time in which it computed.
-        step: optimizer updates done. ``phase`` is what the training thread does now, ``phases`` how many seconds of
-            each there were since the last sample.
-        estimated_bytes: what was expected to be needed, if somebody has said so beforehand; ``mlx_estimated_bytes`` of
-            MLX's arrays on a GPU.
+        net: bytes sent and received since the process began, by network interface, of the whole
+            computer.
+        mlx_active_bytes: of arrays; ``mlx_cache_bytes`` of freed buffers that MLX keeps;
+            ``mlx_peak_bytes`` the highest of the former so far. ``None`` where MLX is not loaded,
+            or not yet in use.
+        gpu_used_bytes: of the rank's NVIDIA GPU by whichever process, of ``gpu_total_bytes``;
+            ``gpu_load`` is the share of time in which it computed.
+        step: optimizer updates done. ``phase`` is what the training thread does now, ``phases`` how
+            many seconds of each there were since the last sample.
+        estimated_bytes: what was expected to be needed, if somebody has said so beforehand;
+            ``mlx_estimated_bytes`` of MLX's arrays on a GPU.
         ended: True if this is the process's last sample.
         began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
@@ -115,8 +119,12 @@ def relayed_file(log_dir: Path, host: str) -> Path:
 
 
 def monitor_file(log_dir: Path, role: Role, which: int | str = "") -> Path:
-    """Return the file in which a process keeps its samples; ``which`` is its rank, or the name of its computer."""
-    return log_dir / f"monitor-{role}{'' if which == '' else '-'}{_UNSAFE.sub('_', str(which))}.jsonl"
+    """Return the file in which a process keeps its samples; ``which`` is its rank, or the name of
+    its computer.
+    """
+    return (
+        log_dir / f"monitor-{role}{'' if which == '' else '-'}{_UNSAFE.sub('_', str(which))}.jsonl"
+    )
 
 
 class Follower:
@@ -133,7 +141,9 @@ class Follower:
         self._read: dict[Path, int] = {}
 
     def lines(self) -> list[str]:
-        """Return the whole lines that have come since the last call, those of a file in their order."""
+        """Return the whole lines that have come since the last call, those of a file in their
+        order.
+        """
         return [line for path in self._files() for line in self._new(path)]
 
     def samples(self) -> list[Sample]:
@@ -141,7 +151,9 @@ class Follower:
         return in_order(sample for line in self.lines() if (sample := decode_sample(line)))
 
     def _files(self) -> list[Path]:
-        found = [path for place in (self._run / LOGS, self._run) for path in sorted(place.glob(_PATTERN))]
+        found = [
+            path for place in (self._run / LOGS, self._run) for path in sorted(place.glob(_PATTERN))
+        ]
         return [path for path in found if self._names is None or path.name in self._names]
 
     def _new(self, path: Path) -> list[str]:
@@ -168,14 +180,22 @@ def in_order(samples: Iterable[Sample]) -> list[Sample]:
 def require_run(run: Path) -> None:
     """Raise ``DataError`` if there is no such directory."""
     if not run.is_dir():
-        raise DataError("there is no such directory", where=str(run), hint=meant(run, "give the directory of a run"))
+        raise DataError(
+            "there is no such directory",
+            where=str(run),
+            hint=meant(run, "give the directory of a run"),
+        )
 
 
 def no_samples(run: Path, reasons: str = "") -> DataError:
     """Return the error for a directory without samples."""
     hint = "give the directory of a run (its --adapter-path, or --log-dir of allhands launch); the first samples come "
     hint += "a few seconds after the start"
-    return DataError(f"no process of a run has left samples of its memory here{reasons}", where=str(run), hint=hint)
+    return DataError(
+        f"no process of a run has left samples of its memory here{reasons}",
+        where=str(run),
+        hint=hint,
+    )
 
 
 def read_samples(run: Path) -> list[Sample]:

@@ -1,7 +1,8 @@
 """The dashboard's web application. It answers this computer alone, or who knows the token.
 
-Nothing of a run becomes HTML here but by templates that escape; the policy of the pages lets no script but ours run.
-What changes anything, the stop button, needs a header that no other web page can send.
+Nothing of a run becomes HTML here but by templates that escape; the policy of the pages lets no
+script but ours run. What changes anything, the stop button, needs a header that no other web page
+can send.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -102,23 +109,35 @@ class _Guard:
         try:
             await (self._refusal(Request(scope)) or self._app)(scope, receive, answered)
         except Exception as error:
-            print(f"allhands: error: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"allhands: error: a request failed: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             if not begun:
-                await _failure("the dashboard could not answer this request", 500)(scope, receive, answered)
+                await _failure("the dashboard could not answer this request", 500)(
+                    scope, receive, answered
+                )
 
     def _refusal(self, request: Request) -> Response | None:
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
+        ]
         if refusal := self._guard.refusal(request.method, headers):
             return PlainTextResponse(f"{refusal.message}\n", refusal.status)
         given = request.query_params.get("token", "")
-        if self._guard.knows_token(headers) or self._guard.is_token(request.cookies.get(_COOKIE, "")):
+        if self._guard.knows_token(headers) or self._guard.is_token(
+            request.cookies.get(_COOKIE, "")
+        ):
             return None
         if self._guard.is_token(given):
             # Not to be left in the address, from which it gets into histories and logs.
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
             return answer
-        return PlainTextResponse("the token is missing or wrong: open the address that was printed\n", 403)
+        return PlainTextResponse(
+            "the token is missing or wrong: open the address that was printed\n", 403
+        )
 
 
 def _failure(told: object, status: int) -> Response:
@@ -130,19 +149,25 @@ async def _told(_request: Request, error: Exception) -> Response:
 
 
 async def _index(settings: Settings, _request: Request) -> Response:
-    return HTMLResponse(asset("dashboard.html").replace("ROOT", str(escape(settings.root.resolve().name))))
+    return HTMLResponse(
+        asset("dashboard.html").replace("ROOT", str(escape(settings.root.resolve().name)))
+    )
 
 
 async def _asset(request: Request) -> Response:
     kind, names = _ASSETS.get(request.path_params["name"], ("", ()))
     if not names:
         return PlainTextResponse("there is no such file\n", 404)
-    return Response("\n".join([*map(asset, names), *[colour_sheet()] * (kind == "text/css")]), media_type=kind)
+    return Response(
+        "\n".join([*map(asset, names), *[colour_sheet()] * (kind == "text/css")]), media_type=kind
+    )
 
 
 async def _runs(settings: Settings, _request: Request) -> Response:
     def look() -> list[Any]:
-        found = (summary_of(name, directory) for name, directory in find_runs(settings.root).items())
+        found = (
+            summary_of(name, directory) for name, directory in find_runs(settings.root).items()
+        )
         return [asdict(one) for one in found if one is not None]
 
     return _json(await run_in_threadpool(look))
@@ -162,7 +187,10 @@ async def _page(settings: Settings, request: Request) -> Response:
             {"name": name, "processes": processes_of(one, now), "logs": logs_of(known[name])}
             for name, one in facts.items()
         ]
-        sections = [("words", "Words"), *((section.key, section.short) for section in page.sections)]
+        sections = [
+            ("words", "Words"),
+            *((section.key, section.short) for section in page.sections),
+        ]
         told = [{"key": key, "short": short} for key, short in sections]
         return {"runs": runs, "charts": charts, "html": html, "sections": told}
 
@@ -179,7 +207,9 @@ def _named(settings: Settings, request: Request) -> Path:
 
 async def _log(settings: Settings, request: Request) -> Response:
     directory = _named(settings, request)
-    return _json({"text": await run_in_threadpool(tail_of, directory, request.query_params.get("log", ""))})
+    return _json(
+        {"text": await run_in_threadpool(tail_of, directory, request.query_params.get("log", ""))}
+    )
 
 
 async def _stop(settings: Settings, request: Request) -> Response:

@@ -54,12 +54,16 @@ class Summary:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Directories of runs below ``root``, itself included, by their place in it; the one written last comes first."""
+    """Directories of runs below ``root``, itself included, by their place in it; the one written
+    last comes first.
+    """
     found: list[tuple[float, str, Path]] = []
     for directory in _below(root, _DEPTH):
         for file in (directory / METRICS_FILE, directory / EVENTS_FILE):
             if file.is_file():
-                name = root.resolve().name if directory == root else str(directory.relative_to(root))
+                name = (
+                    root.resolve().name if directory == root else str(directory.relative_to(root))
+                )
                 found.append((file.stat().st_mtime, name, directory))
                 break
     return {name: directory for _, name, directory in sorted(found, reverse=True)[:_MOST]}
@@ -104,14 +108,19 @@ def summary_of(name: str, directory: Path) -> Summary | None:
     )
 
 
-# --- processes ----------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
-    """Return the run's processes side by side, as texts; the ranks first, then those that only direct them."""
+    """Return the run's processes side by side, as texts; the ranks first, then those that only
+    direct them.
+    """
     board = Board(facts.samples)
     gone = gone_here(board)
-    return [_process(row, now, gone) for row in sorted(board.rows(), key=lambda row: row.last.role != "rank")]
+    return [
+        _process(row, now, gone)
+        for row in sorted(board.rows(), key=lambda row: row.last.role != "rank")
+    ]
 
 
 def _process(row: BoardRow, now: float, gone: Collection[tuple[str, int]]) -> dict[str, str]:
@@ -124,14 +133,18 @@ def _process(row: BoardRow, now: float, gone: Collection[tuple[str, int]]) -> di
         "step": "" if sample.step is None else str(sample.step),
         "memory": format_bytes(sample.pss_bytes),
         "peak memory": format_bytes(row.peak_pss_bytes),
-        "MLX's arrays": "" if sample.mlx_active_bytes is None else format_bytes(sample.mlx_active_bytes),
+        "MLX's arrays": ""
+        if sample.mlx_active_bytes is None
+        else format_bytes(sample.mlx_active_bytes),
         "GPU's memory": gpu,
         "CPU": f"{sample.cpu_cores:.0%}" if state == "lives" else "",
     }
 
 
 def head_of(facts: ReportFacts) -> psutil.Process | None:
-    """Return the process that directs the run, or rank 0 where nobody does, if it lives on this computer."""
+    """Return the process that directs the run, or rank 0 where nobody does, if it lives on this
+    computer.
+    """
     here = socket.gethostname()
     rows = Board(facts.samples).rows()
     directors = [row for row in rows if row.last.role == "orchestrator"]
@@ -170,7 +183,9 @@ def ask_to_stop(directory: Path) -> str:
     """
     process, hint = head_of(read_facts(directory)), "stop it where it was started, with Ctrl-C"
     if process is None:
-        raise DataError("no process of this run lives on this computer", where=str(directory), hint=hint)
+        raise DataError(
+            "no process of this run lives on this computer", where=str(directory), hint=hint
+        )
     try:
         process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
     except (psutil.Error, OSError) as error:
@@ -179,7 +194,7 @@ def ask_to_stop(directory: Path) -> str:
     return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
 
 
-# --- logs ---------------------------------------------------------------------------------------------
+# --- logs -----------------------------------------------------------------------------------------
 
 
 def logs_of(directory: Path) -> list[str]:

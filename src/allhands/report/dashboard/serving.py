@@ -26,7 +26,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= _MOST_CONNECTIONS:
-            oldest = min((one for one in self.connections if isinstance(one, _Connection)), key=lambda one: one._since)
+            oldest = min(
+                (one for one in self.connections if isinstance(one, _Connection)),
+                key=lambda one: one._since,
+            )
             oldest.transport.abort()
             self.connections.discard(oldest)
         super().connection_made(transport)
@@ -37,7 +40,9 @@ class _Connection(H11Protocol):
         self._wait(_HEAD_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; a request before it, whose body this may be, is answered no further."""
+        """Answer what is no HTTP; a request before it, whose body this may be, is answered no
+        further.
+        """
         cycle: Any = self.cycle
         if cycle is not None:
             cycle.disconnected = True
@@ -78,6 +83,7 @@ def run(app: ASGIApp, listener: socket.socket) -> None:
         ws="none",
         lifespan="off",
     )
-    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the signal again.
+    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the
+    # signal again.
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

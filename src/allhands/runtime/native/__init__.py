@@ -1,1 +1,3 @@
-"""Code in C for Linux CPUs, compiled on the computer that runs it; without a compiler everything works without it."""
+"""Code in C for Linux CPUs, compiled on the computer that runs it; without a compiler everything
+works without it.
+"""

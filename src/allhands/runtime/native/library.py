@@ -1,8 +1,8 @@
 """Compile the C code beside this file for this processor, once, and load it.
 
-MLX's CPU wheel is built for any x86-64 processor and works on one thread but for BLAS. What is here uses what the
-processor at hand has. The library is kept in the user's cache, checked by hash, and made again when the code, the
-compiler or the processor is another one.
+MLX's CPU wheel is built for any x86-64 processor and works on one thread but for BLAS. What is here
+uses what the processor at hand has. The library is kept in the user's cache, checked by hash, and
+made again when the code, the compiler or the processor is another one.
 
 Nothing here may import MLX.
 """
@@ -23,17 +23,27 @@ from pathlib import Path
 from allhands.io.staging import publishing
 
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-# A computer that is short of time or memory ends compilers; without the library a run's last bits are others.
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
+# A computer that is short of time or memory ends compilers; without the library a run's last bits
+# are others.
 _BUILD_S, _TRIES, _PAUSE_S = 600.0, 3, 0.5
 _NAME = "liballhands.so"
 
 
 def load(directory: Path) -> ctypes.CDLL | str:
-    """Return the library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
+    """Return the library, made in ``directory`` if it is not there yet, its names visible to what
+    is loaded later.
 
-    Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to call
-    ``allhands_prepare`` before anything multiplies.
+    Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to
+    call ``allhands_prepare`` before anything multiplies.
     """
     if not wanted(os.environ):
         return "switched off by ALLHANDS_NATIVE"
@@ -60,9 +70,11 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 def architecture(environ: Mapping[str, str]) -> str:
-    """For which processor to compile, as the compiler's -march has it: this one, unless ALLHANDS_NATIVE names another.
+    """For which processor to compile, as the compiler's -march has it: this one, unless
+    ALLHANDS_NATIVE names another.
 
-    What only looks like this processor, as valgrind does, may know fewer instructions than Linux says.
+    What only looks like this processor, as valgrind does, may know fewer instructions than Linux
+    says.
     """
     named = environ.get("ALLHANDS_NATIVE", "")
     return "native" if named.lower() in ("", "on", "1") else named
@@ -77,11 +89,17 @@ def _built(directory: Path, compiler: str) -> Path:
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, made by ``make`` at another path unless it is there with the hash that is recorded beside it."""
+    """``target``, made by ``make`` at another path unless it is there with the hash that is
+    recorded beside it.
+    """
     recorded = target.with_suffix(".sha256")
 
     def is_whole() -> bool:
-        return target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target)
+        return (
+            target.exists()
+            and recorded.exists()
+            and recorded.read_text().strip() == _sha256(target)
+        )
 
     if is_whole():
         return target
@@ -92,7 +110,8 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
             draft, digest = Path(scratch) / target.name, Path(scratch) / recorded.name
             make(draft)
             digest.write_text(_sha256(draft) + "\n")
-            # Where there are no locks several processes do this: each rename is atomic and the contents are the same.
+            # Where there are no locks several processes do this: each rename is atomic and the
+            # contents are the same.
             draft.replace(target)
             digest.replace(recorded)
     return target
@@ -112,7 +131,9 @@ def _run(command: list[str]) -> None:
 def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
     """The hash of everything that the library depends on."""
     stat = compiler.resolve().stat()
-    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode())
+    digest = hashlib.sha256(
+        f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode()
+    )
     for path in sources:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

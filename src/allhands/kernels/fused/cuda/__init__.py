@@ -1,9 +1,10 @@
 """The text of the CUDA kernels, a file each; ``.cuh`` files are parts of them.
 
-``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). Sizes of the model are
-constants of the kernel. The number of rows is given at each call, since a kernel is built anew for every set of
-constants, and batches have many lengths. All arithmetic is in float32, rounded once at the end, as the matrix products
-beside them do it. CUDA's own headers are not included: they take longer to read than the rest.
+``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). Sizes of the
+model are constants of the kernel. The number of rows is given at each call, since a kernel is built
+anew for every set of constants, and batches have many lengths. All arithmetic is in float32,
+rounded once at the end, as the matrix products beside them do it. CUDA's own headers are not
+included: they take longer to read than the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from importlib.resources import files
 
 @cache
 def text_of(file: str) -> str:
-    """Return the text of a file of this package, without the comment at its beginning, and with what it includes."""
+    """Return the text of a file of this package, without the comment at its beginning, and with
+    what it includes.
+    """
     text = (files(__name__) / file).read_text(encoding="utf-8")
-    return re.sub(r'#include "(\w+\.cuh)"\n', lambda found: text_of(found[1]), re.sub(r"\A(//.*\n)+", "", text))
+    return re.sub(
+        r'#include "(\w+\.cuh)"\n',
+        lambda found: text_of(found[1]),
+        re.sub(r"\A(//.*\n)+", "", text),
+    )
