@@ -19,7 +19,7 @@ from tiny import CHAT_TEMPLATE, run_allhands, write_chat_data, write_model
 from twins import errors_of, run_ranks
 
 from allhands.checkpoints import find_latest
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import LaunchPlace
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext
 from allhands.config.eval_schema import EvalConfig
@@ -261,6 +261,6 @@ def test_a_rank_is_told_when_its_run_began(
     monkeypatch.delenv("ALLHANDS_RUN_BEGAN", raising=False)
     if given is not None:
         monkeypatch.setenv("ALLHANDS_RUN_BEGAN", given)
-    launch = Launch("allhands", 0, 1, 0, 1, "none", "a test")
+    launch = LaunchPlace("allhands", 0, 1, 0, 1, "none", "a test")
     moment = surroundings_of(WorkerContext(launch, None, None), launch, build_config({})).moment
     assert moment == expected if expected else abs((moment - datetime.now()).total_seconds()) < 600

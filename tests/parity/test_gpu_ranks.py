@@ -131,7 +131,7 @@ def test_adapters_of_divided_models_learn_as_those_of_one(
 ) -> None:
     write_model(data / "model", layers=4, hidden=256, bits=bits)
     options = "--train --iters 12 --batch-size 4 --num-layers -1 --steps-per-report 1 --val-batches 0 --seed 3"
-    words = ("train", "--model", str(data / "model"), *options.split(), "--learning-rate", "1e-3")
+    words = ("train", "--model", str(data / "model"), *options.split(), "--learning-rate", "1e-4")
     ranks = _over_nccl() if mx.device_count(mx.gpu) > 1 else _on_a_ring(data)
     one, two = _one_and_two(data, words, ranks, way)
     assert two == pytest.approx(one, rel=1e-5)

@@ -33,7 +33,7 @@ from allhands.model.balance import balance_experts
 from allhands.model.passes import PassContext, apply_passes
 from allhands.parallel.base import Exchanging
 from allhands.parallel.matrices import compute_together, divide
-from allhands.parallel.parts import Parts
+from allhands.parallel.parts import OwnedParts
 from allhands.parallel.sums import Gradients
 from allhands.parallel.tensor import TensorParallel
 from allhands.runtime.accelerator import detect
@@ -132,7 +132,7 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
 
 
 def far(
-    matrices: Parts, found: dict[str, mx.array], expected: dict[str, mx.array]
+    matrices: OwnedParts, found: dict[str, mx.array], expected: dict[str, mx.array]
 ) -> dict[str, float]:
     """Distance of each gradient from its part of the whole model's, by the norm of that.
 

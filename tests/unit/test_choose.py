@@ -35,7 +35,7 @@ from allhands.cluster.choose import (
 )
 from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
-from allhands.cluster.place import Launch
+from allhands.cluster.place import LaunchPlace
 from allhands.errors import DistributedError
 
 LINUX = HostTraits("one", 2, "Linux", 0, "5.0.11")
@@ -280,12 +280,14 @@ def test_ranks_are_shared_out_in_the_order_of_the_hosts() -> None:
 
 def launched(
     launcher: str = "mlx.launch", backend: str = "ring", size: int = 2, here: int = 2
-) -> Launch:
-    return Launch(launcher, 0, size, 0, here, backend, "test")  # type: ignore[arg-type]
+) -> LaunchPlace:
+    return LaunchPlace(launcher, 0, size, 0, here, backend, "test")  # type: ignore[arg-type]
 
 
 def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
-    def told(launch: Launch, host: HostTraits = LINUX, bench: Bench | None = None) -> str | None:
+    def told(
+        launch: LaunchPlace, host: HostTraits = LINUX, bench: Bench | None = None
+    ) -> str | None:
         return slower_than_ours(launch, "-n 2", Facts((host,)), (bench or make()).seams)
 
     assert "-n 2 takes mpi, and so does mpirun" in (told(launched()) or "")

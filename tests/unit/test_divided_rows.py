@@ -23,7 +23,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.io.regions import Flat
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.fsdp import FetchedModel, FetchedSums
-from allhands.parallel.rows import BoxedRow, DividedRow, Place
+from allhands.parallel.rows import BoxedRow, DividedRow, Slot
 from allhands.parallel.sharding import shard
 from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import Evaluator
@@ -48,12 +48,12 @@ def rows_of(
     """The same row as each rank has it, of modules with counted numbers."""
     found: list[Any] = []
     for rank in range(ranks):
-        places: list[Place] = []
+        places: list[Slot] = []
         start = 0
         for number, shape in enumerate(shapes):
             module, size = nn.Module(), int(np.prod(shape))
             module.weight = mx.arange(start, start + size).reshape(shape).astype(mx.float32)
-            places.append(Place(f"{number}.weight", module, "weight", shape, start, size))
+            places.append(Slot(f"{number}.weight", module, "weight", shape, start, size))
             start += size
         make = BoxedRow if boxed else partial(DividedRow, shares=shares)
         found.append(make(places, mx.float32, Seat(rank, ranks), trained=True))

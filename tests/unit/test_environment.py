@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cluster.environment import Launch, recognise, recognise_here, rendezvous
+from allhands.cluster.environment import LaunchPlace, recognise, recognise_here, rendezvous
 from allhands.cluster.meeting import Patience
 from allhands.cluster.slurm import expand_nodelist
 from allhands.errors import DistributedError
@@ -18,7 +18,9 @@ from allhands.errors import DistributedError
 PROXY = 4711
 
 
-def found_in(environ: dict[str, str], *, has_cuda: bool = False, has_mpi: bool = True) -> Launch:
+def found_in(
+    environ: dict[str, str], *, has_cuda: bool = False, has_mpi: bool = True
+) -> LaunchPlace:
     nowhere = Path("/nonexistent")
     return recognise(
         environ, has_cuda=has_cuda, has_mpi=has_mpi, root=nowhere, launcher_process=lambda: PROXY
@@ -525,7 +527,7 @@ def test_expand_nodelist(nodelist: str, names: list[str]) -> None:
 
 def test_a_launch_cannot_be_made_impossible() -> None:
     with pytest.raises(DistributedError):
-        Launch("single", 0, 1, 1, 1, "none", "by hand")
+        LaunchPlace("single", 0, 1, 1, 1, "none", "by hand")
 
 
 def test_this_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

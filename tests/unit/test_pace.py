@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allhands.cluster.pace import Pace, too_short
-from allhands.cluster.place import Launch, Platform
+from allhands.cluster.place import LaunchPlace, Platform
 
 
 class Clock:
@@ -58,8 +58,8 @@ def test_outside_a_step_no_step_is_waited_for(phase: str) -> None:
     assert "after this step" not in pace.told()
 
 
-def _launch(grace_s: float | None) -> Launch:
-    return Launch("single", 0, 1, 0, 1, "none", "", platform=Platform("kubernetes", grace_s))
+def _launch(grace_s: float | None) -> LaunchPlace:
+    return LaunchPlace("single", 0, 1, 0, 1, "none", "", platform=Platform("kubernetes", grace_s))
 
 
 @pytest.mark.parametrize(("grace_s", "warned"), [(30.0, True), (60.0, False), (None, False)])

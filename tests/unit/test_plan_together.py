@@ -23,7 +23,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.parallel.costs import Traffic
 from allhands.plan.dividing import dividing_of, strategy_name
-from allhands.plan.meshes import Group, asked_mesh
+from allhands.plan.meshes import ExchangeGroup, asked_mesh
 from allhands.plan.outlook import Outlook
 from allhands.plan.strategies import Way
 from allhands.run.piping import piped, require_back_end
@@ -186,9 +186,9 @@ def test_experts_are_planned_without_being_asked_for() -> None:
 def test_groups_of_some_ranks_over_a_ring_send_more() -> None:
     """All ranks exchange for all groups: a sum with a slot for each, and a gathering of everything."""
     traffic = Traffic(all_reduced=1000, gathered=1000)
-    assert Group(2).sent(traffic) == 1000 + 500
-    assert Group(2, slots=2).sent(traffic) == 3000 + 1500
-    assert Group(1, slots=4).sent(traffic) == 0
+    assert ExchangeGroup(2).sent(traffic) == 1000 + 500
+    assert ExchangeGroup(2, slots=2).sent(traffic) == 3000 + 1500
+    assert ExchangeGroup(1, slots=4).sent(traffic) == 0
 
 
 @pytest.mark.parametrize("backend", CAPABILITIES)

@@ -14,7 +14,7 @@ import pytest
 
 from allhands.cluster.environment import recognise
 from allhands.cluster.join import join_group, patience_for, take_device
-from allhands.cluster.place import Launch, Paths
+from allhands.cluster.place import LaunchPlace, Paths
 from allhands.cluster.platforms import from_bucket
 from allhands.errors import DistributedError
 
@@ -24,7 +24,7 @@ CHANNELS = "/opt/ml/input/config/inputdataconfig.json"
 
 def found_in(
     environ: dict[str, str], files: dict[str, str] | None = None, *, has_cuda: bool = False
-) -> Launch:
+) -> LaunchPlace:
     """The launch on a computer with these variables and files."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -34,7 +34,7 @@ def found_in(
         return _at_root(recognise(environ, has_cuda=has_cuda, root=root), root)
 
 
-def _at_root(found: Launch, root: Path) -> Launch:
+def _at_root(found: LaunchPlace, root: Path) -> LaunchPlace:
     """The same launch with ``/`` in place of ``root``."""
 
     def at_root(path: Path | None) -> Path | None:

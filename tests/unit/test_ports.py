@@ -19,7 +19,7 @@ import pytest
 
 from allhands.cluster import join, meeting
 from allhands.cluster.meeting import Patience, meet
-from allhands.cluster.place import Launch, MeetingPoint
+from allhands.cluster.place import LaunchPlace, MeetingPoint
 from allhands.cluster.processes import reserve_ports
 from allhands.distributed.ring import PortTakenError, take_turns
 from allhands.errors import AllhandsError, ConfigError, DistributedError
@@ -400,7 +400,7 @@ def test_a_group_over_several_computers_that_does_not_form_is_told_before_the_en
     """As with mpirun, whose own ports nobody can try beforehand."""
     monkeypatch.setattr(join, "_UNCONNECTED_S", 0.5)
     monkeypatch.delenv("ALLHANDS_SUPERVISOR_PID", raising=False)
-    launch = Launch("openmpi", 1, 2, local_size - 1, local_size, "mpi", "a test")
+    launch = LaunchPlace("openmpi", 1, 2, local_size - 1, local_size, "mpi", "a test")
     with join.connect_deadline(launch, 60.0):
         time.sleep(stays_s)
     err = capfd.readouterr().err

@@ -21,7 +21,7 @@ from tiny import write_chat_data, write_model
 from allhands.checkpoints import Tensor, checkpoints_in, writing
 from allhands.cluster import attempt, processes
 from allhands.cluster.attempt import Attempt
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import LaunchPlace
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.outcome import Outcome
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Phase, Place, RankExit
@@ -64,7 +64,9 @@ class Seen(WorkerContext):
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
-        super().__init__(Launch("allhands", 0, 1, 0, 1, "none", "a test"), directory, None, "r")
+        super().__init__(
+            LaunchPlace("allhands", 0, 1, 0, 1, "none", "a test"), directory, None, "r"
+        )
         self.files = RunFiles(directory, directory, ())
         self.beats: list[tuple[int, str]] = []
         self.counts: list[int] = []
@@ -333,9 +335,9 @@ def test_other_computers_are_not_asked_for_frozen_processes(
 _FAILING = """
 import os, sys
 from allhands.cluster import worker
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import LaunchPlace
 from allhands.errors import DataError, Interrupted
-with worker.install(Launch("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a test"), os.environ) as context:
+with worker.install(LaunchPlace("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a test"), os.environ) as context:
     context.mark_started()
     raise {"data": DataError("no samples", where="train.jsonl:12"), "stop": Interrupted("stopped after step 4")}[
         sys.argv[2]

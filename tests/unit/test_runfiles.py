@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from allhands.cluster import runfiles
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import LaunchPlace
 from allhands.cluster.ranks import Beat, Marks
 from allhands.cluster.runfiles import BEAT_BYTES, RunFiles, oom_counters, tail
 from allhands.cluster.worker import WorkerContext, as_message
@@ -17,7 +17,7 @@ from allhands.errors import AllhandsError, DataError, Interrupted
 
 
 def _pair(tmp_path: Path, rank: int = 1) -> tuple[WorkerContext, RunFiles]:
-    launch = Launch("allhands", rank, 2, rank, 2, "ring", "a test")
+    launch = LaunchPlace("allhands", rank, 2, rank, 2, "ring", "a test")
     return WorkerContext(launch, tmp_path, tmp_path), RunFiles(tmp_path, tmp_path, counters=[])
 
 
@@ -93,7 +93,7 @@ def test_a_torn_beat_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_beat_never_fails(tmp_path: Path) -> None:
-    launch = Launch("single", 0, 1, 0, 1, "none", "a test")
+    launch = LaunchPlace("single", 0, 1, 0, 1, "none", "a test")
     WorkerContext(launch, None, None).beat("load", 1)
     WorkerContext(launch, tmp_path / "absent", None).beat("load", 1)
     assert list(tmp_path.iterdir()) == []

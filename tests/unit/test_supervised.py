@@ -21,7 +21,7 @@ import pytest
 from twins import ThreadCommunicator, run_ranks
 
 from allhands.checkpoints import checkpoints_in
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import LaunchPlace
 from allhands.cluster.worker import WorkerContext
 from allhands.errors import CheckpointError, ConfigError, StorageError
 from allhands.io.nested import put_together, take_apart
@@ -38,7 +38,7 @@ def make_session(
 ) -> supervised._Session:
     """A process's state as if its signals had been taken over already: this one's belong to pytest."""
     local = local_size or size
-    launch = Launch(
+    launch = LaunchPlace(
         "allhands", rank, size, rank % local, local, "none" if size == 1 else "ring", "for a test"
     )
     return supervised._Session(launch, WorkerContext(launch, run_dir, None), run_id, installed=True)

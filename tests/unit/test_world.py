@@ -20,7 +20,7 @@ from ring_ranks import run_ring
 from twins import ThreadCommunicator, run_ranks
 
 import allhands
-from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.environment import LaunchPlace, launch_here
 from allhands.cluster.join import join_here
 from allhands.cluster.processes import reserve_ports
 from allhands.errors import ConfigError, DistributedError
@@ -116,7 +116,7 @@ def test_numbers_of_ranks() -> None:
 
 
 def test_a_group_of_another_size_than_promised_is_refused() -> None:
-    launch = Launch("torchrun", 1, 4, 1, 4, "ring", "RANK=1")
+    launch = LaunchPlace("torchrun", 1, 4, 1, 4, "ring", "RANK=1")
     communicator: Any = ThreadCommunicator(0, 1, None)  # type: ignore[arg-type]
     with pytest.raises(
         DistributedError, match="torchrun promised 4 processes, but the group has 1"

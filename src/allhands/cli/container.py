@@ -44,7 +44,7 @@ from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, recognise
 from allhands.cluster.node import run_node
 from allhands.cluster.patience import Patience
-from allhands.cluster.place import Launch, below
+from allhands.cluster.place import LaunchPlace, below
 from allhands.cluster.platforms import from_bucket
 from allhands.cluster.ranks import LaunchSpec
 from allhands.config.schema import TrainConfig, build_config
@@ -79,7 +79,7 @@ class Machine:
     gpus: int = 0
     cuda: bool = False
 
-    def launch(self) -> Launch:
+    def launch(self) -> LaunchPlace:
         """Return the launch that the variables and files describe, with a rank a GPU unless they
         say another number.
         """
@@ -168,7 +168,7 @@ class ContainerRun:
     """One run of the image."""
 
     machine: Machine
-    launch: Launch
+    launch: LaunchPlace
     scratch: Path
 
     def __post_init__(self) -> None:

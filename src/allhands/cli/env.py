@@ -19,7 +19,7 @@ from rich.text import Text
 
 from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
-from allhands.cluster.place import Launch
+from allhands.cluster.place import LaunchPlace
 from allhands.io.formatting import counted, format_bytes
 from allhands.io.terminal import console_for
 from allhands.runtime.versions import version_of
@@ -33,7 +33,7 @@ _PACKAGES = ("allhands", "mlx", "mlx-lm")
 class _Report:
     """The contents of the report: the launch, versions by package, and the device."""
 
-    launch: Launch
+    launch: LaunchPlace
     versions: dict[str, str]
     device: dict[str, Any]
 
@@ -116,7 +116,7 @@ def _print(console: Console, report: _Report) -> None:
             console.print(_table(rows))
 
 
-def _headline(launch: Launch) -> str:
+def _headline(launch: LaunchPlace) -> str:
     if launch.launcher == "single" and not launch.platform.name and not launch.reason:
         return "nothing recognised: one process; allhands train -n N starts several here"
     if launch.ranks_per_node > 1:
@@ -134,7 +134,7 @@ def _headline(launch: Launch) -> str:
     return f"{launch.launcher}: rank {launch.rank} of {launch.size}{here}"
 
 
-def _used(launch: Launch) -> list[tuple[str, str]]:
+def _used(launch: LaunchPlace) -> list[tuple[str, str]]:
     rows = [
         ("back-end", launch.backend if launch.size > 1 else "none: one process exchanges nothing")
     ]
@@ -163,7 +163,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(every[:_MOST_PEERS]) + (f" and {more} more" if more > 0 else "")
 
 
-def _ignored(launch: Launch) -> list[str]:
+def _ignored(launch: LaunchPlace) -> list[str]:
     """Variables of other launchers; a long one is not shown, and control characters would steer the
     terminal.
     """

@@ -29,7 +29,7 @@ from allhands.cli.train import (
     with_hostfile,
 )
 from allhands.cli.verbs_training import Eval
-from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.environment import LaunchPlace, recognise_here
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.worker import WorkerContext, install
@@ -120,7 +120,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
     return run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
 
 
-def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
+def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
     """Find an adapter's absence before anything is started or loaded.
 
     Raises:
@@ -138,7 +138,7 @@ def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
 
 
 def _evaluate_as_rank(
-    config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool
+    config: EvalConfig, launch: LaunchPlace, worker: WorkerContext, as_json: bool
 ) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.

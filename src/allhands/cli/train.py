@@ -19,7 +19,7 @@ from allhands.checkpoints import find, find_latest, run_name
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
-from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.environment import LaunchPlace, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import surroundings_of
@@ -108,7 +108,7 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
 
 
 @contextmanager
-def rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
+def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None, None, None]:
     """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no
     less clear.
     """
@@ -120,7 +120,7 @@ def rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
         raise
 
 
-def check_launch(config: TrainConfig, launch: Launch) -> None:
+def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
     """Refuse options that contradict the number of ranks, or a launcher other than this command."""
     if launch.launcher == "allhands":
         return  # fewer ranks than were asked for may be left
@@ -146,7 +146,7 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
         )
 
 
-def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
+def _check_rehearsal(config: TrainConfig, launch: LaunchPlace) -> None:
     """Refuse failures on purpose that cannot happen in this run, and tell of those that will not
     happen again.
 
@@ -294,7 +294,7 @@ def _has_begun(directory: Path) -> bool:
     )
 
 
-def work(config: TrainConfig, launch: Launch) -> int:
+def work(config: TrainConfig, launch: LaunchPlace) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
     with install(launch, os.environ) as worker:
         worker.stop_grace_s = min(worker.stop_grace_s, config.stop_grace_s)
@@ -321,7 +321,7 @@ def collector_paused() -> Generator[None, None, None]:
         gc.enable()
 
 
-def leave(launch: Launch) -> None:
+def leave(launch: LaunchPlace) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
     Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they
@@ -348,7 +348,7 @@ def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
     return way_on(job_of(config), None)
 
 
-def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
+def _train_as_rank(config: TrainConfig, launch: LaunchPlace, worker: WorkerContext) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
@@ -402,7 +402,7 @@ def _console(tagged: bool) -> Console:
     return progress_console(sys.stdout, highlight=False)
 
 
-def share_cores(config: TrainConfig, launch: Launch) -> int | None:
+def share_cores(config: TrainConfig, launch: LaunchPlace) -> int | None:
     """Divide this host's cores among its ranks, where nobody has done so already; how many this
     rank has got.
     """

@@ -28,7 +28,7 @@ from allhands.cluster.candidates import (
 from allhands.cluster.figures import Figures, Measurement
 from allhands.cluster.hosts import Host
 from allhands.cluster.netbench import BenchOptions, measure
-from allhands.cluster.place import Launch
+from allhands.cluster.place import LaunchPlace
 from allhands.errors import AllhandsError
 from allhands.io.files import make_directory, write_whole
 from allhands.io.formatting import format_duration
@@ -125,7 +125,7 @@ def _measured_anew(
 
 
 def slower_than_ours(
-    launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
+    launch: LaunchPlace, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
     """Return a note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None``
     where that is the best.

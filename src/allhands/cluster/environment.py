@@ -21,7 +21,7 @@ import psutil
 from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun
 from allhands.cluster.meeting import meet
 from allhands.cluster.patience import Patience
-from allhands.cluster.place import Given, Launch
+from allhands.cluster.place import Given, LaunchPlace
 from allhands.cluster.platforms import (
     indexed_job,
     mpi_job_launcher,
@@ -35,7 +35,7 @@ from allhands.cluster.slurm import slurm
 
 _Peers = TypeVar("_Peers")
 # Explicit launchers first: the one that is closer to this process says more about it.
-_RECOGNISERS: tuple[Callable[[Given], Launch | None], ...] = (
+_RECOGNISERS: tuple[Callable[[Given], LaunchPlace | None], ...] = (
     own,
     mlx_launch,
     open_mpi,
@@ -92,7 +92,7 @@ def recognise(
     has_mpi: bool = True,
     root: Path = Path("/"),
     launcher_process: Callable[[], int] = launcher_process,
-) -> Launch:
+) -> LaunchPlace:
     """Return how this process was launched; explicit variables win over guesses.
 
     Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI, PMI, torchrun, Slurm (inside a step),
@@ -117,7 +117,7 @@ def recognise(
     )
     if found is None:
         half_set(given)
-        found = Launch()
+        found = LaunchPlace()
     if found.size == 1:  # a group of one needs nothing to form it
         found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
     platform = platform_of(given)
@@ -139,7 +139,7 @@ def recognise(
     return replace(found, platform=platform, ignored=ignored, notes=notes)
 
 
-def recognise_here() -> Launch:
+def recognise_here() -> LaunchPlace:
     """:func:`recognise` for this process: its variables, its MLX, its MPI.
 
     Raises:
@@ -153,7 +153,7 @@ def recognise_here() -> Launch:
 
 
 @cache
-def launch_here() -> Launch:
+def launch_here() -> LaunchPlace:
     """:func:`recognise_here` at the first call: joining the group adds variables that tell less.
 
     Raises:
@@ -171,7 +171,7 @@ def has_cuda() -> bool:
 
 @contextmanager
 def rendezvous(
-    launch: Launch, directory: Path, patience: Patience | None = None
+    launch: LaunchPlace, directory: Path, patience: Patience | None = None
 ) -> Generator[dict[str, str], None, None]:
     """Find the other ranks; yield the variables for ``mx.distributed.init``, which is to be called
     in the block.

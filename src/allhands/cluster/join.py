@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.cluster.environment import Launch, launch_here, rendezvous
+from allhands.cluster.environment import LaunchPlace, launch_here, rendezvous
 from allhands.cluster.guard import write_whole
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
@@ -60,7 +60,7 @@ else:
 _UNCONNECTED_S = 30.0  # until it is said that the group does not come together
 
 
-def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
+def mesh_of(launch: LaunchPlace, weights: Sequence[float] | None = None) -> Mesh:
     """Return this rank's place among the others, which count as equally fast without ``weights``.
 
     Raises:
@@ -71,7 +71,7 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
     )
 
 
-def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> RunContext:
+def surroundings_of(worker: WorkerContext, launch: LaunchPlace, config: TrainConfig) -> RunContext:
     """Return the surroundings of a training run as one rank of ``launch``, in contact with the
     supervisor, if any.
 
@@ -122,14 +122,16 @@ def _began(text: str) -> datetime:
     return datetime.now()
 
 
-def take_device(launch: Launch) -> None:
+def take_device(launch: LaunchPlace) -> None:
     """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked
     for a device.
     """
     os.environ.update(launch.exports)
 
 
-def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
+def join_group(
+    launch: LaunchPlace, timeout_s: float, *, deadline_outside: bool = False
+) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
     If the ranks have to find each other first, that has its own time limit, see
@@ -214,7 +216,7 @@ def joined_here() -> Communicator | None:
     return join_here() if join_here.cache_info().currsize else None
 
 
-def patience_for(launch: Launch, timeout_s: float) -> Patience:
+def patience_for(launch: LaunchPlace, timeout_s: float) -> Patience:
     """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on
     a cloud.
 
@@ -245,7 +247,7 @@ def patience_for(launch: Launch, timeout_s: float) -> Patience:
 
 
 @contextmanager
-def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, None]:
+def connect_deadline(launch: LaunchPlace, seconds: float) -> Generator[None, None, None]:
     """End this process with a message unless the block is left within ``seconds``.
 
     MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler

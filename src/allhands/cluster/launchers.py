@@ -18,7 +18,7 @@ from allhands.cluster.place import (
     USUAL_PORT,
     Backend,
     Given,
-    Launch,
+    LaunchPlace,
     MeetingPoint,
     contradiction,
     meeting_at,
@@ -36,7 +36,7 @@ _MLX_MARKS: dict[str, Backend] = {
 }
 
 
-def own(given: Given) -> Launch | None:
+def own(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and
     its companions.
     """
@@ -55,7 +55,7 @@ def own(given: Given) -> Launch | None:
         )
     reason = f"rank {rank} of {size}: {given.shown('ALLHANDS_RANK', 'ALLHANDS_WORLD_SIZE')}"
     local, facts = _own_local(given, rank, size), (f"back-end {backend}: ALLHANDS_BACKEND",)
-    return Launch("allhands", rank, size, *local, cast(Backend, backend), reason, facts=facts)
+    return LaunchPlace("allhands", rank, size, *local, cast(Backend, backend), reason, facts=facts)
 
 
 def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
     return given.number("ALLHANDS_LOCAL_RANK", rank), given.number("ALLHANDS_LOCAL_SIZE", size)
 
 
-def mlx_launch(given: Given) -> Launch | None:
+def mlx_launch(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by ``mlx.launch``, or by hand with MLX's own variables."""
     # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
     found = [
@@ -91,7 +91,7 @@ def mlx_launch(given: Given) -> Launch | None:
         reason = f"rank {rank} of {size}: MLX_RANK={rank}, {mark} lists {size}"
     backend, local = _MLX_MARKS[mark], _own_local(given, *local)
     fact = f"back-end {backend}: {mark} is set"
-    return Launch("mlx.launch", rank, size, *local, backend, reason, hosts, facts=(fact,))
+    return LaunchPlace("mlx.launch", rank, size, *local, backend, reason, hosts, facts=(fact,))
 
 
 def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], tuple[str, ...]]:
@@ -128,12 +128,12 @@ def _read_list(variable: str, path: str) -> list[object]:
     return cast(list[object], content)
 
 
-def _counted(given: Given, launcher: str, names: Sequence[str]) -> Launch:
+def _counted(given: Given, launcher: str, names: Sequence[str]) -> LaunchPlace:
     """The launch of these variables for rank, size, local rank and local size; one process needs
     only two.
     """
     rank, size = given.number(names[0]), given.number(names[1])
-    launch = Launch(
+    launch = LaunchPlace(
         launcher, rank, size, reason=f"rank {rank} of {size}: {given.shown(*names[:2])}"
     )
     if size == 1:
@@ -143,7 +143,7 @@ def _counted(given: Given, launcher: str, names: Sequence[str]) -> Launch:
     return replace(launch, local_rank=local_rank, local_size=local_size, facts=(fact,))
 
 
-def open_mpi(given: Given) -> Launch | None:
+def open_mpi(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by Open MPI's mpirun."""
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if not given.first(*names[:2]):
@@ -154,7 +154,7 @@ def open_mpi(given: Given) -> Launch | None:
     )
 
 
-def other_mpi(given: Given) -> Launch | None:
+def other_mpi(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk
     over the ring or NCCL.
     """
@@ -183,7 +183,7 @@ def other_mpi(given: Given) -> Launch | None:
     return over_network(given, launch, _meeting_of_mpi(given, launch))
 
 
-def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
+def _meeting_of_mpi(given: Given, launch: LaunchPlace) -> MeetingPoint:
     """The meeting of ranks that know no address; those of one computer know the process that has
     started them all.
     """
@@ -202,7 +202,7 @@ def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
     )
 
 
-def torchrun(given: Given) -> Launch | None:
+def torchrun(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by torchrun, or by an operator that sets torch.distributed's
     variables or torchrun's flags.
     """
@@ -225,7 +225,7 @@ def torchrun(given: Given) -> Launch | None:
     )
     local = given.shown("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     reason = f"rank {rank} of {size}: {given.shown('RANK', 'WORLD_SIZE')}"
-    launch = Launch(
+    launch = LaunchPlace(
         *("torchrun", rank, size, local_rank, local_size, "ring", reason),
         node=given.number(node) if node else None,
         num_nodes=int(given.env[nodes]) if nodes and given.env[nodes].isdigit() else None,
@@ -257,7 +257,7 @@ def _local_of_torchrun(given: Given, rank: int, size: int) -> tuple[int, int]:
     return given.number("LOCAL_RANK", usual[0]), given.number("LOCAL_WORLD_SIZE", usual[1])
 
 
-def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
+def _meeting_of_torchrun(given: Given, launch: LaunchPlace) -> MeetingPoint:
     port = given.port("MASTER_PORT")
     if launch.local_size < launch.size and "MASTER_ADDR" not in given.env:
         raise DistributedError(
@@ -273,7 +273,7 @@ def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
     return meeting_at(host, first, f"torchrun {job}")
 
 
-def _flags_of_torchrun(given: Given) -> Launch | None:
+def _flags_of_torchrun(given: Given) -> LaunchPlace | None:
     """A pod with ``PET_*``, Kubeflow Trainer's flags for torchrun, where allhands was started in
     its place.
     """
@@ -293,7 +293,9 @@ def _flags_of_torchrun(given: Given) -> Launch | None:
     )
 
 
-def _torchrun_node(given: Given, node: int, num_nodes: int, a_node: int, *names: str) -> Launch:
+def _torchrun_node(
+    given: Given, node: int, num_nodes: int, a_node: int, *names: str
+) -> LaunchPlace:
     """A pod that stands for the ``a_node`` ranks that torchrun would have started in it."""
     facts, notes = tuple[str, ...](), tuple[str, ...]()
     if "PET_NPROC_PER_NODE" in given.env:
@@ -305,7 +307,7 @@ def _torchrun_node(given: Given, node: int, num_nodes: int, a_node: int, *names:
                 "one rank a computer; for more, set PET_NPROC_PER_NODE or ALLHANDS_RANKS_PER_NODE to a number",
             )
     reason = f"computer {node} of {num_nodes}: {given.shown(*names)}"
-    launch = Launch(
+    launch = LaunchPlace(
         "torchrun", node, num_nodes, reason=reason, ranks_per_node=a_node, facts=facts, notes=notes
     )
     address = given.first("PET_MASTER_ADDR", "MASTER_ADDR")

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from allhands.cluster.place import Launch
+from allhands.cluster.place import LaunchPlace
 from allhands.io.formatting import format_duration
 
 _RECENT = 20
@@ -89,7 +89,7 @@ class Pace:
         return f"stopping after this step (in about {format_duration(max(left, 0.1))})"
 
 
-def too_short(pace: Pace, launch: Launch) -> str | None:
+def too_short(pace: Pace, launch: LaunchPlace) -> str | None:
     """Say that a step is longer than the platform's time after SIGTERM, with the cost and the
     remedy.
     """

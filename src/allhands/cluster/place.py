@@ -90,7 +90,7 @@ class MeetingPoint:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchPlace:
     """This process's place in the group.
 
     Attributes:
@@ -293,7 +293,7 @@ def meeting_at(host: str, port: int, job: str) -> MeetingPoint:
     return MeetingPoint(host, tuple(port + step * i for i in range(_NUM_PORTS)), job)
 
 
-def over_network(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
+def over_network(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> LaunchPlace:
     """``launch`` over NCCL where MLX has CUDA, else over the ring.
 
     Raises:
@@ -309,7 +309,7 @@ def over_network(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
     )
 
 
-def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
+def _own_gpu(given: Given, launch: LaunchPlace) -> dict[str, str]:
     """The GPU of this rank among the visible ones; a single visible one was chosen by the launcher."""
     visible = given.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible == [""]:
@@ -324,7 +324,7 @@ def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible[launch.local_rank]}
 
 
-def one_of_nodes(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
+def one_of_nodes(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> LaunchPlace:
     """Return a launch by a platform that starts one process a computer; one computer alone is no
     group.
 

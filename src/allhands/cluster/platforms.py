@@ -16,7 +16,7 @@ from allhands.cluster.place import (
     LOOPBACK,
     USUAL_PORT,
     Given,
-    Launch,
+    LaunchPlace,
     Paths,
     Platform,
     below,
@@ -47,13 +47,13 @@ _VERTEX_DATA = {
 # --- Vertex AI, and TF_CONFIG ---------------------------------------------------------------------
 
 
-def vertex(given: Given) -> Launch | None:
+def vertex(given: Given) -> LaunchPlace | None:
     """Recognise a replica of a Vertex AI custom job."""
     others = "worker pools 2 and 3 are for Vertex's reduction servers and evaluators"
     return _replica(given, "vertex", "CLUSTER_SPEC", ("workerpool0", "workerpool1"), others)
 
 
-def tf_config(given: Given) -> Launch | None:
+def tf_config(given: Given) -> LaunchPlace | None:
     """Recognise a replica under an operator that sets TensorFlow's ``TF_CONFIG`` only."""
     others = "there are no parameter servers and evaluators here"
     return _replica(given, "tf_config", "TF_CONFIG", ("chief", "master", "worker"), others)
@@ -61,7 +61,7 @@ def tf_config(given: Given) -> Launch | None:
 
 def _replica(
     given: Given, launcher: str, variable: str, training: Sequence[str], others: str
-) -> Launch | None:
+) -> LaunchPlace | None:
     """The place of this process among the replicas of the ``training`` roles, rank 0's role first.
 
     Raises:
@@ -94,7 +94,7 @@ def _replica(
     job = f"{launcher} {given.env.get('CLOUD_ML_JOB_ID', '')} {list(addresses.values())}"
     return one_of_nodes(
         given,
-        Launch(launcher, rank, size, reason=reason, hosts=hosts),
+        LaunchPlace(launcher, rank, size, reason=reason, hosts=hosts),
         meeting_at(hosts[0], first, job),
     )
 
@@ -157,7 +157,7 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 # --- SageMaker ------------------------------------------------------------------------------------
 
 
-def sagemaker(given: Given) -> Launch | None:
+def sagemaker(given: Given) -> LaunchPlace | None:
     """Return the one process that SageMaker starts on each computer of a training job.
 
     ``SM_NUM_GPUS`` of its toolkit sets the number of ranks on each.
@@ -172,7 +172,7 @@ def sagemaker(given: Given) -> Launch | None:
         )
     node, gpus = hosts.index(current), given.number("SM_NUM_GPUS", 0)
     reason = f"computer {node} of {len(hosts)}: {current} of {names} in {source}"
-    launch = Launch("sagemaker", node, len(hosts), reason=reason, hosts=tuple(hosts))
+    launch = LaunchPlace("sagemaker", node, len(hosts), reason=reason, hosts=tuple(hosts))
     if gpus > 1 and given.has_cuda:
         launch = replace(
             launch, ranks_per_node=gpus, facts=(f"{gpus} ranks a computer: SM_NUM_GPUS",)
@@ -256,7 +256,7 @@ def _sagemaker_platform(given: Given) -> Platform | None:
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 
-def indexed_job(given: Given) -> Launch | None:
+def indexed_job(given: Given) -> LaunchPlace | None:
     """Recognise a pod of an Indexed Job, or of a StatefulSet; neither knows the number of pods."""
     sized = given.first("ALLHANDS_NUM_NODES", "WORLD_SIZE", "NUM_NODES")
     if "JOB_COMPLETION_INDEX" in given.env:
@@ -275,14 +275,14 @@ def indexed_job(given: Given) -> Launch | None:
     if size == 1:
         return one_of_nodes(
             given,
-            Launch(reason=f"a process by itself: {sized}=1"),
+            LaunchPlace(reason=f"a process by itself: {sized}=1"),
             meeting_at(LOOPBACK, USUAL_PORT, ""),
         )
     reason = f"{source}={given.env.get(source, '')}, {sized}={size}"
     if not 0 <= index < size:
         raise contradiction("kubernetes", reason)
     first, hosts, fact = _peers(given, index, size)
-    launch = Launch(
+    launch = LaunchPlace(
         *("kubernetes", index, size),
         reason=f"computer {index} of {size}: {reason}",
         hosts=hosts,
@@ -331,7 +331,7 @@ def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], s
     return peers[0], peers, f"computers {peers[0]} to {peers[-1]}: HOSTNAME and {source}"
 
 
-def mpi_job_launcher(given: Given) -> Launch | None:
+def mpi_job_launcher(given: Given) -> LaunchPlace | None:
     """Return the launcher pod of an MPIJob outside mpirun: one process, which still has to start
     its ranks.
     """
@@ -356,7 +356,9 @@ def mpi_job_launcher(given: Given) -> Launch | None:
         facts.append(f"{count} of them run now: {_MPI_DISCOVERY}")
     note = f"this is the launcher of an MPIJob; start its ranks with: mpirun -np {sum(slots) or 'N'} allhands train ..."
     source = "K_MPI_JOB_ROLE=launcher" if role else f"{hostfile}={_MPI_HOSTFILE}"
-    return Launch(reason=f"the launcher of an MPIJob: {source}", facts=tuple(facts), notes=(note,))
+    return LaunchPlace(
+        reason=f"the launcher of an MPIJob: {source}", facts=tuple(facts), notes=(note,)
+    )
 
 
 def _kubernetes_platform(given: Given) -> Platform | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from allhands.cluster.place import (
     LOOPBACK,
     Given,
-    Launch,
+    LaunchPlace,
     Platform,
     contradiction,
     meeting_at,
@@ -24,7 +24,7 @@ _USUAL_KILL_WAIT_S = 30.0
 _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
-def slurm(given: Given) -> Launch | None:
+def slurm(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by srun. In a batch script or interactive shell ``SLURM_PROCID`` is
     always 0.
     """
@@ -37,13 +37,13 @@ def slurm(given: Given) -> Launch | None:
         return None
     reason = f"rank {rank} of {size}: {given.shown('SLURM_PROCID', counted)} in step {step}"
     return (
-        Launch("slurm", rank, reason=reason)
+        LaunchPlace("slurm", rank, reason=reason)
         if size == 1
         else _task(given, rank, size, step, reason)
     )
 
 
-def _task(given: Given, rank: int, size: int, step: int, reason: str) -> Launch:
+def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchPlace:
     """The place of one task of several, which srun must have put in blocks of ranks a node."""
     listed = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") or ""
     nodes = _layout(given, given.env.get(listed, "localhost"), size)
@@ -56,7 +56,7 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> Launch:
             f"Slurm placed rank {rank} as local task {given.env['SLURM_LOCALID']}, not in blocks of ranks a node",
             hint="start with `srun --distribution=block`",
         )
-    launch = Launch(
+    launch = LaunchPlace(
         *("slurm", rank, size, local_rank, nodes.count(name), "ring", reason, tuple(nodes)),
         node=names.index(name),
         num_nodes=len(names),

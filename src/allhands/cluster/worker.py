@@ -32,7 +32,7 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.environment import LaunchPlace, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
@@ -80,7 +80,7 @@ class WorkerContext:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LaunchPlace,
         run_dir: Path | None,
         log_dir: Path | None,
         run_id: str = "",
@@ -389,7 +389,7 @@ class WorkerContext:
             write_whole(self._run_dir / name, text)
 
 
-def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
+def install(launch: LaunchPlace, environ: Mapping[str, str]) -> WorkerContext:
     """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main
     thread.
 
@@ -422,7 +422,7 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     return context
 
 
-def _context(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
+def _context(launch: LaunchPlace, environ: Mapping[str, str]) -> WorkerContext:
     run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
     return WorkerContext(
         launch,
@@ -433,7 +433,7 @@ def _context(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     )
 
 
-def end_at_errors(launch: Launch, environ: Mapping[str, str]) -> None:
+def end_at_errors(launch: LaunchPlace, environ: Mapping[str, str]) -> None:
     """Let an uncaught exception end this process at once, and tell the supervisor of it, as
     :func:`install` does.
 

@@ -28,7 +28,7 @@ from allhands.checkpoints import (
     quick_step,
     write_checkpoint,
 )
-from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.environment import LaunchPlace, launch_here
 from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.worker import WorkerContext, contact
@@ -203,7 +203,7 @@ class _Session:
         inherited: those with checkpoints of an earlier run, from which this one goes on.
     """
 
-    launch: Launch
+    launch: LaunchPlace
     context: WorkerContext
     run_id: str
     installed: bool = False

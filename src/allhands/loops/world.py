@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.environment import LaunchPlace, launch_here
 from allhands.cluster.join import join_here
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import counted
@@ -133,7 +133,7 @@ def init(size: int | None = None) -> World:
     return world_of(launch, join_here())
 
 
-def world_of(launch: Launch, communicator: Communicator) -> World:
+def world_of(launch: LaunchPlace, communicator: Communicator) -> World:
     """Return the world of a group that was joined as ``launch`` says.
 
     Raises:
@@ -251,7 +251,7 @@ def _wrong(what: str, hint: str) -> ConfigError:
     return ConfigError(what, where="average_gradients", hint=hint)
 
 
-def _are(launch: Launch) -> str:
+def _are(launch: LaunchPlace) -> str:
     count = f"{'is' if launch.size == 1 else 'are'} {launch.size}"
     return f"{count} ({launch.reason})" if launch.reason else count
 

@@ -36,14 +36,14 @@ from allhands.model.dropout import DropoutKeys
 from allhands.model.stages import kind_of
 from allhands.parallel.mixtures import (
     MIXTURES,
-    Chosen,
     Mixture,
     OwnExperts,
+    RoutedTokens,
     WithOwnExperts,
     check_layers,
     take_experts,
 )
-from allhands.parallel.parts import Parts
+from allhands.parallel.parts import OwnedParts
 
 # Modules of mlx_lm.models.
 HAVE_EXPERTS = frozenset(name.partition(".")[0] for name in MIXTURES)
@@ -52,7 +52,7 @@ _DIGIT = 128
 
 
 @dataclass
-class Pass:
+class ExpertPass:
     """A pass of all ranks of a group together.
 
     Attributes:
@@ -73,7 +73,7 @@ class Pass:
 
 # Where all ranks compute the same tokens, and where this one computes what its own experts add, as
 # a probe does.
-ALIKE, ALONE = Pass((), 0), Pass((), 0)
+ALIKE, ALONE = ExpertPass((), 0), ExpertPass((), 0)
 
 
 class Dispatch:
@@ -86,13 +86,13 @@ class Dispatch:
         self._members = list(
             group.members if isinstance(group, GroupWithinWorld) else range(group.size)
         )
-        self._now: Pass | None = ALONE
+        self._now: ExpertPass | None = ALONE
 
     def most(self, mine: int) -> int:
         """Return the largest of all ranks' numbers; called on all ranks in step together."""
         return int(self._gathered(mine).max())
 
-    def agree(self, tokens: int) -> Pass | None:
+    def agree(self, tokens: int) -> ExpertPass | None:
         """Return the next pass, in which this rank has so many tokens; ``None`` if no rank has any.
 
         Called on all ranks in step together.
@@ -100,13 +100,13 @@ class Dispatch:
         told = self._gathered(tokens)
         if not told.any():
             return None
-        return Pass(tuple(told[self._members].tolist()), int(told.max()))
+        return ExpertPass(tuple(told[self._members].tolist()), int(told.max()))
 
     def _gathered(self, mine: int) -> NDArray[Any]:
         return gather_rows(self.in_step, np.array([mine], dtype=np.int32))[:, 0]
 
     @contextmanager
-    def passing(self, now: Pass) -> Generator[None]:
+    def passing(self, now: ExpertPass) -> Generator[None]:
         """Compute a pass inside the block."""
         before, self._now = self._now, now
         try:
@@ -133,8 +133,8 @@ class Dispatch:
         return self._returned(now, chosen, added, len(flat)).reshape(x.shape)
 
     def _fetched(
-        self, now: Pass, own: OwnExperts, x: mx.array, numbers: mx.array, weights: mx.array
-    ) -> tuple[Chosen, mx.array, mx.array]:
+        self, now: ExpertPass, own: OwnExperts, x: mx.array, numbers: mx.array, weights: mx.array
+    ) -> tuple[RoutedTokens, mx.array, mx.array]:
         """The places of all ranks that go to this rank's experts, (R, D) their inputs and (R,)
         their weights.
 
@@ -168,7 +168,9 @@ class Dispatch:
 
         return chosen, *with_vjp(forward, backward)(x, weights)
 
-    def _returned(self, now: Pass, chosen: Chosen, added: mx.array, tokens: int) -> mx.array:
+    def _returned(
+        self, now: ExpertPass, chosen: RoutedTokens, added: mx.array, tokens: int
+    ) -> mx.array:
         """(tokens, D) the sums of what all ranks have added for this rank's tokens."""
         size = len(self._members) * now.most
 
@@ -180,7 +182,7 @@ class Dispatch:
 
         return with_vjp(forward, backward)(added)
 
-    def _keys_of_all(self, now: Pass, keys: DropoutKeys) -> mx.array:
+    def _keys_of_all(self, now: ExpertPass, keys: DropoutKeys) -> mx.array:
         """(ranks * most, 2) keys of all tokens, exchanged once in a pass."""
         if now.keys is None:
             now.keys = self.group.all_gather(_filled(keys.present.reshape(-1, 2), now.most))
@@ -194,7 +196,7 @@ def _filled(rows: mx.array, most: int) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Experts(Parts):
+class Experts(OwnedParts):
     """This rank's part of a model whose experts are divided.
 
     Attributes:

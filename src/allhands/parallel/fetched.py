@@ -24,7 +24,7 @@ from allhands.kernels.instances import give_form
 from allhands.objectives.base import Objective
 from allhands.parallel.engine import StageCompute
 from allhands.parallel.gradient import Computing
-from allhands.parallel.rows import DividedRow, Place
+from allhands.parallel.rows import DividedRow, Slot
 from allhands.parallel.sharding import Sharding, Unit
 
 _FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
@@ -45,7 +45,7 @@ class _Segment:
         again: whether the backward pass takes it from elsewhere.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Slot, ...]
     again: bool
     product: Product | None = None
 
@@ -281,7 +281,7 @@ def _segments(row: DividedRow, able: set[int], products: Sequence[Product]) -> l
     return found
 
 
-def _product_at(places: Sequence[Place], products: Sequence[Product]) -> Product | None:
+def _product_at(places: Sequence[Slot], products: Sequence[Product]) -> Product | None:
     """The product of several layers whose weights are the first of ``places``, if there is one."""
     for product in products:
         several = places[: len(product.layers)]
@@ -293,7 +293,7 @@ def _product_at(places: Sequence[Place], products: Sequence[Product]) -> Product
     return None
 
 
-def _is_weight_of(place: Place, layer: nn.Module) -> bool:
+def _is_weight_of(place: Slot, layer: nn.Module) -> bool:
     return place.module is layer and place.key == "weight"
 
 

@@ -37,7 +37,7 @@ from allhands.parallel.fetched import FetchedGraph, FetchedPasses
 from allhands.parallel.gradient import Computing, FlatWeights
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
-from allhands.parallel.parts import Parts
+from allhands.parallel.parts import OwnedParts
 from allhands.parallel.passes import Passes
 from allhands.parallel.rows import DividedRow
 from allhands.parallel.sharding import Sharding, Unit, first_trained
@@ -422,7 +422,9 @@ def fetched_stage(
     return FetchedStage(stage, units_of(stage, sharding), sharding, objective, computing, **more)
 
 
-def regions_within(sharding: Sharding, matrices: Parts | None) -> dict[str, tuple[Shape, Region]]:
+def regions_within(
+    sharding: Sharding, matrices: OwnedParts | None
+) -> dict[str, tuple[Shape, Region]]:
     """Shape of each trained array of the whole model and this rank's place in it, by name; only
     where it keeps any.
 

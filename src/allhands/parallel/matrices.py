@@ -44,7 +44,7 @@ from allhands.parallel.mixtures import (
     check_layers,
     take_experts,
 )
-from allhands.parallel.parts import Parts, take
+from allhands.parallel.parts import OwnedParts, take
 
 _ADAPTED = (LoRALinear, LoRASwitchLinear)
 _LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
@@ -112,7 +112,7 @@ CAN_BE_DIVIDED = frozenset(
 
 
 @dataclass(frozen=True)
-class Matrices(Parts):
+class Matrices(OwnedParts):
     """This rank's part of a model whose blocks' matrices are divided.
 
     Attributes:

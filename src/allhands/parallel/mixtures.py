@@ -92,7 +92,7 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RoutedTokens:
     """The places that go to a rank's experts; at least one, so that ranks have graphs of one form.
 
     Attributes:
@@ -149,7 +149,7 @@ class OwnExperts:
         count = chosen.shape[-1]
         return x.reshape(-1, x.shape[-1]), chosen.reshape(-1, count), weights.reshape(-1, count)
 
-    def chosen(self, numbers: mx.array, present: NDArray[np.bool_] | None = None) -> Chosen:
+    def chosen(self, numbers: mx.array, present: NDArray[np.bool_] | None = None) -> RoutedTokens:
         """Return the places that go to these experts.
 
         Args:
@@ -165,7 +165,7 @@ class OwnExperts:
         found = np.flatnonzero(here)
         nothing = not len(found)
         among, own = (np.zeros(1, dtype=np.int64),) * 2 if nothing else (found, own[found])
-        return Chosen(
+        return RoutedTokens(
             mx.array(among // count),
             mx.array(among),
             mx.array(own.astype(np.uint32))[:, None],
@@ -176,7 +176,7 @@ class OwnExperts:
         self,
         rows: mx.array,
         weights: mx.array,
-        chosen: Chosen,
+        chosen: RoutedTokens,
         keys: DropoutKeys | None = None,
         keys_of_all: mx.array | None = None,
     ) -> mx.array:

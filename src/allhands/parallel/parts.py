@@ -14,7 +14,7 @@ from allhands.io.regions import Box, Region, Shape, everything
 
 
 @dataclass(frozen=True)
-class Parts:
+class OwnedParts:
     """This rank's part of the trained arrays.
 
     Attributes:

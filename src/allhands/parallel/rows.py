@@ -25,7 +25,7 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """An array of the model: ``module[key]``, with its dotted name and shape, and where it begins
     in its row.
     """
@@ -49,7 +49,7 @@ class DividedRow:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[Slot],
         dtype: mx.Dtype,
         communicator: Communicator,
         *,
@@ -91,7 +91,7 @@ class DividedRow:
         starts = [0, *accumulate(size for _, size in sizes)][: len(sizes)]
         return Laid(tuple(name for name, _ in sizes), tuple(starts), self.kept)
 
-    def regions(self) -> Iterator[tuple[Place, Region]]:
+    def regions(self) -> Iterator[tuple[Slot, Region]]:
         """This rank's numbers of each array of which it keeps any, in order."""
         for place in self.places:
             start, stop = (min(max(edge - place.start, 0), place.size) for edge in self._own)
@@ -175,7 +175,7 @@ class DividedRow:
         """Leave what holds no memory in their place."""
         self.install([self._absent(place) for place in self.places])
 
-    def _absent(self, place: Place) -> mx.array:
+    def _absent(self, place: Slot) -> mx.array:
         return mx.broadcast_to(mx.zeros((), dtype=self.dtype), place.shape)
 
     def _filled(self, arrays: list[mx.array]) -> mx.array:
@@ -216,7 +216,7 @@ class BoxedRow(DividedRow):
         names = tuple(place.name for place, _ in self.regions())
         return Laid(names, tuple(begins[name] for name in names), self.kept)
 
-    def regions(self) -> Iterator[tuple[Place, Region]]:
+    def regions(self) -> Iterator[tuple[Slot, Region]]:
         for place in self.places:
             count = self._rows(place)
             start, stop = (min(at * count, place.shape[0]) for at in (self._rank, self._rank + 1))
@@ -265,11 +265,11 @@ class BoxedRow(DividedRow):
                 yield place.name, _shaped(place, region, part[first : first + region.size])
             first += self._most(place)
 
-    def _rows(self, place: Place) -> int:
+    def _rows(self, place: Slot) -> int:
         """The rows of an array that a rank keeps at most."""
         return -(-place.shape[0] // self._ranks)
 
-    def _most(self, place: Place) -> int:
+    def _most(self, place: Slot) -> int:
         """The numbers of these rows."""
         return self._rows(place) * (place.size // place.shape[0])
 
@@ -291,7 +291,7 @@ def _cut(array: mx.array, region: Region) -> mx.array:
     return array[region.start[0] : region.start[0] + region.shape[0]]
 
 
-def _shaped(place: Place, region: Region, numbers: mx.array) -> mx.array:
+def _shaped(place: Slot, region: Region, numbers: mx.array) -> mx.array:
     """Numbers of a region with two dimensions if the array has several, by which optimizers tell
     matrices.
     """

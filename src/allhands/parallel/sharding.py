@@ -22,7 +22,7 @@ from allhands.distributed.backend import Communicator, sum_scatter
 from allhands.io.regions import Region, Shape
 from allhands.io.trees import flatten, number, unflatten
 from allhands.model.stages import Blocks, Stage, cut
-from allhands.parallel.rows import BoxedRow, DividedRow, Place
+from allhands.parallel.rows import BoxedRow, DividedRow, Slot
 
 # Beside the numbers of blocks: the table of tokens, and what follows the last block.
 _TABLE, _OUTSIDE = -1, -2
@@ -348,14 +348,14 @@ def _rows(
     product multiplies by: their gradients need not be joined. Elsewhere few exchanges are faster.
     """
     apart = getattr(communicator, "scatters", False)
-    kinds: dict[tuple[bool, mx.Dtype, str], list[Place]] = {}
+    kinds: dict[tuple[bool, mx.Dtype, str], list[Slot]] = {}
     # Those of gate and up beside each other.
     for name, module, key, trained in sorted(named, key=lambda each: ".down_proj." in each[0]):
         array = module[key]
         group = _group_of(name) if apart and trained and array.size >= _LARGE else ""
         places = kinds.setdefault((trained, array.dtype, group), [])
         start = places[-1].start + places[-1].size if places else 0
-        places.append(Place(name, module, key, tuple(array.shape), start, array.size))
+        places.append(Slot(name, module, key, tuple(array.shape), start, array.size))
     return [
         make(places, dtype, communicator, trained=trained)
         for (trained, dtype, _), places in kinds.items()

@@ -16,7 +16,7 @@ from allhands.parallel.experts import check_experts
 from allhands.parallel.matrices import check_matrices
 from allhands.parallel.registry import TrainingNeeds
 from allhands.plan.computers import Computer
-from allhands.plan.divided import Held
+from allhands.plan.divided import PlannedRanks
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.meshes import Means, MeshWay, asked_mesh
@@ -67,7 +67,7 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
 
 
 def asked_ways(
-    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held
+    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks
 ) -> Iterator[Way]:
     """Yield the way that the options ask for, if these computers can have it, and that by experts.
 
@@ -99,7 +99,7 @@ def _wanted(job: Job, ranks: int) -> Iterator[TrainConfig]:
         yield TrainConfig.model_validate({"ep": ranks})
 
 
-def _means(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held) -> Means:
+def _means(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks) -> Means:
     speeds = [each.speed for each in team]
     found, step, ranks = predict(job.step, link, speeds, job.room), job.step, len(team)
     turns = max(1.0, ranks / job.room) if job.room else 1.0

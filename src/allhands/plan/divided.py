@@ -40,7 +40,7 @@ WAIT_OF_GPU_S = 0.6e-3
 
 
 @dataclass(frozen=True)
-class Held:
+class PlannedRanks:
     """Means of telling what a rank needs.
 
     Attributes:
@@ -55,7 +55,7 @@ class Held:
 
 
 def divided_ways(
-    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held
+    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks
 ) -> Iterator[Way]:
     """Yield the ways that the model, the options and the number of computers allow; none is judged
     by memory yet.
@@ -83,7 +83,7 @@ class _DividedWay:
         work: Work,
         team: Sequence[Computer],
         link: ExchangeTimes,
-        held: Held,
+        held: PlannedRanks,
     ) -> None:
         self.job, self.blocks, self.work, self.team = job, blocks, work, team
         self.link, self.held, self.ranks = link, held, len(team)

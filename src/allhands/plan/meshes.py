@@ -79,7 +79,7 @@ def flags_of(config: TrainConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class ExchangeGroup:
     """Ranks that exchange with each other.
 
     Attributes:
@@ -287,10 +287,10 @@ class MeshWay:
             keeps=keeps, boxed=self.mesh.tensor > 1, copies=copies, slots=slots, turns=last
         )
 
-    def group(self, size: int) -> Group:
+    def group(self, size: int) -> ExchangeGroup:
         """Return a group of so many ranks, as the back-end has it."""
         imitated = 1 < size < self.ranks and not can(self.job.backend or "ring", "split")
-        return Group(size, self.ranks // size if imitated else 1)
+        return ExchangeGroup(size, self.ranks // size if imitated else 1)
 
     def _buckets(self) -> int:
         """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a
@@ -307,7 +307,7 @@ class MeshWay:
         """Return the bytes that a rank sends in a step."""
         return sum(group.sent(traffic) for group, traffic in self._traffic())
 
-    def _traffic(self) -> Iterable[tuple[Group, Traffic]]:
+    def _traffic(self) -> Iterable[tuple[ExchangeGroup, Traffic]]:
         """Yield what a rank exchanges in a step, and within which group."""
         mesh, divided, scatters = self.mesh, self.divided, self.scatters
         trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
@@ -325,13 +325,13 @@ class MeshWay:
             exchanged = whole.traffic(0, 0, scatters=scatters)
             yield self.group(mesh.expert), exchanged
             yield data, Traffic(all_reduced=inside)
-            yield Group(self.ranks), Traffic(all_reduced=trained - inside)
+            yield ExchangeGroup(self.ranks), Traffic(all_reduced=trained - inside)
         elif mesh.context > 1:
             rows = costs_of_rows(self._of_whole_rows()).traffic(0, 0, scatters=scatters)
             yield self.group(mesh.context), rows
             zero1 = self.config.strategy == "zero1"
             found = DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
-            yield Group(self.ranks), found if zero1 else Traffic(all_reduced=trained)
+            yield ExchangeGroup(self.ranks), found if zero1 else Traffic(all_reduced=trained)
         else:
             yield data, Traffic(all_reduced=trained)
         if mesh.tensor > 1:
@@ -420,7 +420,7 @@ class MeshWay:
         if mesh.shard > 1:
             return self.group(mesh.size_of("data")).sum_s(self.link, trained / mesh.shard)
         world = mesh.expert > 1 or mesh.context > 1
-        whole = (Group(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(
+        whole = (ExchangeGroup(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(
             self.link, trained
         )
         return max(0.0, whole - compute / 2) if self.job.step.overlapped else whole

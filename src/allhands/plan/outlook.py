@@ -23,7 +23,7 @@ from allhands.plan.computers import (
     ordered,
     shown,
 )
-from allhands.plan.divided import Held, best_divided, divided_ways
+from allhands.plan.divided import PlannedRanks, best_divided, divided_ways
 from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
@@ -360,7 +360,7 @@ class _Planner:
         )
         return [self._held_to(way, team) for way in all_ways(job.work, held.shares, setting)]
 
-    def _needs(self, team: Team, blocks: DecoderShape, work: Work) -> Held:
+    def _needs(self, team: Team, blocks: DecoderShape, work: Work) -> PlannedRanks:
         """Return what a rank of these computers needs for some arrays, and the part of a batch of
         each.
         """
@@ -383,7 +383,7 @@ class _Planner:
         shares = [
             math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)
         ]
-        return Held(needed, min(job.step.bucket_bytes, job.step.gradient_bytes), shares)
+        return PlannedRanks(needed, min(job.step.bucket_bytes, job.step.gradient_bytes), shares)
 
     def _divided(self, team: Team) -> list[Way]:
         """Return the ways in which these computers divide arrays, matrices or rows, and whether

@@ -152,7 +152,7 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
 def split_model(
     job: Job,
     team: Sequence[Computer],
-    cut: Cut,
+    cut: PipelineStep,
     models: Sequence[Model],
     of: Callable[[Work], Memory],
     hidden_bytes: int,
@@ -213,7 +213,7 @@ def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineStep:
     """A step as a pipeline cuts it.
 
     Attributes:
@@ -228,7 +228,7 @@ class Cut:
     rest_s: float
 
 
-def cut_step(job: Job, ranks: int) -> Cut:
+def cut_step(job: Job, ranks: int) -> PipelineStep:
     """Return a step as training cuts it for so many stages."""
     assert job.work is not None
     work, rows, once_s, usual = job.work, job.batch_rows, 0.0, 0
@@ -249,7 +249,7 @@ def cut_step(job: Job, ranks: int) -> Cut:
         work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1
     )
     pass_s = once_s + job.step.tokens * job.step.token_s / batches
-    return Cut(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
+    return PipelineStep(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
 
 
 def largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]) -> float:

@@ -12,7 +12,7 @@ from allhands.parallel.splitting import Split
 from allhands.plan.computers import Computer
 from allhands.plan.job import Job
 from allhands.plan.meshes import MeshWay
-from allhands.plan.pipelines import Cut, cut_step, largest_update, message_s, split_model
+from allhands.plan.pipelines import PipelineStep, cut_step, largest_update, message_s, split_model
 from allhands.plan.strategies import Way
 from allhands.run.divided_costs import Divided, sharded_costs
 from allhands.run.piping import keeps_fetched
@@ -108,7 +108,9 @@ class StagedWay(MeshWay):
         first, last = place == 0, place == len(sizes) - 1
         return Model(own, model.embedding if first else nothing, model.head if last else nothing)
 
-    def _divided_stage(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> Divided:
+    def _divided_stage(
+        self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int
+    ) -> Divided:
         stage, last = self._stage(model, sizes, place), place == len(sizes) - 1
         counted = [*stage.blocks, stage.embedding, stage.head]
         held = alive("1f1b", len(sizes), cut.batches, 1, native=False)
@@ -124,7 +126,7 @@ class StagedWay(MeshWay):
         return Divided(stage, blocks, work, self.of, tied=False, on_cpu=self.on_cpu)
 
     def _of_fetching(
-        self, cut: Cut, model: Model, found: Split, place: int, hidden_bytes: int
+        self, cut: PipelineStep, model: Model, found: Split, place: int, hidden_bytes: int
     ) -> int:
         """Bytes of a rank that fetches the arrays of its stage from others."""
         divided = self._divided_stage(cut, model, found.sizes, place)
@@ -137,14 +139,14 @@ class StagedWay(MeshWay):
             hidden_bytes, self.mesh.pipe, begun
         )
 
-    def _shown(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> Memory:
+    def _shown(self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int) -> Memory:
         """What the arrays of a stage's rank are for."""
         divided = self._divided_stage(cut, model, sizes, place)
         return divided.memory(divided.work)
 
     # --- traffic and seconds ----------------------------------------------------------------------
 
-    def _sent(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> int:
+    def _sent(self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int) -> int:
         """Bytes that a rank of a stage sends in a step."""
         mesh, pipe = self.mesh, self.mesh.pipe
         hidden = cut.batches * cut.work.tokens * self.blocks.dims * self.word
@@ -164,7 +166,7 @@ class StagedWay(MeshWay):
             sent += self.group(mesh.tensor).sent(Traffic(all_reduced=sums * hidden))
         return sent + data.sent(Traffic(all_reduced=trained // mesh.shard))
 
-    def _sums_of(self, cut: Cut, sizes: Sequence[int], place: int) -> int:
+    def _sums_of(self, cut: PipelineStep, sizes: Sequence[int], place: int) -> int:
         """Sums of hidden states of a stage: twice a block in each pass.
 
         A CPU computes forward passes twice, but for those of the last stage.
@@ -172,7 +174,7 @@ class StagedWay(MeshWay):
         again = cut.work.recomputed or (self.on_cpu and place < len(sizes) - 1)
         return (6 if again else 4) * sizes[place]
 
-    def _extra_s(self, cut: Cut, model: Model, sizes: Sequence[int]) -> list[float]:
+    def _extra_s(self, cut: PipelineStep, model: Model, sizes: Sequence[int]) -> list[float]:
         """Seconds of a micro-batch that each stage's ranks exchange among each other."""
         mesh, extra = self.mesh, list[float]()
         hidden = cut.work.tokens * self.blocks.dims * self.word

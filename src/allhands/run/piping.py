@@ -39,7 +39,7 @@ from allhands.parallel.expert import ExpertSums
 from allhands.parallel.experts import Experts, divide_experts
 from allhands.parallel.fsdp import FetchedSums, regions_within
 from allhands.parallel.matrices import Matrices, divide
-from allhands.parallel.parts import Parts
+from allhands.parallel.parts import OwnedParts
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
 from allhands.parallel.sharding import BetweenPasses, Sharding, shard
@@ -410,7 +410,7 @@ def part_of_division(
     restored: Restored,
     model: nn.Module,
     sharding: Sharding | None,
-    matrices: Parts | None,
+    matrices: OwnedParts | None,
     progress: Callable[[], None],
 ) -> Restored:
     """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices or experts, of
@@ -472,7 +472,7 @@ def put_back(
     received: Restored | None,
     model: nn.Module,
     sharding: Sharding | None,
-    parts: tuple[Parts | None, ...],
+    parts: tuple[OwnedParts | None, ...],
     progress: Callable[[], None],
     *,
     in_stages: bool,

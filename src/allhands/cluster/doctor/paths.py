@@ -33,7 +33,7 @@ class NetworkChoice:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class NetworkChoices:
     """The addresses by the computers' names.
 
     Attributes:
@@ -76,7 +76,7 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
     )
 
 
-def choose(facts: Mapping[str, HostFacts]) -> Chosen:
+def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
     """Choose the network that has all of the computers and whose slowest part is the fastest."""
     found = {name: _choices(one) for name, one in facts.items()}
     shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
@@ -84,7 +84,7 @@ def choose(facts: Mapping[str, HostFacts]) -> Chosen:
         listed = "; ".join(
             f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items()
         )
-        return Chosen({}, f"no network has all of the computers ({listed})")
+        return NetworkChoices({}, f"no network has all of the computers ({listed})")
     best, *others = sorted(
         shared, key=lambda network: (_rank(network, found), -network.prefixlen, network)
     )
@@ -100,7 +100,7 @@ def choose(facts: Mapping[str, HostFacts]) -> Chosen:
     )
     if best.is_link_local:
         warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
-    return Chosen(choices, why, warning)
+    return NetworkChoices(choices, why, warning)
 
 
 def _kinds(network: Network, found: Mapping[str, Mapping[Network, NetworkChoice]]) -> str:
