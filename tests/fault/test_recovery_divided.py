@@ -68,7 +68,8 @@ def test_ranks_that_die_in_every_phase(way: Way) -> None:
         count = 7 + (way.name in HAVE_PARTS)
         job = trial.start(*way.flags, ranks=way.ranks)
         assert job.finish(280) == 0, (job.out, job.err)
-        assert [fault.index for fault in trial.fired()] == list(range(count))
+        # A checkpoint is written beside the steps: a later one's part may come first.
+        assert sorted(fault.index for fault in trial.fired()) == list(range(count))
         assert len(trial.events("restarting")) == count
         assert trial.result() == way.undisturbed
 

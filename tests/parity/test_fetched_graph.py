@@ -73,8 +73,10 @@ def assert_same(
 ) -> None:
     assert other[0].item() == pytest.approx(one[0].item(), rel=1e-6)
     assert other[1].keys() == one[1].keys()
+    # Attention without rotary positions has no gradient for a bias of its keys: rounding alone.
+    least = 1e-3 * max(number(mx.linalg.norm(array)) for array in one[1].values())
     for name, array in one[1].items():
-        apart = mx.linalg.norm(other[1][name] - array) / mx.maximum(mx.linalg.norm(array), 1e-6)
+        apart = mx.linalg.norm(other[1][name] - array) / mx.maximum(mx.linalg.norm(array), least)
         assert number(apart) < 5e-6, name
 
 
