@@ -84,7 +84,9 @@ CASES = {
     "stages of matrices, LoRA": Case(4, {**PIPE, "tp": 2}, "lora", hidden=768, layers=6),
     "stages of arrays": Case(4, {**PIPE, "dp_shard": 2}),
     "stages of arrays, dropped": Case(4, {**PIPE, "dp_shard": 2, "reshard": "on"}),
-    "stages of arrays, LoRA": Case(4, {**PIPE, "dp_shard": 2}, "lora", hidden=768, layers=6),
+    "stages of arrays, LoRA": Case(
+        4, {**PIPE, "dp_shard": 2, "pp_split": "3,3"}, "lora", hidden=768, layers=6
+    ),
     "two pipelines": Case(4, {**PIPE, "pp": 2}),
     "experts": Case(2, {"ep": 2}, backend="ring", **MIXED),
     "experts, LoRA": Case(2, {"ep": 2}, "lora", backend="ring", **{**MIXED, "tokens": 256}),
@@ -212,8 +214,9 @@ def test_ranks_take_the_memory_that_was_planned(
     # As the ranks themselves expected it, for which pages count that are left of what was read and
     # divided.
     assert expected == pytest.approx(peaks, rel=0.2)
-    # It is the way of dividing that is predicted, and not a process of any kind.
-    assert sum(way.parts.values()) > 0.25 * way.rank_bytes
+    # It is the way of dividing that is predicted, and not a process of any kind: of a part that is
+    # wrong by half the first line tells.
+    assert sum(way.parts.values()) > 0.2 * way.rank_bytes
 
 
 @pytest.mark.timeout(600)

@@ -299,7 +299,8 @@ class MeshWay:
         alone = self.mesh.size_of("data") * self.mesh.context * self.mesh.expert == 1
         if self.mesh.shard > 1 or alone:
             return 0
-        return 2 * min(self.means.bucket_bytes, self.divided.work.trained_bytes)
+        trained = self.divided.work.trained_bytes // self.mesh.pipe
+        return 2 * min(self.means.bucket_bytes, trained)
 
     # --- traffic ----------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ def split_model(
     models: Sequence[Model],
     of: Callable[[Work], Memory],
     hidden_bytes: int,
-    fetched_bytes: int = 0,
+    beside_bytes: int = 0,
     given: Sequence[int] = (),
 ) -> tuple[int, Layers, Split, float]:
     """Return the first of the forms of a model that fits, its layers, their split, and a factor on
@@ -166,15 +166,15 @@ def split_model(
         team: computers of the stages.
         models: weights of a stage's rank in each form, the fastest first.
         of: function that returns the arrays of work with the whole model.
-        fetched_bytes: whole weights that a rank has for a while, where others have parts of its
-            stage's.
+        beside_bytes: what a rank has for a while besides: whole weights where others have parts of
+            its stage's, and gradients on their way between copies of a stage.
         given: blocks of each stage; empty: they are found.
     """
     on_gpu, ranks = not job.present_bytes, len(team)
     more = 1.0 if on_gpu else ON_CPU
     parts = [layers_of(each, cut.work, of, more=more, again=not on_gpu) for each in models]
     layers, once = parts[0]
-    taken = once + fetched_bytes + _process_bytes(job, layers)
+    taken = once + beside_bytes + _process_bytes(job, layers)
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one
     # micro-batch.

@@ -31,7 +31,8 @@ class StagedWay(MeshWay):
         models = [self.model_in(form, cut.work) for form in job.forms or (None,)]
         keeps = keeps_fetched(self.config)
         shared = [each.divided(1, mesh.shard, keeps=keeps) for each in models]
-        fetched = shared[0].fetched_bytes(mesh.shard, keeps=keeps)
+        buckets = self._buckets()
+        beside = buckets + shared[0].fetched_bytes(mesh.shard, keeps=keeps)
         form, layers, found, slower = split_model(
             job,
             stages,
@@ -39,7 +40,7 @@ class StagedWay(MeshWay):
             shared,
             lambda work: self.of(self.blocks, work),
             hidden_bytes,
-            fetched,
+            beside,
             self._given(),
         )
         model, costs = models[form], PipelineCosts(cut.batches, hidden_bytes)
@@ -61,9 +62,8 @@ class StagedWay(MeshWay):
         sent_bytes = max(self._sent(cut, model, found.sizes, place) for place in range(mesh.pipe))
         by_rank = [needed[mesh.coordinates(rank).pipe] for rank in range(self.ranks)]
         largest = needed.index(max(needed))
-        return self.told(
-            self._shown(cut, shared[form], found.sizes, largest), by_rank, 0, step_s, sent_bytes
-        )
+        shown = self._shown(cut, shared[form], found.sizes, largest)
+        return self.told(shown, by_rank, buckets, step_s, sent_bytes)
 
     def _given(self) -> list[int]:
         """The blocks of each stage that a person has asked for; of several stages a rank has

@@ -19,6 +19,7 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.bench import time_products
 from allhands.distributed.handout import gather_json, hand_out_json
 from allhands.distributed.mesh import Mesh
+from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import flatten
@@ -38,6 +39,7 @@ from allhands.run.stage_costs import (
     kept_of_unequal,
     layers_of,
     on_the_way,
+    summing_bytes,
 )
 from allhands.run.training_memory import blocks_of, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -418,13 +420,11 @@ def _part_costs(
         for model in models
     ]
     weights, _ = layers_of(models[-1], None, None)
-    once, hidden, lengths = (
-        found[0][1] + models[0].fetched_bytes(mesh.shard, keeps=keeps),
-        0,
-        divided.work,
-    )
+    once, hidden, lengths = found[0][1], 0, divided.work
+    once += models[0].fetched_bytes(mesh.shard, keeps=keeps)
     if work is not None and blocks is not None:
         hidden = work.tokens * blocks.dims * word
+        once += summing_bytes(mesh, work.trained_bytes // mesh.pipe, BUCKET_BYTES)
         if accelerator.kind == "cpu" and lengths is not None:
             once += kept_of_unequal(float(lengths.mean()), float(lengths.max()), found[0][0])
     return _PartCosts([layers for layers, _ in found], weights, once, batches, hidden)

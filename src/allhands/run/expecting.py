@@ -44,7 +44,7 @@ from allhands.run.divided_costs import (
 )
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
-from allhands.run.stage_costs import Model, Weights, alive
+from allhands.run.stage_costs import Model, Weights, alive, summing_bytes
 from allhands.run.training_memory import (
     WRITING_BYTES,
     DecoderShape,
@@ -184,7 +184,8 @@ def _own_arrays(
     if sharding is not None:
         return _own_parts(config, model, blocks, work, device, stages, sharding)
     own = _arrays_of(config, device)(blocks, work)
-    return replace(own, beside=own.beside + _summing_bytes(device.mesh, work.trained_bytes))
+    summing = summing_bytes(device.mesh, work.trained_bytes, BUCKET_BYTES)
+    return replace(own, beside=own.beside + summing)
 
 
 def _arrays_of(config: TrainConfig, device: Device) -> Callable[[DecoderShape, Work], Memory]:
@@ -224,13 +225,6 @@ def _own_parts(
     )
     costs = sharded_costs(divided, fetching)
     return costs.memory_of(divided.memory(work), _share(sharding))
-
-
-def _summing_bytes(mesh: Mesh, trained: int) -> int:
-    """Bytes of gradients end to end, and of their sums, where ranks with the same parts of experts
-    add them up.
-    """
-    return 2 * min(BUCKET_BYTES, trained) if mesh.expert > 1 and mesh.size_of("data") > 1 else 0
 
 
 def _share(sharding: Sharding) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from allhands.distributed.mesh import Mesh
 from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
@@ -129,6 +130,17 @@ def layers_of(
     embedding = replace(part(model.embedding, through=False), cost=0.0)
     head = part(model.head, through=True, beside=logits)
     return Layers(blocks, embedding, head, first_trained), round(more * once)
+
+
+def summing_bytes(mesh: Mesh, trained: int, bucket_bytes: int) -> int:
+    """Bytes of gradients end to end, and of their sum, where several ranks have the same stage or
+    the same experts.
+
+    Args:
+        trained: bytes of a rank's trained weights; ``bucket_bytes``: of a call, at most.
+    """
+    divided = mesh.pipe > 1 or mesh.expert > 1
+    return 2 * min(bucket_bytes, trained) if divided and mesh.size_of("data") > 1 else 0
 
 
 def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
