@@ -195,6 +195,9 @@ def _part_of_shards(
         kept = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
             kept += _GRADIENTS_KEPT * largest.block.trained_bytes
+        # The allocator keeps the pages of a row of gradients that MLX does not keep.
+        more = largest.block.trained_bytes if kept > KEPT_BYTES else 0
+        kept = min(KEPT_BYTES, kept) + more
     return Memory(
         weights=int(weights * share),
         optimizer=int(whole.optimizer * share),
@@ -205,7 +208,7 @@ def _part_of_shards(
         trained=int(trained * share),
         activations=int(one.activations + _inputs(divided, first, len(units) - 1)),
         logits=one.logits,
-        beside=one.beside + int(min(KEPT_BYTES, kept)),
+        beside=one.beside + int(kept),
     )
 
 

@@ -131,6 +131,11 @@ class LoadedRun:
     matrices: Matrices | None = None
     experts: Experts | None = None
 
+    @property
+    def divided(self) -> bool:
+        """Whether this rank has a part of the model alone."""
+        return bool(self.stages) or any((self.sharding, self.matrices, self.experts))
+
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """Return the facts that an adapter records beside the options: trained blocks, model, date
         in its data, end tokens.

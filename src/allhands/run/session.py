@@ -58,6 +58,7 @@ from allhands.run.samples import Sampler, answering
 from allhands.run.starting import starting_weights
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_codec, chosen_strategy
+from allhands.runtime.blas import give_back_freed_pages
 from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
@@ -197,6 +198,8 @@ class _RankRun:
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
+        if ready.divided:
+            give_back_freed_pages()  # of whole arrays, which were read to be divided
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         sizing = self._sizing(windows, order, device, compiled)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
