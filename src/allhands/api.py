@@ -53,7 +53,7 @@ def finetune(
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
         AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
 
-    Example:
+    Examples:
         >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
         >>> result.ended.best_valid_loss
     """
@@ -87,7 +87,7 @@ def pretrain(
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
         AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
 
-    Example:
+    Examples:
         >>> result = allhands.pretrain(data="stories", tokenizer="tokenizer", shape="llama-15m", epochs=4)
         >>> result.adapter_path / "model"
     """

@@ -33,7 +33,7 @@ class Checkpointer:
     The format is that of :func:`allhands.save_checkpoint`: each checkpoint has its own directory with checksums, and
     ``allhands checkpoint list`` shows it. Ranks need not share files: one that has the latest sends it to the others.
 
-    Example:
+    Examples:
         >>> keeper = allhands.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
         >>> for step in range(keeper.restore() + 1, 1001):
         ...     ...

@@ -83,7 +83,7 @@ class DistributedLoader(Generic[T]):
     The ranks' parts of a batch differ by one sample at most; where they may differ, use
     ``average_gradients(grads, num_tokens=len(batch))``.
 
-    Example:
+    Examples:
         >>> loader = allhands.DistributedLoader(range(len(images)), 64, collate=lambda n: (images[n], labels[n]))
         >>> for epoch in range(10):
         ...     for x, y in loader: ...

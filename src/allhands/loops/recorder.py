@@ -41,7 +41,7 @@ class Metrics:
     ``tokens_per_s`` and ``epoch`` have fixed fields, too; any other name is kept beside them. Numbers that are not
     logged are not in the file. It is a context manager, and records how the block ended.
 
-    Example:
+    Examples:
         >>> with allhands.Metrics("run", show=print) as metrics:
         ...     metrics.log(step, {"loss": loss, "accuracy": accuracy}, reduce="mean", weight=num_tokens)
     """

@@ -58,7 +58,7 @@ def launch(
         DistributedError: it ended with an exit code other than 0; the error was printed to standard error.
         Interrupted: it was stopped by Ctrl-C.
 
-    Example:
+    Examples:
         >>> if __name__ == "__main__":
         ...     allhands.launch(train, {"steps": 100}, num_ranks=2)
     """

@@ -204,7 +204,7 @@ def average_gradients(
         ConfigError: an argument is not what it should be.
         DistributedError: as :func:`init`.
 
-    Example:
+    Examples:
         >>> (loss, ntoks), grads = loss_and_grad(model, batch)
         >>> grads = allhands.average_gradients(grads, num_tokens=ntoks)
         >>> optimizer.update(model, grads)

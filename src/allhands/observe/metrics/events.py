@@ -20,13 +20,33 @@ from pydantic import TypeAdapter
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
+    """A run, or the restart of one, begins.
 
-    ``step`` counts the updates done before this start, which took ``elapsed_s`` seconds;
-    ``attempt`` counts the supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it
-    goes on from, if that is not the run's own. ``largest`` is what rank 0 computes at once at most,
-    in padded tokens, and into how many such parts a batch is cut. ``longest`` is the longest row,
-    ``vocabulary`` among how many tokens the model chooses.
+    Attributes:
+        name: name of the run: its directory.
+        model: name or path of the model.
+        method: ``lora``, ``dora``, ``full`` or ``pre-training``.
+        num_ranks: number of processes.
+        backend: library that connects them; ``none`` for one.
+        batch_size: examples of a global batch.
+        total_steps: steps of the whole run.
+        trainable_params: number of trained weights.
+        total_params: number of all weights.
+        num_train_examples: examples of the training set.
+        cores_per_rank: processor cores of each rank, if it is limited.
+        versions: versions of allhands, Python and libraries, and the platform.
+        time: Unix time in seconds.
+        step: steps done before this start.
+        attempt: number of this start by the supervisor, from 1.
+        elapsed_s: seconds of earlier starts.
+        resumed_from: checkpoint of another run from which this one goes on.
+        largest: padded tokens that rank 0 computes at once at most, and the number of such parts in
+            a batch.
+        longest: tokens of the longest row.
+        vocabulary: number of tokens among which the model chooses.
+        iteration: iterations done before this start.
+        total_iterations: iterations of the whole run.
+        grad_accumulation_steps: iterations of a step.
     """
 
     name: str
@@ -56,25 +76,40 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Training since the last report; times are seconds, and those of rank 0 in a step the mean
-    over its steps.
+    """Training since the last report.
 
-    Parts of ``step_time_s`` are: ``compute_s`` for forward and backward (on one rank of a GPU the
-    update, too), ``comm_s`` for the exchange of gradients with the wait for slower ranks, and
-    ``data_wait_s`` for the wait for data. The rest is the update.
+    The time of a step consists of ``compute_s``, ``comm_s``, ``data_wait_s`` and the update. Times
+    of a step are means over the steps of rank 0.
 
-    ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
-    tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s``
-    counts from the latest start of the run (:func:`read_metrics` adds the time before a restart),
-    and ``peak_memory_bytes`` has one entry a rank: the peak of the process on a CPU, of MLX's
-    memory on a GPU; ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere.
-    ``needed_bytes`` is what a rank's largest step so far held of MLX's memory when nothing was
-    computed ahead of its use; it is empty where nothing ever is (on a CPU). ``shapes`` counts the
-    different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
-    ``metrics`` are those of the objective besides the loss, by name. ``iterations_per_s`` are
-    batches: for whoever counts as mlx_lm does. ``sent_bytes`` is what rank 0 has sent in a step,
-    the mean over the steps: of a sum over N ranks 2 (N - 1) / N of its bytes, as a ring sends them.
-    ``shares`` are the ranks' parts of a batch, which add up to 1; empty on one rank.
+    Attributes:
+        step: steps done.
+        loss: mean over the tokens trained since the last report.
+        learning_rate: learning rate of the last step.
+        grad_norm: norm of the last gradient, before clipping.
+        tokens_per_s: all tokens of all ranks in a second, prompts included.
+        trained_tokens_per_s: tokens in a second on which the loss was computed.
+        trained_tokens: tokens on which the loss was computed, since step 0.
+        step_time_s: seconds of a step.
+        data_wait_s: seconds of a step that wait for data.
+        comm_s: seconds of a step for the exchange of gradients, including the wait for slower
+            ranks.
+        elapsed_s: seconds since the latest start of the run; :func:`read_metrics` adds earlier
+            starts.
+        peak_memory_bytes: peak memory of each rank: of the process on a CPU, of MLX on a GPU.
+        epoch: passes over the data so far.
+        compute_s: seconds of a step for forward and backward; on one rank of a GPU also the update.
+        peak_rss_bytes: peak resident memory of each rank.
+        peak_mlx_bytes: peak memory of each rank's MLX arrays.
+        needed_bytes: MLX memory of each rank's largest step so far, without work queued ahead;
+            empty on a CPU.
+        shapes: number of different shapes of micro-batches of rank 0 so far; each cost time when it
+            first came.
+        metrics: further numbers of the objective, by name.
+        iteration: iterations done.
+        iterations_per_s: iterations in a second.
+        sent_bytes: bytes that rank 0 sends in a step; a sum over N ranks counts 2 (N - 1) / N
+            times.
+        shares: ranks' parts of a batch, whose sum is 1; empty on one rank.
     """
 
     step: int
@@ -104,10 +139,18 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class ValidReport:
-    """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower.
+    """A validation.
 
-    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain
-    texts. ``metrics`` are those of the objective besides the loss, by name.
+    Attributes:
+        step: steps done.
+        loss: mean over the tokens of the validation.
+        num_tokens: number of these tokens.
+        elapsed_s: seconds since the latest start of the run.
+        duration_s: seconds of the validation.
+        best: whether no earlier validation had a lower loss.
+        bits_per_byte: the loss in bits for each byte, if all examples are plain texts.
+        metrics: further numbers of the objective, by name.
+        iteration: iterations done.
     """
 
     step: int
@@ -123,7 +166,13 @@ class ValidReport:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The model's continuation of ``prompt`` after ``step`` updates, without the prompt."""
+    """A text that the model has written.
+
+    Attributes:
+        step: steps done.
+        prompt: beginning of the text, from ``sample_prompts``.
+        text: the model's continuation, without the prompt.
+    """
 
     step: int
     prompt: str
@@ -132,10 +181,13 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """A checkpoint or adapter lies complete at ``path``.
+    """A checkpoint or an adapter is complete.
 
-    Training stood still for ``pause_s`` seconds; ``write_s`` it took to write, mostly while
-    training went on.
+    Attributes:
+        step: steps done.
+        path: its place.
+        pause_s: seconds in which training stood still.
+        write_s: seconds of writing, mostly while training went on.
     """
 
     step: int
@@ -146,10 +198,13 @@ class SavedReport:
 
 @dataclass(frozen=True)
 class StepSkipped:
-    """Update ``step`` changed no weight, for ``reason`` ("the gradient is nan").
+    """A step that has changed no weight.
 
-    ``examples`` are the numbers of the training examples that may be the cause, ``where`` their
-    files and lines, in the same order, where those are known.
+    Attributes:
+        step: number of the step.
+        reason: for example "the gradient is nan".
+        examples: numbers of the training examples that may be the cause.
+        where: files and lines of these examples, in the same order, if known.
     """
 
     step: int
@@ -160,12 +215,15 @@ class StepSkipped:
 
 @dataclass(frozen=True)
 class SharesChanged:
-    """After ``step`` updates all ranks agreed on other shares, which hold for those after update
-    ``from_step``.
+    """Ranks have agreed on other shares of the batches.
 
-    ``shares`` and ``before`` are parts of a batch, one a rank, and add up to 1; ``speeds`` are the
-    tokens a second of each rank's passes that they are based on, 0 where it had none. ``rows`` says
-    of each rank whether it gets rows.
+    Attributes:
+        step: steps done at the agreement.
+        from_step: the new shares hold for the steps after this one.
+        shares: ranks' parts of a batch, whose sum is 1.
+        before: the same before the change.
+        speeds: tokens in a second of each rank's passes; 0 for a rank without rows.
+        rows: whether each rank gets rows.
     """
 
     step: int
@@ -178,8 +236,11 @@ class SharesChanged:
 
 @dataclass(frozen=True)
 class Logged:
-    """Numbers of a person's own loop after ``step`` updates, by names of their own, that are
-    written beside these.
+    """Numbers of a person's own loop; the line also has these numbers, by their names.
+
+    Attributes:
+        step: steps done.
+        elapsed_s: seconds since the latest start of the run.
     """
 
     step: int
@@ -190,7 +251,13 @@ class Logged:
 class Warned:
     """A warning for a person that does not end the run.
 
-    Of warnings with the same ``about`` only the last one counts, and none if it is ``over``.
+    Only the last warning with the same ``about`` counts, and none if it is ``over``.
+
+    Attributes:
+        step: steps done.
+        message: the warning.
+        about: subject, by which a later warning replaces this one.
+        over: whether the subject has ended.
     """
 
     step: int
@@ -201,7 +268,17 @@ class Warned:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over; ``total_time_s`` counts from its latest start, like ``elapsed_s``."""
+    """The end of the run.
+
+    Attributes:
+        step: steps done.
+        reason: how it ended.
+        total_time_s: seconds since the latest start of the run.
+        best_step: step of the lowest validation loss.
+        best_valid_loss: this loss.
+        test_loss: loss on the test set, with ``--test``.
+        iteration: iterations done.
+    """
 
     step: int
     reason: Literal["finished", "stopped early", "interrupted", "failed"]
@@ -217,7 +294,7 @@ StepReport: TypeAlias = (
 )
 Event: TypeAlias = RunStarted | StepReport | Logged | Warned | RunEnded
 
-_KINDS: dict[str, type[Event]] = {
+KINDS: dict[str, type[Event]] = {
     "started": RunStarted,
     "train": TrainReport,
     "valid": ValidReport,
@@ -229,8 +306,8 @@ _KINDS: dict[str, type[Event]] = {
     "warned": Warned,
     "ended": RunEnded,
 }
-_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
-_READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+_KIND_NAMES = {kind: name for name, kind in KINDS.items()}
+_READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in KINDS.items()}
 
 
 # Of a report of training, what a person's own loop may not know, and what it then counts as.
@@ -303,4 +380,4 @@ def is_damaged(line: str) -> bool:
         kind = record["event"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return True
-    return not isinstance(kind, str) or kind in _KINDS
+    return not isinstance(kind, str) or kind in KINDS
