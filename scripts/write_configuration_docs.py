@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from allhands.cli.option_groups import GROUPS, OTHERS, group_of
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig
-from allhands.errors import AllhandsError
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -43,8 +43,6 @@ Files of earlier versions of `mlx_lm` work: `lora_layers` is `num_layers`, and a
 
 This page is made from the code: `python scripts/write_configuration_docs.py`.
 
-| key | default | meaning |
-|---|---|---|
 """
 
 
@@ -53,27 +51,10 @@ PRETRAINING = """## Options of `allhands pretrain`
 `allhands pretrain` has the options of `allhands train`. The table has its further options and those with other
 defaults ([pre-training](pretraining.md)).
 
-| key | default | meaning |
-|---|---|---|
 """
 
 OTHER_NAMES = """In other trainers `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count updates; here they
 count iterations. With `grad_accumulation_steps` 4 give four times the number."""
-
-
-def summary(kind: type) -> str:
-    """The first paragraph of a class's docstring, as one line."""
-    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
-
-
-def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
-    """All classes below ``base`` that have a code of their own; others in the package only carry
-    more facts.
-    """
-    children = [
-        child for child in base.__subclasses__() if child.__module__ == AllhandsError.__module__
-    ]
-    return [kind for child in children for kind in (child, *kinds(child))]
 
 
 def row(name: str, field: Any) -> str:
@@ -85,30 +66,35 @@ def row(name: str, field: Any) -> str:
     return f"| `{name}` | {default} | {text} |\n"
 
 
+def table(rows: dict[str, str], level: str) -> str:
+    """The lines of options, by name, under the headings of the command's help."""
+    groups: dict[str, list[str]] = {}
+    for group in (*GROUPS, OTHERS):
+        groups[group] = [line for name, line in rows.items() if group_of(name) == group]
+    return "\n".join(
+        f"{level} {'Others' if group == OTHERS else group}\n\n| key | default | meaning |\n|---|---|---|\n{''.join(lines)}"
+        for group, lines in groups.items()
+        if lines
+    )
+
+
 def page() -> str:
     """The whole page."""
-    rows = [row(name, field) for name, field in TrainConfig.model_fields.items()]
+    rows = {name: row(name, field) for name, field in TrainConfig.model_fields.items()}
     # What pre-training adds, and what has another default there.
-    known = set(rows)
-    others = [
-        line
+    others = {
+        name: line
         for name, field in PretrainConfig.model_fields.items()
-        if (line := row(name, field)) not in known
-    ]
+        if (line := row(name, field)) != rows.get(name)
+    }
     aliases = "".join(f"| `{alias}` | `{target}` |\n" for alias, target in sorted(ALIASES.items()))
     elsewhere = "".join(
         f"| `{name}` | {for_key(hint)} |\n" for name, hint in sorted(ELSEWHERE.items())
     )
-    codes = "".join(
-        f"| {kind.exit_code} | {summary(kind)} |\n"
-        for kind in sorted(kinds(AllhandsError), key=lambda kind: kind.exit_code)
-    )
     return (
-        f"{INTRODUCTION}{''.join(rows)}\n{PRETRAINING}{''.join(others)}\n"
+        f"{INTRODUCTION}{table(rows, '##')}\n{PRETRAINING}{table(others, '###')}\n"
         f"## Other names that are understood\n\n{OTHER_NAMES}\n\n| name | is |\n|---|---|\n{aliases}\n"
-        f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}\n"
-        f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: report it. |\n"
-        f"{codes}| 137 | A process was killed (often: out of memory). |\n| 143 | Stopped by SIGTERM, after saving. |\n"
+        f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}"
     )
 
 

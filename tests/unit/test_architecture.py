@@ -366,7 +366,7 @@ def test_every_error_class_has_its_own_documented_exit_code() -> None:
         name: code for name, code in codes.items() if name != "TakenError"
     }  # wrong input, whoever finds it
     assert len(set(own.values())) == len(own), codes
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     assert all(f"| {code} |" in page for code in codes.values())
 
 
