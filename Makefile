@@ -14,7 +14,7 @@ JOBS ?= 3
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak lint format bench clean
+.PHONY: help install demo test test-long soak lint format docs bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,17 +49,23 @@ test-long: $(STAMP) ## trainings under every kind of fault, here and on several 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py
 
-lint: $(STAMP) ## style, types, what may import what, unused names and dependencies
+lint: $(STAMP) ## style, types, what may import what, unused names and dependencies, links between pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/vulture
 	$(BIN)/deptry src
+	@site=$$(mktemp -d); $(MKDOCS) --site-dir "$$site"; status=$$?; rm -rf "$$site"; exit $$status
 
 format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Without the variable the theme prints news of its own.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(STAMP) ## the pages as a site: build/site/index.html
+	$(MKDOCS)
 
 # What needs more than Python (sync.py: root, sshd, rsync) says so and is passed over.
 BENCHES ?= cpu_lora cpu_scaling startup data process_memory backends recovery sync instructions ceilings
