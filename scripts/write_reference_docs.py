@@ -64,6 +64,7 @@ This page is made from the code: `python scripts/write_reference_docs.py`.
 API = """# Python API
 
 `import allhands` has all names of this page. [allhands in Python](../python.md) explains how to use them together.
+On the site (`make docs`) each name has its signature and its docstring.
 
 This page is made from the code: `python scripts/write_reference_docs.py`.
 """

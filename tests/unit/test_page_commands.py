@@ -174,7 +174,8 @@ def prepare(work: Path, small_ones: Path, page: Path) -> None:
     """Write what pages talk about."""
     shutil.copytree(small_ones / "model", work / "models" / "smollm2")
     shutil.copytree(small_ones / "stories", work / "data" / "stories")
-    call_allhands("data", "demo", "--out", work / "data" / "pirate")
+    done = call_allhands("data", "demo", "--out", work / "data" / "pirate")
+    assert done.returncode == 0, done.stderr
     shorten(work / "data" / "pirate")
     (work / "examples").symlink_to(ROOT / "examples")
     (work / "my_script.py").write_text("import allhands\n\nprint(allhands.init().size)\n")
