@@ -15,9 +15,9 @@ import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from allhands.runtime.blas import preload_blas  # noqa: E402
-from allhands.runtime.versions import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    __version__: str
     from allhands.api import finetune, pretrain
     from allhands.config.schema import TrainConfig
     from allhands.errors import AllhandsError
@@ -73,6 +73,10 @@ if not is_command():
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from allhands.runtime.versions import version_of
+
+        return version_of("allhands")
     if name not in _HOMES:
         raise AttributeError(f"module 'allhands' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -143,7 +143,16 @@ def test_what_the_person_names(wheel: Path, tmp_path: Path) -> None:
         tmp_path / "store" / "allhands-7.0-py3-none-any.whl",
     )
     assert checkout.made_by[-3:] == ("--wheel-dir", str(tmp_path / "store"), str(root))
-    assert checkout.fingerprint == fingerprint(str(root / "src" / "allhands"))
+    code = fingerprint(str(root / "src" / "allhands"))
+    assert checkout.fingerprint == code
+    # Without a version in the file: the wheel is named after its code.
+    (root / "pyproject.toml").write_text('[project]\nname = "allhands"\ndynamic = ["version"]\n')
+    checkout = find_source(str(root), tmp_path / "store")
+    assert checkout.version == f"0+source.{code[:12]}"
+    assert checkout.made_by[:2] == (
+        "env",
+        f"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_ALLHANDS={checkout.version}",
+    )
 
 
 def test_what_is_no_source(wheel: Path, tmp_path: Path) -> None:

@@ -16,8 +16,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+# The version of code that is not installed, and of a copy of the directory without its git tags.
+UNKNOWN = "0.0.0"
 
 MUST_BE_EQUAL = ("python", "allhands", "mlx", "mlx-lm")
 TOKEN_MAKERS = ("tokenizers", "transformers", "jinja2")
@@ -34,16 +39,37 @@ _NO_SOURCE = (".pyc", "~", ".tmp", ".orig", ".rej", ".swp")
 def version_of(name: str) -> str | None:
     """Return the version of a package that is installed here; ``None`` if it is not.
 
-    Of allhands itself its own: it may run without being installed, or beside another one that is.
+    The version of allhands is that of the code that runs: it may run without being installed, or
+    beside another one that is.
     """
-    if name == "allhands":
-        return __version__
     import importlib.metadata  # slow to import, and this module is part of `import allhands`
 
+    if name == "allhands":
+        own = (one for one in importlib.metadata.distributions(name=name) if _is_this(one))
+        return next((one.version for one in own), UNKNOWN)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _is_this(found: Distribution) -> bool:
+    """True if the code that runs is that of an installation: in its place, or in the checkout that
+    it names.
+    """
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    package = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+    try:
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+    except ValueError:
+        origin = {}
+    places = [str(found.locate_file("allhands"))]
+    if origin.get("dir_info", {}).get("editable"):
+        checkout = unquote(urlsplit(origin.get("url", "")).path)
+        places.append(os.path.join(checkout, "src", "allhands"))
+    return package in map(os.path.realpath, places)
 
 
 def versions_of(*names: str) -> dict[str, str]:

@@ -98,26 +98,25 @@ def _wheel(path: Path) -> SetupSource:
 def _checkout(path: Path, store: Path) -> SetupSource:
     try:
         project = tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        name, version = project["name"], project["version"]
+        name, version = project["name"], project.get("version")
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         name = version = None
     package = path / "src" / "allhands"
-    if name != "allhands" or not isinstance(version, str) or not package.is_dir():
+    if name != "allhands" or not package.is_dir():
         raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
+    code = fingerprint(str(package))
+    settings: tuple[str, ...] = ()
+    if not isinstance(version, str):  # git knows it, but the name of the wheel must be known before
+        version = f"0+source.{code[:12]}"
+        settings = ("env", f"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_ALLHANDS={version}")
     wheel = store / f"allhands-{version}-py3-none-any.whl"
     argv = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--wheel-dir",
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--wheel-dir"),
     )
     if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv makes environments without pip
         argv = (uv, "build", "--quiet", "--wheel", "--out-dir")
-    return SetupSource(version, wheel, fingerprint(str(package)), (*argv, str(store), str(path)))
+    return SetupSource(version, wheel, code, (*settings, *argv, str(store), str(path)))
 
 
 def wheel_store() -> Path:
