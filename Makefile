@@ -14,7 +14,7 @@ JOBS ?= 3
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak lint format docs bench clean
+.PHONY: help install demo test test-long soak lint format docs bench dist clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,14 +30,16 @@ $(STAMP): pyproject.toml scripts/choose_extra.sh
 install: $(STAMP) ## allhands and what it needs, into .venv
 
 demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
-	$(BIN)/allhands demo
+	$(BIN)/allhands demo $(DEMO)
 
 # These measure seconds in which processes die or stand still, and have the computer to themselves.
 TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
+# A part of the suite: make test TESTS="tests/unit tests/parity".
+TESTS ?=
 test: $(STAMP) ## the whole test suite (30 to 50 minutes on 2 cores)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
-	$(BIN)/python -m pytest $(TIMED)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(TESTS),$(addprefix --ignore=,$(TIMED)))
+	$(if $(TESTS),,$(BIN)/python -m pytest $(TIMED))
 
 # Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
 TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \
@@ -49,13 +51,14 @@ test-long: $(STAMP) ## trainings under every kind of fault, here and on several 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py
 
-lint: $(STAMP) ## style, types, what may import what, unused names and dependencies, links between pages
+lint: $(STAMP) ## style, types, what may import what, unused names and dependencies, links between pages, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/vulture
 	$(BIN)/deptry src
+	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck
 	@site=$$(mktemp -d); $(MKDOCS) --site-dir "$$site"; status=$$?; rm -rf "$$site"; exit $$status
 
 format: $(STAMP) ## rewrite the files in the project's style
@@ -76,6 +79,12 @@ bench: $(STAMP) ## every table of a CPU, then what is worse than before (cpu_lor
 	$(BIN)/python benchmarks/regressions.py || failed="$$failed regressions"; \
 	$(BIN)/python scripts/write_performance_docs.py; \
 	if [ -n "$$failed" ]; then echo "not done, or worse than before:$$failed" >&2; exit 1; fi
+
+dist: $(STAMP) ## wheel, sdist and notes of a release, into dist/: make dist TAG=v0.1.0
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python scripts/release_notes.py "$(TAG)" dist >$(VENV)/notes.md
+	mv $(VENV)/notes.md dist/
 
 clean: ## remove what the other targets made, the environment included
 	rm -rf $(VENV) demo-run build dist .pytest_cache .ruff_cache

@@ -147,6 +147,10 @@ def test_any_python_answers_or_says_that_it_is_old(python: str) -> None:
 # --- facts ----------------------------------------------------------------------------------------
 
 
+# Macs have other names of interfaces, no boot id, and no limits or affinity that psutil can read.
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="compares with files of Linux")
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     place = tmp_path_factory.mktemp("work")
@@ -167,6 +171,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     return HostFacts.model_validate(answer)
 
 
+@on_linux
 def test_memory_and_cores_are_psutils(facts: HostFacts) -> None:
     limit = Path("/sys/fs/cgroup/memory.max")
     limited = limit.exists() and limit.read_text().strip().isdigit()
@@ -178,6 +183,7 @@ def test_memory_and_cores_are_psutils(facts: HostFacts) -> None:
     assert facts.limits.files == psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0]
 
 
+@on_linux
 def test_interfaces_are_psutils(facts: HostFacts) -> None:
     wanted = {
         name: {entry.address for entry in entries if entry.family == socket.AF_INET}
@@ -198,6 +204,7 @@ def test_interfaces_are_psutils(facts: HostFacts) -> None:
     assert (loopback.kind, loopback.addresses[0].prefix) == ("loopback", 8)
 
 
+@on_linux
 def test_system_python_and_packages(facts: HostFacts) -> None:
     import importlib.metadata
 
@@ -211,6 +218,7 @@ def test_system_python_and_packages(facts: HostFacts) -> None:
     assert "NCCL_DEBUG" in facts.variables
 
 
+@on_linux
 def test_disks_and_routes(facts: HostFacts) -> None:
     by_role = {disk.role: disk for disk in facts.disks}
     for disk in by_role.values():
