@@ -20,8 +20,8 @@ RUNS: dict[str, list[str]] = {
     "slow-links": HERE,
     "pretrain-stories": ["-n", "2"],
 }
-TINY_SHAPE = "--layers 2 --dims 32 --mlp-dims 64 --heads 4 --kv-heads 2 --block-size 32".split()
-FEW_STEPS = "--iters 2 --batch-size 4 --grad-accumulation-steps 1 --warmup-steps 1".split()
+TINY_SHAPE = "--layers 2 --dims 32 --mlp-dims 64 --heads 4 --kv-heads 2 --block-size 32"
+FEW_STEPS = "--iters 2 --batch-size 4 --grad-accumulation-steps 1 --warmup-steps 1"
 
 
 def test_every_file_is_run() -> None:
@@ -40,9 +40,9 @@ def test_a_file_trains_at_demo_size(
         texts.mkdir()
         for split in ("train", "valid"):
             (texts / f"{split}.txt").write_text("Once there was a ship.<|endoftext|>" * 40)
-        words = ["pretrain", "--tokenizer", "model", "--data", "texts", *TINY_SHAPE]
+        words = ["pretrain", "--tokenizer", "model", "--data", "texts", *TINY_SHAPE.split()]
     words += ["-c", str(CONFIGS / f"{name}.yaml"), "--adapter-path", "run"]
-    done = run_allhands(*words, *RUNS[name], *FEW_STEPS, cwd=tmp_path)
+    done = run_allhands(*words, *RUNS[name], *FEW_STEPS.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
     events = [json.loads(line) for line in written.splitlines()]
