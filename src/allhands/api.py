@@ -11,8 +11,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from allhands.config.options import PretrainOptions, TrainOptions
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
 from allhands.io.terminal import progress_console, tell
@@ -30,7 +31,7 @@ def finetune(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[TrainOptions],
 ) -> FinetuneResult:
     """Fine-tune a model: the same as ``allhands train`` with the same options.
 
@@ -66,7 +67,7 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[PretrainOptions],
 ) -> FinetuneResult:
     """Train a new model from scratch: the same as ``allhands pretrain`` with the same options.
 

@@ -37,7 +37,7 @@ class Stream:
 
 def loaders(
     size: int, dataset: Any, batch_size: int, **options: Any
-) -> list[DistributedLoader[int]]:
+) -> list[DistributedLoader[list[int]]]:
     return [
         DistributedLoader(dataset, batch_size, world=world(rank, size), **options)
         for rank in range(size)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from allhands.loops.world import World
 
 T = TypeVar("T")
+B = TypeVar("B")
 T_co = TypeVar("T_co", covariant=True)
 _LOADER, _SHARD = "DistributedLoader", "shard"
 
@@ -71,8 +72,8 @@ def shard(
     return _Every(dataset, place.rank, place.size)
 
 
-class DistributedLoader(Generic[T]):
-    """Batches of any dataset, divided among ranks.
+class DistributedLoader(Generic[B]):
+    """Batches of any dataset, divided among ranks; ``B`` is the type of a batch.
 
     A batch belongs to all ranks together, and each rank reads only its own part. The samples of a batch depend on
     ``seed``, the epoch and the batch's number, never on the number of ranks. ``for batch in loader`` goes through one
@@ -89,6 +90,20 @@ class DistributedLoader(Generic[T]):
         ...     for x, y in loader: ...
     """
 
+    @overload
+    def __init__(
+        self: DistributedLoader[list[T]],
+        dataset: Indexable[T] | Iterable[T],
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        collate: None = None,
+        drop_last: bool = False,
+        world: World | None = None,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         dataset: Indexable[T] | Iterable[T],
@@ -96,7 +111,19 @@ class DistributedLoader(Generic[T]):
         *,
         shuffle: bool | None = None,
         seed: int = 0,
-        collate: Callable[[list[T]], Any] | None = None,
+        collate: Callable[[list[T]], B],
+        drop_last: bool = False,
+        world: World | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        dataset: Indexable[Any] | Iterable[Any],
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        collate: Callable[[list[Any]], B] | None = None,
         drop_last: bool = False,
         world: World | None = None,
     ) -> None:
@@ -117,10 +144,10 @@ class DistributedLoader(Generic[T]):
                 empty.
         """
         self._world = _world(world)
-        self._indexable = cast("Indexable[T]", dataset) if _is_indexable(dataset) else None
+        self._indexable = cast("Indexable[Any]", dataset) if _is_indexable(dataset) else None
         if self._indexable is None and not isinstance(dataset, Iterable):
             raise _no_dataset(dataset, _LOADER)
-        self._stream = cast("Iterable[T]", dataset)
+        self._stream = cast("Iterable[Any]", dataset)
         self._batch_size = _whole(batch_size, "batch_size", 1)
         self._seed = _whole(seed, "seed", 0)
         self._shuffle = self._indexable is not None if shuffle is None else shuffle
@@ -145,7 +172,7 @@ class DistributedLoader(Generic[T]):
             raise TypeError("the number of batches of an iterable is not known before its end")
         return len(_sizes(len(self._indexable), self._batch_size, self._drop_last))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         """Yield the remaining batches of this epoch. The state counts a batch as soon as it is
         yielded.
         """
@@ -154,10 +181,10 @@ class DistributedLoader(Generic[T]):
         )
         for size, samples in batches:
             self._consumed += size
-            yield samples if self._collate is None else self._collate(samples)
+            yield cast("B", samples) if self._collate is None else self._collate(samples)
         self._epoch, self._consumed = self._epoch + 1, 0
 
-    def endless(self) -> Iterator[Any]:
+    def endless(self) -> Iterator[B]:
         """Yield the batches of one epoch after the other, without end.
 
         Raises:
@@ -211,7 +238,7 @@ class DistributedLoader(Generic[T]):
             )
         self._epoch, self._consumed = epoch, consumed
 
-    def _of_numbers(self, dataset: Indexable[T]) -> Iterator[tuple[int, list[T]]]:
+    def _of_numbers(self, dataset: Indexable[Any]) -> Iterator[tuple[int, list[Any]]]:
         count, at = len(dataset), 0
         order = Shuffle(count, self._seed, self._epoch) if self._shuffle and count else None
         begin = self._consumed
@@ -225,7 +252,7 @@ class DistributedLoader(Generic[T]):
             # Plain numbers: lists and most datasets take no others.
             yield size, [dataset[number] for number in numbers.tolist()]
 
-    def _of_stream(self) -> Iterator[tuple[int, list[T]]]:
+    def _of_stream(self) -> Iterator[tuple[int, list[Any]]]:
         source = iter(self._stream)
         if source is self._stream and self._passes:
             raise DataError(
@@ -243,7 +270,7 @@ class DistributedLoader(Generic[T]):
                 hint="go on with the dataset that it began with",
             )
         # Two batches ahead: only then is it known whether they are the last.
-        held, read = list[tuple[int, T]](), start
+        held, read = list[tuple[int, Any]](), start
         for sample in source:
             if read % self._world.size == self._world.rank:
                 held.append((read, sample))

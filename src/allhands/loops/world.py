@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from allhands.cluster.environment import LaunchPlace, launch_here
 from allhands.cluster.join import join_here
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from allhands.distributed.backend import Communicator
 
+G = TypeVar("G")
 _BUCKET_BYTES = 32 << 20
 
 
@@ -170,7 +171,7 @@ def _check_tokens(num_tokens: object, reduction: str) -> None:
 
 
 def average_gradients(
-    gradients: Any,
+    gradients: G,
     group: Any = None,
     all_reduce_size: int = _BUCKET_BYTES,
     communication_stream: Any = None,
@@ -178,7 +179,7 @@ def average_gradients(
     communication_type: mx.Dtype | None = None,
     num_tokens: float | mx.array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
-) -> Any:
+) -> G:
     """Average gradients over ranks; a replacement of ``mlx.nn.average_gradients`` with the same arguments.
 
     Without ``num_tokens`` it returns the plain mean of the ranks, as MLX does: correct if all ranks have the same
@@ -198,7 +199,7 @@ def average_gradients(
             ``"sum"`` if it is their sum.
 
     Returns:
-        Tree of the same structure and dtypes.
+        Tree of the same type, structure and dtypes.
 
     Raises:
         ConfigError: an argument is not what it should be.
@@ -228,7 +229,7 @@ def average_gradients(
         communicator = init().communicator if group is None else of_group(group)
     exchange = Exchange(all_reduce_size, communication_type, communication_stream)
 
-    def averaged() -> Any:
+    def averaged() -> G:
         if num_tokens is None:
             return mean_of_ranks(communicator, gradients, exchange)
         return mean_of_tokens(communicator, gradients, num_tokens, reduction, exchange)
