@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -13,12 +14,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+from allhands.config.call_words import named_as_arguments
 from allhands.config.options import PretrainOptions, TrainOptions
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
 from allhands.io.terminal import progress_console, tell
 
 if TYPE_CHECKING:
+    from allhands.cluster.environment import LaunchPlace
     from allhands.cluster.pace import Pace
     from allhands.objectives.base import Objective
     from allhands.run.session import FinetuneResult
@@ -35,8 +38,8 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune a model: the same as ``allhands train`` with the same options.
 
-    In a script started by ``mpirun``, ``mlx.launch`` or another launcher, every process calls it and they
-    train together; otherwise it trains in this process. Under ``allhands launch`` the script is started again after a
+    In a script that a launcher has started, such as ``allhands launch``, every process calls it and they train
+    together; otherwise it trains in this process. Under ``allhands launch`` the script is started again after a
     fault, and the run goes on from its last checkpoint.
 
     Args:
@@ -58,7 +61,9 @@ def finetune(
         >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
         >>> result.ended.best_valid_loss
     """
-    return _run(build_config({"train": True, **options}, config), callbacks, progress, objective)
+    with named_as_arguments(TrainConfig):
+        chosen = build_config({"train": True, **options}, config)
+        return _run(chosen, callbacks, progress, objective)
 
 
 def pretrain(
@@ -94,18 +99,14 @@ def pretrain(
     """
     from allhands.config.pretrain_schema import PretrainConfig
 
-    return _run(
-        build_config({"train": True, **options}, config, PretrainConfig),
-        callbacks,
-        progress,
-        objective,
-    )
+    with named_as_arguments(PretrainConfig):
+        chosen = build_config({"train": True, **options}, config, PretrainConfig)
+        return _run(chosen, callbacks, progress, objective)
 
 
 def _run(
     chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool, objective: Objective | None
 ) -> FinetuneResult:
-
     from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
@@ -117,13 +118,7 @@ def _run(
     # Who has called allhands.init() is connected already.
     joined = joined_here()
     launch = launch_here() if joined else recognise_here()
-    if chosen.num_ranks not in (1, launch.size):
-        raise ConfigError(
-            f"num_ranks={chosen.num_ranks}, but this script is {launch.size} process(es)",
-            where="num_ranks",
-            hint=f"start the script that often: allhands launch -n {chosen.num_ranks} -- python script.py",
-        )
-
+    _check_processes(chosen, launch)
     speaks = progress and launch.rank == 0
     stops = _Stops(Pace(), speaks=speaks)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -148,6 +143,27 @@ def _run(
         surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
     with nullcontext() if supervised or not in_main_thread else stops.heard():
         return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
+
+
+def _check_processes(chosen: TrainConfig, launch: LaunchPlace) -> None:
+    """A call starts no processes: those that the options ask for must be there.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    wanted = f"-n {chosen.num_ranks}" if chosen.num_ranks not in (1, launch.size) else ""
+    where, words = "num_ranks=", f"num_ranks={chosen.num_ranks}"
+    for name in ("hosts", "hostfile"):
+        if launch.launcher == "single" and (given := getattr(chosen, name)):
+            wanted = f"--{name} {shlex.quote(given)}"
+            where, words = f"{name}=", "this asks for other computers"
+    if not wanted:
+        return
+    raise ConfigError(
+        f"{words}, but a call starts no processes, and there {'is' if launch.size == 1 else 'are'} {launch.size}",
+        where=where,
+        hint=f"leave it out, or start a script as several processes: allhands launch {wanted} -- python SCRIPT",
+    )
 
 
 class _Stops:

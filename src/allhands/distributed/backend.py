@@ -468,7 +468,7 @@ _GATHERED = 1 << 15
 _SAME_NAME = "give every computer a host name of its own (see `hostname`): Open MPI takes equal names for one computer"
 _HINTS = {
     "ring": "check that every host of the hostfile answers at its address and that the ports are free",
-    "mpi": "install Open MPI (pip install 'allhands[mpi]') and start with mpirun, or use --backend ring",
+    "mpi": "install Open MPI (pip install 'allhands[mpi]'), or use --backend ring",
     "nccl": "check that MLX is the CUDA build and that every rank sees its GPU (nvidia-smi)",
     "jaccl": "check that RDMA over Thunderbolt is enabled on every Mac",
 }
