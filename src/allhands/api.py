@@ -10,14 +10,16 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from allhands.config.call_words import named_as_arguments
+from allhands.config.call_words import as_call, named_as_arguments
 from allhands.config.options import PretrainOptions, TrainOptions
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
+from allhands.io.notebook import Page, in_notebook
 from allhands.io.terminal import progress_console, tell
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def finetune(
         config: YAML file with options; keyword arguments win over it.
         callbacks: instances of :class:`allhands.Callback`.
         objective: what the model is trained for (``docs/architecture.md``); the next token unless said otherwise.
-        progress: show the progress on standard output.
+        progress: show the progress on standard output; in a notebook, as one output that changes.
         **options: fields of :class:`allhands.TrainConfig`, such as ``model="demo"``, ``data="demo"``,
             ``iters=60``; ``train=True`` unless said otherwise.
 
@@ -82,7 +84,7 @@ def pretrain(
         config: YAML file with options; keyword arguments win over it.
         callbacks: instances of :class:`allhands.Callback`.
         objective: what the model is trained for (``docs/architecture.md``); the next token unless said otherwise.
-        progress: show the progress on standard output.
+        progress: show the progress on standard output; in a notebook, as one output that changes.
         **options: fields of :class:`allhands.config.pretrain_schema.PretrainConfig`, such as ``data="stories"``,
             ``tokenizer="tokenizer"``, ``shape="llama-15m"``.
 
@@ -140,7 +142,9 @@ def _run(
     if speaks:
         if note := slower_than_ours(launch, f"allhands launch -n {launch.size} --"):
             print(f"allhands: note: {note}", file=sys.stderr)
-        surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
+        words = partial(as_call, schema=type(chosen))
+        stream: Any = Page(words) if in_notebook() else sys.stdout
+        surroundings = replace(surroundings, console=progress_console(stream, highlight=False))
     with nullcontext() if supervised or not in_main_thread else stops.heard():
         return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
 

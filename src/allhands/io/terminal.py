@@ -168,7 +168,9 @@ def progress_console(
     from rich.console import Console
 
     stream = sys.stderr if stream is None else stream
-    return Console(file=stream, force_terminal=is_screen(stream, environ), **options)
+    # In a notebook rich would make an output of each line.
+    screen = is_screen(stream, environ)
+    return Console(file=stream, force_terminal=screen, force_jupyter=False, **options)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from allhands.io.formatting import (
     format_shares,
     format_size,
 )
+from allhands.io.notebook import Page
 from allhands.io.terminal import print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
@@ -46,7 +47,8 @@ _SHOWN_EXAMPLES = 5
 
 
 class ConsoleSink:
-    """Shows a run to a person: a live board on a terminal, plain single lines anywhere else.
+    """Shows a run to a person: a live board on a terminal, one output that changes in a notebook,
+    plain single lines anywhere else.
 
     Args:
         console: where to print, as :func:`allhands.io.terminal.progress_console` makes it.
@@ -75,6 +77,8 @@ class ConsoleSink:
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._live_wanted = terminal if is_terminal is None else is_terminal
         self._live: Live | None = None
+        file: object = console.file
+        self._page = file if isinstance(file, Page) else None
         self._board = _Board(total_steps)
         self._before_s = 0.0
         self._pace: deque[tuple[int, float]] = deque(maxlen=20)
@@ -112,26 +116,35 @@ class ConsoleSink:
                 self._print(*started_lines(event))
             case TrainReport():
                 board.train, board.left_s = event, self._left_s(event)
-                width = row_width(self._console)
-                self._print(train_line(event, board.total, board.left_s, width, short=self._short))
-                if self._profile:
-                    self._print(profile_line(event))
+                board.profile = [profile_line(event)] if self._profile else []
+                width = None if self._page else row_width(self._console)
+                line = train_line(event, board.total, board.left_s, width, short=self._short)
+                self._tell(line, *board.profile)
             case ValidReport():
                 board.valid, board.best = event, event if event.best else board.best or event
-                self._print(valid_line(event))
+                self._tell(valid_line(event))
             case RunEnded():
                 self.close()
-                self._print(ended_line(event, self._before_s))
+                self._tell(ended_line(event, self._before_s), is_event=True)
                 return
+            case Warned():
+                self._print(*_lines_of(event))
             case _:
-                self._print(
-                    *(line(event) for kind, line in _LINES.items() if isinstance(event, kind))
-                )
+                self._tell(*_lines_of(event), is_event=True)
         if self._live_wanted and self._live is None:
             self._live = Live(
                 console=self._console, get_renderable=self._board.render, transient=True
             )
             self._live.start()
+
+    def _tell(self, *lines: str, is_event: bool = False) -> None:
+        """Print lines of which a notebook shows the present state, or the latest events."""
+        if self._page is None:
+            self._print(*lines)
+            return
+        for line in lines if is_event else ():
+            self._page.add_event(line)
+        self._page.show(self._board.step, self._board.total, self._board.lines())
 
     def _print(self, *lines: str) -> None:
         for line in lines:
@@ -158,14 +171,22 @@ class _Board:
     left_s: float = math.nan
     valid: ValidReport | None = None
     best: ValidReport | None = None
+    profile: list[str] = field(default_factory=list[str])
     spinner: Spinner = field(
         default_factory=lambda: Spinner("line")
     )  # shows that the process lives
 
+    @property
+    def step(self) -> int:
+        """The last step that was reported."""
+        return self.train.step if self.train else self.start
+
+    def lines(self) -> list[str]:
+        """Return progress, latest figures and memory, as plain lines."""
+        return [self._progress(), *self._lines(), *self.profile]
+
     def render(self) -> RenderableType:
         """Return progress, latest figures and memory."""
-        step = self.train.step if self.train else self.start
-        left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
         bar = Table.grid(
             Column(),
             Column(ratio=1, min_width=8),
@@ -173,11 +194,15 @@ class _Board:
             padding=(0, 1),
             expand=True,
         )
-        progress = ProgressBar(total=max(self.total, 1), completed=step)
-        bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
+        progress = ProgressBar(total=max(self.total, 1), completed=self.step)
+        bar.add_row(self.spinner, progress, self._progress())
         return Group(
             bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines())
         )
+
+    def _progress(self) -> str:
+        left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
+        return f"step {self.step}/{self.total}  {left}"
 
     def _lines(self) -> Iterator[str]:
         report, valid, best = self.train, self.valid, self.best
@@ -363,3 +388,7 @@ _LINES: dict[type, Callable[[Any], str]] = {
     Sampled: sampled_line,
     Warned: lambda warned: f"{'note' if warned.over else 'warning'}: {warned.message}",
 }
+
+
+def _lines_of(event: Event) -> list[str]:
+    return [line(event) for kind, line in _LINES.items() if isinstance(event, kind)]
