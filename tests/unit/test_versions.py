@@ -87,9 +87,10 @@ def git(place: Path, *arguments: str) -> None:
     subprocess.run(argv, cwd=place, check=True, capture_output=True, timeout=60)
 
 
-def hatchling(place: Path, *arguments: str) -> str:
+def hatchling(place: Path, *arguments: str, **environ: str) -> str:
     argv = [sys.executable, "-m", "hatchling", *arguments]
-    env = {name: text for name, text in os.environ.items() if "PRETEND_VERSION" not in name}
+    kept = {name: text for name, text in os.environ.items() if "PRETEND_VERSION" not in name}
+    env = {**kept, **environ}
     done = subprocess.run(
         argv, cwd=place, env=env, capture_output=True, text=True, timeout=60, check=False
     )
@@ -151,6 +152,14 @@ def test_source_archives_keep_the_version(tagged: Path, tmp_path: Path) -> None:
     assert hatchling(unpacked(sdist, tmp_path / "sdist"), "version") == "9.8.7"
     git(tagged, "archive", "--prefix=allhands/", f"--output={tmp_path / 'archive.zip'}", "HEAD")
     assert hatchling(unpacked(tmp_path / "archive.zip", tmp_path / "zip"), "version") == "9.8.7"
+
+
+def test_set_up_and_images_give_a_build_its_version(tagged: Path) -> None:
+    given = find_source(str(tagged), tagged)
+    assert given.made_by[0] == "env"
+    name, _, text = given.made_by[1].partition("=")
+    assert hatchling(tagged, "version", **{name: text}) == given.version
+    assert name in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 
 
 def test_where_git_has_no_tag_a_build_goes_on(tagged: Path, tmp_path: Path) -> None:
