@@ -58,6 +58,7 @@ def test_it_is_read_again_when_the_process_has_grown_and_at_the_end(
     assert memory.read(10_000, last=True) == (4000, "pss")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no proportional share")
 def test_what_remains_of_a_process_is_its_share_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_PSS_SHARE_CHANGING", 1e-9)  # in between it is never read again
     sampler = ProcessSampler(Identity("rank"))

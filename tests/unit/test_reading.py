@@ -518,7 +518,8 @@ import pyarrow.parquet
 list(read_rows(Path(sys.argv[2])))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 count = sum(1 for _ in read_rows(Path(sys.argv[1])))
-print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+kib = 1024 if sys.platform == "darwin" else 1  # macOS counts bytes
+print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // kib)
 """
 
 
