@@ -30,6 +30,11 @@ FLAG = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)")
         ("the same command with --resume", 'the same call with resume="auto"'),
         ("use --strategy fsdp or pipeline", 'use strategy="fsdp" or pipeline'),
         ("begin with --resume-adapter-file runs/a.safetensors", 'begin with resume_adapter_file="runs/a.safetensors"'),
+        # As other programs' names are explained.
+        ('use lora_parameters: {"rank": 8, "scale": 2.0}', 'use lora_parameters={"rank": 8, "scale": 2.0}'),
+        ("use compress: int8, or bf16", 'use compress="int8", or bf16'),
+        ("use packing: on with isolate_documents: on", "use packing=True with isolate_documents=True"),
+        ("use data: DIRECTORY (allhands data check D makes one)", "use data=DIRECTORY (allhands data check D makes one)"),
         # Commands, and flags of other programs.
         ("`allhands train --iters 3` does", "`allhands train --iters 3` does"),
         ("(allhands data check D --seed 1), or --iters 3", "(allhands data check D --seed 1), or iters=3"),
@@ -68,6 +73,8 @@ def test_the_error_keeps_its_class_and_its_facts() -> None:
         ({"learning_rate": -1}, "learning_rate=", ["learning_rate="]),
         ({"iters": "many"}, "iters=", ["iters="]),
         ({"modle": "demo"}, "modle=", ["did you mean model?"]),
+        ({"load_in_4bit": True}, "load_in_4bit=", ["model=DIR"]),
+        ({"lora_r": 8}, "lora_r=", ['lora_parameters={"rank": 8']),
         ({"iters": 3, "epochs": 1}, None, ["iters and epochs"]),
         ({"project_name": "mine"}, None, ["project_name", "report_to"]),
         ({"strategy": "data", "pp": 2}, None, ['strategy="pipeline"']),

@@ -14,13 +14,17 @@ from allhands.errors import AllhandsError
 
 # A command stays as it is: between backticks, or from its name to the end of its clause.
 _COMMAND = re.compile(r"`[^`]*`|\b(?:allhands|pip|python|mlx_lm\.\w+) [a-z-][^,;()\n]*")
-_VALUE = r"'[^']*'|\[[^\]]*\]|\{[^}]*\}|\d+(?:,\d+)+|[^\s,;:()']+"
+_JSON = r"\[[^\]]*\]|\{(?:[^{}]|\{[^}]*\})*\}"
+_VALUE = rf"'[^']*'|{_JSON}|\d+(?:,\d+)+|[^\s,;:()']+"
 _FLAG = re.compile(rf"(?<![\w-])--(no-)?([a-z][a-z0-9-]*)(?:(?:=| )({_VALUE}))?")
 # Words that options take besides those of their types.
 _NAMED = {
     *((name, "auto") for name in ("resume", "pp_split")),
     *(("lr_schedule", word) for word in ("constant", "linear", "cosine")),
+    ("report_to", "wandb"),
 }
+# As a YAML file spells it.
+_KEY = re.compile(rf"(?<![\w.\"'-])([a-z][a-z_]*): ({_JSON}|[\w.-]+)")
 _NUMBER = re.compile(r"-?\d[\d_]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -77,7 +81,19 @@ def _spelled(text: str, schema: type[BaseModel]) -> str:
             return f"{name}{rest}"
         return f"{name}={value}{left if word and value != 'True' else rest}"
 
-    return _FLAG.sub(argument, text)
+    def key(found: re.Match[str]) -> str:
+        name, word = found.groups()
+        field = schema.model_fields.get(name)
+        if field is None:
+            return found[0]
+        value, left = _value(name, field, word)
+        if word.isupper():  # stands for a value
+            value = word
+        if word == "on" and bool in (field.annotation, *get_args(field.annotation)):
+            value = "True"
+        return found[0] if value is None else f"{name}={value}{left}"
+
+    return _FLAG.sub(argument, _KEY.sub(key, text))
 
 
 def _value(name: str, field: FieldInfo, word: str) -> tuple[str | None, str]:
