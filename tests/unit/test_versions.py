@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,11 @@ def test_a_tag_is_the_version_of_the_wheel_and_of_what_it_installs(
     wheel = built(tagged, "wheel", tmp_path / "built")
     assert wheel.name == "allhands-9.8.7-py3-none-any.whl"
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    page = next((tmp_path / "site").glob("*.dist-info/METADATA")).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert targets
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert "](https://raw.githubusercontent.com/" in page
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "ALLHANDS_BLAS": "off"}
     done = subprocess.run(
         [sys.executable, "-m", "allhands", "--version"],
