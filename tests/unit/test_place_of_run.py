@@ -47,7 +47,7 @@ def test_a_run_in_the_directory_of_what_it_reads_is_refused(
     place = (tiny_model if inputs == "model" else tiny_data) / below
     before = files_of(tiny_model) | files_of(tiny_data)
     code, text = trained(tiny_model, tiny_data, place)
-    assert (code, "--adapter-path" in text) == (2, True), text
+    assert (code, "adapter_path=" in text) == (2, True), text
     several = call_allhands(
         "train", "-n", "2", "--model", tiny_model, "--data", tiny_data, "--adapter-path", place
     )

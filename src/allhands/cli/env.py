@@ -177,8 +177,10 @@ def _ignored(launch: LaunchPlace) -> list[str]:
 
 
 def _here(report: _Report) -> list[tuple[str, str]]:
+    others = {name: version for name, version in report.versions.items() if name != "allhands"}
     rows = [
-        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+        ("allhands", report.versions.get("allhands", "")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in others.items())),
     ]
     device = report.device
     if "error" in device:
