@@ -84,6 +84,8 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _count_gpus() -> int:
+    if sys.platform == "darwin":  # one GPU, which all ranks share
+        return 0
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
