@@ -19,7 +19,7 @@ from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, PlannedDevice
 from allhands.plan.job import Prices
 from allhands.plan.links import ExchangeTimes, Measured, link_of
-from allhands.runtime.accelerator import device_memory
+from allhands.runtime.accelerator import device_memory, working_set_bytes
 
 _DEFAULT_LINK = "1GbE"
 _ASK_S = 10.0
@@ -83,7 +83,8 @@ def _here(kind: str) -> Computer:
         )
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
-    return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
+    usable = working_set_bytes() or int(USABLE[kind] * whole)
+    return Computer(_HERE, 1.0, usable, whole, why)
 
 
 def _answering(

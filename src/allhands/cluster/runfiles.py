@@ -6,6 +6,7 @@ files.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class RunFiles:
         self._busy: dict[
             int, tuple[int, float]
         ] = {}  # when the mark was touched, when that was seen here
-        self._counters = oom_counters() if counters is None else counters
+        here = oom_counters() if sys.platform == "linux" else ()
+        self._counters = here if counters is None else counters
         self._oom_kills = deque([(time.monotonic(), self._count_oom_kills())])
         self._short: dict[int, bool] = {}
 
@@ -153,8 +155,7 @@ def tail(log: Path) -> tuple[str, ...]:
 
 
 def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> list[Path]:
-    """Return the files in which the kernel counts processes killed for want of memory; none on
-    macOS.
+    """Return the files in which Linux counts processes killed for want of memory.
 
     Those of this process's control group, version 1 or 2, since its ranks are in it; where that
     counts nothing, of the whole computer, on which other programs may be killed.

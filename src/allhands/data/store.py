@@ -28,7 +28,7 @@ from allhands.data.arrays import Array
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
 from allhands.errors import ModelError, StorageError
-from allhands.io.files import make_directory, write_whole
+from allhands.io.files import boot_id, make_directory, write_whole
 from allhands.io.staging import locked, locked_now, publish, staging
 from allhands.runtime.blas import cache_dir
 
@@ -351,9 +351,9 @@ def _stamp(file: Path) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
+@cache
 def _boot() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else str(round(psutil.boot_time(), -1))
+    return boot_id() or str(round(psutil.boot_time(), -1))
 
 
 def _remove_unused() -> None:

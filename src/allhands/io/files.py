@@ -12,8 +12,10 @@ import fcntl
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +135,18 @@ def _create(path: str | Path, flags: int, *, private: bool) -> int:
     return descriptor
 
 
+@cache
+def boot_id() -> str | None:
+    """Return Linux's name for the time since this computer was started, which no other computer
+    has; ``None`` on macOS.
+    """
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if sys.platform == "linux" and path.exists() else None
+
+
 def claim_mark(directory: Path) -> str:
     """Return a text without spaces that names an existing directory on this computer and no other."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    computer = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    computer = boot_id() or socket.gethostname()
     status = directory.stat()
     return f"{computer}:{status.st_dev}:{status.st_ino}"
 

@@ -13,7 +13,7 @@ _USED = {"cuda": 0.45, "metal": 0.35}
 # Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels
 # about a GB.
 USABLE = {"cuda": 0.94, "metal": 0.75}
-MAC_KEEPS = "macOS keeps a quarter of a Mac's memory from the GPU"
+MAC_KEEPS = "macOS keeps the rest from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
 # Of a small memory they take more than that part of it: bytes, at least.
 _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}

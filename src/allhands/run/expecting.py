@@ -88,7 +88,8 @@ class Device:
         whole, kind = self.accelerator.memory_bytes, self.accelerator.kind
         if kind == "cpu":
             whole = min(whole, memory_limit() or whole)
-        return int(_USABLE[kind] * whole) // (1 if kind == "cuda" else self.mesh.local_size)
+        usable = self.accelerator.working_set_bytes or int(_USABLE[kind] * whole)
+        return usable // (1 if kind == "cuda" else self.mesh.local_size)
 
     def holds(self, num_bytes: int) -> bool:
         """Return whether there is memory for so many bytes; the free memory is not always known."""

@@ -34,6 +34,7 @@ class Accelerator:
         cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes
             everything.
         warning: reason why this device is slower than it should be, with the remedy; or ``None``.
+        working_set_bytes: what macOS lets the GPU have of a Mac's memory; ``None`` elsewhere.
     """
 
     kind: Literal["cpu", "metal", "cuda"]
@@ -42,6 +43,7 @@ class Accelerator:
     cores: int
     cpu_native: bool
     warning: str | None
+    working_set_bytes: int | None = None
 
     def runs_natively(self, compile: str) -> bool:
         """True if steps run in the CPU's native way, given the value of ``--compile``."""
@@ -90,14 +92,22 @@ def detect() -> Accelerator:
         mx.set_cache_limit(CPU_CACHE_BYTES)
         cores = available_cores()
         return Accelerator("cpu", _processor(), memory, cores, True, slow_products())
-    info = mx.device_info()
-    name = str(info.get("device_name", "GPU"))
-    memory = device_memory()
-    if mx.metal.is_available():
-        mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
-    return Accelerator(
-        "metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None
-    )
+    name, working_set = str(mx.device_info().get("device_name", "GPU")), working_set_bytes()
+    if working_set is not None:
+        mx.set_wired_limit(working_set)
+    kind = "metal" if mx.metal.is_available() else "cuda"
+    cores = available_cores()
+    return Accelerator(kind, name, device_memory(), cores, False, None, working_set)
+
+
+def working_set_bytes() -> int | None:
+    """Bytes that macOS lets the GPU of this Mac have, two thirds of the memory or more; ``None``
+    elsewhere.
+    """
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    if not (on_gpu and mx.metal.is_available()):
+        return None
+    return int(mx.device_info()["max_recommended_working_set_size"])
 
 
 def _processor() -> str:

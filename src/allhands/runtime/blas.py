@@ -235,6 +235,8 @@ def give_back_freed_pages() -> None:
     """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed
     much once.
     """
+    if sys.platform != "linux":
+        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))

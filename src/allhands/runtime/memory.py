@@ -79,6 +79,8 @@ def memory_limit(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
     """Bytes that Linux lets this process's control group have, if less than the computer has."""
+    if sys.platform != "linux":
+        return None
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

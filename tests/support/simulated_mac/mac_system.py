@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.request
 from collections import namedtuple
@@ -80,6 +81,7 @@ _PROGRAMS = (
     " ssh-keygen ssh-keyscan ssh-add scp rsync sysctl vm_stat pmset system_profiler networksetup"
     " ifconfig route netstat lsof sw_vers caffeinate xcode-select git cc clang make python3"
 ).split()
+_FROM_OTHERS = ("mpirun",)  # which a Mac may have, too: this one has not
 _OPTIONS = {
     "ps": ("--sort", "--no-headers", "--pid", "--ppid", "-eo", "--forest"),
     "sed": ("-r", "--regexp-extended", "-i", "--in-place", "-z"),
@@ -103,6 +105,7 @@ def install() -> None:
             if hasattr(module, name):
                 delattr(module, name)
     selectors.DefaultSelector = selectors.PollSelector  # kqueue on a Mac, which Linux lacks
+    tempfile._O_TMPFILE_WORKS = False  # O_TMPFILE is gone, which it may have seen
     _name_the_system()
     _count_as_macos()
     _hide_files()
@@ -245,8 +248,9 @@ def _check_program(program: Any, words: Sequence[Any], variables: Any) -> None:
     if where is None:
         return
     name = os.path.basename(os.fsdecode(program))
-    if not (name in _PROGRAMS or name.startswith("python") or os.fsdecode(program).startswith("/tmp/")):
-        mac_journal.note("program", name, where)
+    if not (name in _PROGRAMS or name.startswith("python")):
+        if name not in _FROM_OTHERS:
+            mac_journal.note("program", name, where)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
     for word in map(os.fsdecode, words[1:]):
         if word.split("=")[0] in _OPTIONS.get(name, ()):

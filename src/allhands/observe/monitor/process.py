@@ -22,13 +22,15 @@ _PSS_SHARE, _PSS_SHARE_CHANGING, _CHANGED = 0.0005, 0.005, 0.1
 
 def began_at(process: psutil.Process) -> float:
     """Unix time in seconds at which this process began."""
+    if sys.platform != "linux":
+        return round(process.create_time(), 3)
     try:
         # Since the boot in hundredths of a second; psutil adds a time of the boot that is known to
         # a second only.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return round(time.time() - age, 3)
-    except (OSError, AttributeError, ValueError, IndexError):  # no Linux
+    except (OSError, AttributeError, ValueError, IndexError):  # a sandbox without /proc
         return round(process.create_time(), 3)
 
 
