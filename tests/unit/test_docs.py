@@ -44,5 +44,25 @@ def test_the_page_about_files_names_every_file_of_a_run(
     assert {name.rpartition("/")[2] for name in inner} - named == set()
 
 
+def test_the_page_about_platforms_names_what_is_there_and_claims_no_mac() -> None:
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    tests = re.findall(r"`(tests/[^`]+)`", page)
+    records = re.findall(r"`([\w-]+\.(?:json|md))`", page)
+    assert len(tests) > 40
+    assert len(records) > 15
+    results = ROOT / "benchmarks" / "results"
+    files = [*(ROOT / name for name in tests), *(results / name for name in records)]
+    assert [str(path) for path in files if not path.is_file()] == []
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    on_macs = [cells[-1].strip() for cells in rows if cells[-1].strip() != "Mac"]
+    known = re.compile(r"not run$|does not apply$|simulated|`tests/\S+` reads texts")
+    assert [cell for cell in on_macs if not known.match(cell)] == []
+    simulated = (ROOT / "tests" / "unit" / "test_simulated_mac.py").read_text()
+    for cells in rows:
+        verb = re.match(r" `([a-z]+)", cells[0])
+        if verb and cells[-1].strip() == "simulated":
+            assert f'"{verb[1]}"' in simulated
+
+
 def _numberless(name: str) -> str:
     return re.sub(r"\d+", "N", name)

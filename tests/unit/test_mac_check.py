@@ -83,9 +83,7 @@ def test_parts_fail_and_hang_and_nothing_private_is_told(stub: Path, tmp_path: P
     said, _ = process.communicate(timeout=60)
     report = (tmp_path / "report.txt").read_text()
     assert process.returncode == 1
-    assert said.splitlines()[-1] == (
-        "mac_check: 1 of 4 parts succeeded, the report is report.txt"
-    )
+    assert said.splitlines()[-1] == ("mac_check: 1 of 4 parts succeeded, the report is report.txt")
     results = re.findall(r"^== (\w+): (.*?)(?: in| with| after|,|:) ", report, re.MULTILINE)
     assert dict(results) == {
         "doctor": "done",
@@ -123,7 +121,9 @@ def test_a_check_that_is_stopped_still_writes_its_report(stub: Path, tmp_path: P
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     assert BASH is not None
     for words in (["--bogus"], ["--limit"], ["--limit", "soon"]):
-        done = subprocess.run([BASH, SCRIPT, *words], cwd=tmp_path, capture_output=True, check=False)
+        done = subprocess.run(
+            [BASH, SCRIPT, *words], cwd=tmp_path, capture_output=True, check=False
+        )
         assert done.returncode == 2
         assert done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -167,7 +167,9 @@ def test_shellcheck_finds_nothing() -> None:
 def test_only_what_the_bash_of_macos_knows() -> None:
     """macOS has bash 3.2 of 2007, and BSD tools; shellcheck takes the newest bash for granted."""
     text = SCRIPT.read_text()
-    newer = r"declare -A|local -n|mapfile|readarray|\$\{\w+(,|\^)|&>>|\|&|wait -n|coproc|EPOCHSECONDS"
+    newer = (
+        r"declare -A|local -n|mapfile|readarray|\$\{\w+(,|\^)|&>>|\|&|wait -n|coproc|EPOCHSECONDS"
+    )
     of_gnu = r"\btimeout \d|\bsetsid\b|\bnproc\b|sed -[a-z]*[ri]\b|date -d|stat -c|readlink -f|--[a-z]+-lines"
     assert re.findall(newer, text) == []
     assert re.findall(of_gnu, text) == []

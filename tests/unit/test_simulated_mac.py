@@ -153,6 +153,7 @@ def inputs(tiny_model: Path, tiny_data: Path) -> Sequence[str]:
     return ("--model", str(tiny_model), "--data", str(tiny_data))
 
 
+@pytest.mark.slow
 def test_a_training_and_the_commands_about_it(
     mac: Mac, inputs: Sequence[str], tmp_path: Path, linux_losses: list[float]
 ) -> None:

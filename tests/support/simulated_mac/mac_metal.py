@@ -87,7 +87,8 @@ def _become_metal(mx: Any) -> None:
     mx.metal.is_available = lambda: True
     mx.metal.device_info = lambda: dict(FACTS)
     mx.set_wired_limit = _wired_limit
-    mx.fast.cuda_kernel = _no_cuda
+    for name, has in {"cuda_kernel": _no_cuda}.items():
+        setattr(mx.fast, name, has)
 
 
 def _wired_limit(limit: int) -> int:

@@ -9,27 +9,21 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import fcntl
 import importlib
-import mmap
 import multiprocessing
 import os
 import platform
 import resource
 import select
 import selectors
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import urllib.request
 from collections import namedtuple
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import mac_journal
@@ -39,51 +33,43 @@ MEMORY_BYTES = 32 << 30
 # Modules that choose by the system when they are imported have to find the real one.
 _CHOSEN_EARLY = (asyncio, multiprocessing, sysconfig, urllib.request)
 
-_LINUX_ONLY: dict[ModuleType, tuple[str, ...]] = {
-    os: (
-        "sched_getaffinity sched_setaffinity sched_getparam sched_setparam sched_getscheduler"
-        " sched_setscheduler sched_rr_get_interval pidfd_open memfd_create eventfd eventfd_read"
-        " eventfd_write copy_file_range splice getrandom posix_fadvise posix_fallocate fdatasync"
-        " getxattr setxattr listxattr removexattr pipe2 setresuid setresgid getresuid getresgid waitid"
-        " unshare setns login_tty O_DIRECT O_TMPFILE O_PATH O_NOATIME O_LARGEFILE O_RSYNC P_PIDFD"
-        " RWF_NOWAIT RWF_HIPRI RWF_DSYNC RWF_SYNC RWF_APPEND SCHED_BATCH SCHED_IDLE"
-    ).split(),
-    signal: (
-        "SIGPWR SIGSTKFLT SIGPOLL SIGCLD SIGRTMIN SIGRTMAX pidfd_send_signal sigtimedwait sigwaitinfo"
-    ).split(),
-    socket: (
-        "SO_BINDTODEVICE SO_PEERCRED SO_DOMAIN SO_PROTOCOL SO_MARK SO_PASSCRED SO_PRIORITY SO_INCOMING_CPU"
-        " SCM_CREDENTIALS TCP_USER_TIMEOUT TCP_KEEPIDLE TCP_QUICKACK TCP_CORK TCP_DEFER_ACCEPT TCP_LINGER2"
-        " TCP_SYNCNT TCP_WINDOW_CLAMP TCP_CONGESTION TCP_INFO AF_NETLINK AF_PACKET AF_ALG AF_VSOCK"
-        " MSG_NOSIGNAL MSG_ERRQUEUE MSG_MORE MSG_CMSG_CLOEXEC SOCK_CLOEXEC SOCK_NONBLOCK IP_TRANSPARENT"
-    ).split(),
-    select: ("epoll", *(name for name in dir(select) if name.startswith("EPOLL"))),
-    fcntl: (
-        "F_OFD_GETLK F_OFD_SETLK F_OFD_SETLKW F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS F_NOTIFY"
-        " F_SETSIG F_GETSIG F_SETLEASE F_GETLEASE LOCK_MAND"
-    ).split(),
-    resource: (
-        "prlimit RLIMIT_NICE RLIMIT_RTPRIO RLIMIT_RTTIME RLIMIT_SIGPENDING RLIMIT_MSGQUEUE RUSAGE_THREAD"
-    ).split(),
-    mmap: (
-        "MAP_POPULATE MAP_DENYWRITE MAP_EXECUTABLE MAP_STACK MADV_HUGEPAGE MADV_NOHUGEPAGE MADV_DONTDUMP"
-        " MADV_DODUMP MADV_DONTFORK MADV_DOFORK MADV_MERGEABLE MADV_UNMERGEABLE MADV_HWPOISON MADV_REMOVE"
-    ).split(),
-    time: ("CLOCK_BOOTTIME", "CLOCK_TAI", "pthread_getcpuclockid"),
-    errno: ("EBADFD", "ECOMM", "EREMOTEIO", "ENOTUNIQ", "EUCLEAN", "ENOMEDIUM", "ERESTART", "ENONET"),
-}  # fmt: skip
+# A module and names that it has on Linux alone, a line each.
+_LINUX_ONLY = """
+os sched_getaffinity sched_setaffinity sched_getparam sched_setparam sched_getscheduler
+os sched_setscheduler sched_rr_get_interval pidfd_open memfd_create eventfd eventfd_read
+os eventfd_write copy_file_range splice getrandom posix_fadvise posix_fallocate fdatasync getxattr
+os setxattr listxattr removexattr pipe2 setresuid setresgid getresuid getresgid waitid unshare
+os setns O_DIRECT O_TMPFILE O_PATH O_NOATIME O_LARGEFILE O_RSYNC P_PIDFD RWF_NOWAIT
+os RWF_HIPRI RWF_DSYNC RWF_SYNC RWF_APPEND SCHED_BATCH SCHED_IDLE
+signal SIGPWR SIGSTKFLT SIGPOLL SIGCLD SIGRTMIN SIGRTMAX pidfd_send_signal sigtimedwait
+signal sigwaitinfo
+socket SO_BINDTODEVICE SO_PEERCRED SO_DOMAIN SO_PROTOCOL SO_MARK SO_PASSCRED SO_PRIORITY
+socket SO_INCOMING_CPU SCM_CREDENTIALS TCP_USER_TIMEOUT TCP_KEEPIDLE TCP_QUICKACK TCP_CORK
+socket TCP_DEFER_ACCEPT TCP_LINGER2 TCP_SYNCNT TCP_WINDOW_CLAMP TCP_CONGESTION TCP_INFO AF_NETLINK
+socket AF_PACKET AF_ALG AF_VSOCK MSG_NOSIGNAL MSG_ERRQUEUE MSG_MORE MSG_CMSG_CLOEXEC SOCK_CLOEXEC
+socket SOCK_NONBLOCK IP_TRANSPARENT
+fcntl F_OFD_GETLK F_OFD_SETLK F_OFD_SETLKW F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS
+fcntl F_NOTIFY F_SETSIG F_GETSIG F_SETLEASE F_GETLEASE LOCK_MAND
+resource prlimit RLIMIT_NICE RLIMIT_RTPRIO RLIMIT_RTTIME RLIMIT_SIGPENDING RLIMIT_MSGQUEUE
+resource RUSAGE_THREAD
+mmap MAP_POPULATE MAP_DENYWRITE MAP_EXECUTABLE MAP_STACK MADV_HUGEPAGE MADV_NOHUGEPAGE
+mmap MADV_DONTDUMP MADV_DODUMP MADV_DONTFORK MADV_DOFORK MADV_MERGEABLE MADV_UNMERGEABLE
+mmap MADV_HWPOISON MADV_REMOVE
+time CLOCK_BOOTTIME CLOCK_TAI pthread_getcpuclockid
+errno EBADFD ECOMM EREMOTEIO ENOTUNIQ EUCLEAN ENOMEDIUM ERESTART ENONET
+"""
 _FOLDERS = ("/proc", "/sys", "/dev/shm", "/run", "/etc/os-release", "/etc/machine-id")
 # Of the C library, where allhands asks it by name.
 _SYMBOLS = ("prctl", "mallopt", "malloc_trim", "sched_setaffinity", "gettid", "epoll_create")
 # Programs that macOS or its developer tools have, and the Python that runs this.
-_PROGRAMS = (
-    "sh bash zsh env uname ps df stat date cp mv rm mkdir cat tail head sed awk grep sort tar open ssh"
-    " ssh-keygen ssh-keyscan ssh-add scp rsync sysctl vm_stat pmset system_profiler networksetup"
-    " ifconfig route netstat lsof sw_vers caffeinate xcode-select git cc clang make python3"
-).split()
+_PROGRAMS = """
+sh bash zsh env uname ps df stat date cp mv rm mkdir cat tail head sed awk grep sort tar open ssh
+ssh-keygen ssh-keyscan ssh-add scp rsync sysctl vm_stat pmset system_profiler networksetup
+ifconfig route netstat lsof sw_vers caffeinate xcode-select git cc clang make python3
+"""
 _FROM_OTHERS = ("mpirun",)  # which a Mac may have, too: this one has not
 _OPTIONS = {
-    "ps": ("--sort", "--no-headers", "--pid", "--ppid", "-eo", "--forest"),
+    "ps": ("--sort", "--no-headers", "--pid", "--ppid", "--forest"),
     "sed": ("-r", "--regexp-extended", "-i", "--in-place", "-z"),
     "stat": ("-c", "--format", "--printf"),
     "df": ("--output", "-B1", "--block-size", "-T"),
@@ -100,10 +86,14 @@ _PATH_BYTES = 104  # of a local socket, with the zero at its end; Linux has 108
 def install() -> None:
     """Turn this process into one on a Mac; its children become such by the same ``PYTHONPATH``."""
     assert all(_CHOSEN_EARLY)
-    for module, names in _LINUX_ONLY.items():
+    for line in _LINUX_ONLY.strip().splitlines():
+        module, *names = line.split()
+        found = importlib.import_module(module)
         for name in names:
-            if hasattr(module, name):
-                delattr(module, name)
+            if hasattr(found, name):
+                delattr(found, name)
+    for name in [name for name in dir(select) if "epoll" in name.lower()]:
+        delattr(select, name)
     selectors.DefaultSelector = selectors.PollSelector  # kqueue on a Mac, which Linux lacks
     tempfile._O_TMPFILE_WORKS = False  # O_TMPFILE is gone, which it may have seen
     _name_the_system()
@@ -248,7 +238,7 @@ def _check_program(program: Any, words: Sequence[Any], variables: Any) -> None:
     if where is None:
         return
     name = os.path.basename(os.fsdecode(program))
-    if not (name in _PROGRAMS or name.startswith("python")):
+    if not (name in _PROGRAMS.split() or name.startswith("python")):
         if name not in _FROM_OTHERS:
             mac_journal.note("program", name, where)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
@@ -305,9 +295,10 @@ def _limit_psutil() -> None:
 
     def of_cores(percpu: bool = False) -> Any:
         found = times(percpu=percpu)
-        chosen = [scputimes(x.user, x.nice, x.system, x.idle) for x in (found if percpu else [found])]
+        chosen = [
+            scputimes(x.user, x.nice, x.system, x.idle) for x in (found if percpu else [found])
+        ]
         return chosen if percpu else chosen[0]
 
     psutil.virtual_memory, psutil.cpu_times = of_computer, of_cores
     psutil.Process.memory_info, psutil.Process.memory_full_info = of_process, all_of_process
-
