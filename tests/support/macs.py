@@ -14,8 +14,8 @@ from pathlib import Path
 
 import allhands
 
-_DOUBLE = Path(__file__).with_name("simulated_mac")
-_SOURCE = Path(allhands.__file__).parents[1]
+DOUBLE = Path(__file__).with_name("simulated_mac")
+SOURCE = Path(allhands.__file__).parents[1]
 # As /var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T: of a local socket's path little is left.
 _TEMPORARY_CHARACTERS = 48
 
@@ -25,7 +25,7 @@ class Mac:
 
     def __init__(self, temporary: Path, place: Path) -> None:
         self._journal = place / "journal"
-        paths = os.pathsep.join(map(str, (_DOUBLE, _SOURCE)))
+        paths = os.pathsep.join(map(str, (DOUBLE, SOURCE)))
         linux = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONSTARTUP")
         self.environment = {
             **{name: value for name, value in os.environ.items() if name not in linux},

@@ -6,13 +6,16 @@ computes, which docs/platforms.md says.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from macs import Mac, simulated_mac
+from macs import DOUBLE, SOURCE, Mac, simulated_mac
 from tiny import run_allhands, write_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac on Linux")
@@ -86,6 +89,36 @@ def test_a_request_for_linux_fails_as_on_a_mac_and_is_written_down(mac: Mac) -> 
     kinds = [kind for _, _, kind in LINUX if kind is not None]
     assert [request["kind"] for request in mac.requests()] == kinds
     assert {request["where"] for request in mac.requests()} == {"tried.py:1"}
+
+
+# --- what no command here reaches -----------------------------------------------------------------
+
+
+def test_names_of_linux_are_used_where_their_absence_is_heeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that uses such a name asks ``hasattr`` or for the platform, or expects the error."""
+    monkeypatch.syspath_prepend(DOUBLE)
+    mac_system = importlib.import_module("mac_system")
+    lines = [line.split() for line in mac_system.LINUX_ONLY.strip().splitlines()]
+    names = {f"{module}.{name}" for module, *found in lines for name in found}
+    heeded = re.compile(r"hasattr|sys\.platform|ON_MAC|AttributeError")
+    used = list[str]()
+    unheeded = list[str]()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            found = {
+                ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)
+            }
+            for name in sorted(found & names):
+                used.append(name)
+                if not heeded.search(ast.get_source_segment(text, function) or ""):
+                    unheeded.append(f"{path.name}:{function.lineno} {name}")
+    assert "os.sched_getaffinity" in used
+    assert unheeded == []
 
 
 # --- the accelerator, its limits, and what follows from them --------------------------------------
@@ -163,6 +196,8 @@ def test_a_training_and_the_commands_about_it(
     assert losses(run) == pytest.approx(linux_losses, rel=1e-4)
     commands = [
         ("generate", "--model", model, "--adapter-path", run, "--prompt", "a", "--max-tokens", "3"),
+        ("compare", *inputs, "--adapter-path", run, "--max-tokens", "3"),
+        ("model", "check", model, "--data", data),
         ("eval", *inputs, "--adapter-path", run, "--split", "test"),
         ("plan", *inputs, *TRAINING, "--json", "--adapter-path", tmp_path / "planned"),
         ("data", "check", data, "--model", model),
@@ -211,6 +246,39 @@ def test_two_ranks_over_the_ring(
     started = next(event for event in events if event["event"] == "started")
     assert (started["backend"], started["num_ranks"]) == ("ring", 2)
     assert started["versions"]["platform"].startswith("macOS")
+    assert mac.requests() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("--strategy zero1", "--strategy pipeline", "--strategy fsdp", "--tp 2", "--cp 2"),
+        *("--compress int8", "--sync-every 2", "--sync-delay 1", "--fine-tune-type full"),
+    ],
+)
+def test_other_ways_of_two_ranks(
+    mac: Mac, inputs: Sequence[str], tmp_path: Path, linux_losses: list[float], way: str
+) -> None:
+    run = tmp_path / "run"
+    mac.allhands("train", *inputs, *TRAINING, "--adapter-path", run, "-n", "2", *way.split())
+    exact = way.startswith(("--strategy", "--tp", "--cp"))
+    if exact:
+        assert losses(run) == pytest.approx(linux_losses, rel=1e-4)
+    else:
+        assert losses(run)[0] == pytest.approx(linux_losses[0], rel=1e-4)
+    assert mac.requests() == []
+
+
+@pytest.mark.long
+def test_pretraining_that_is_resumed(mac: Mac, inputs: Sequence[str], tmp_path: Path) -> None:
+    _, model, _, data = inputs
+    shape = "--shape llama --layers 2 --dims 32 --mlp-dims 64 --heads 2 --kv-heads 2"
+    words = ("pretrain", "--data", data, "--tokenizer", model, *shape.split(), "--block-size", "32")
+    words = (*words, "--batch-size", "4", "--val-batches", "1", "--adapter-path", tmp_path / "run")
+    mac.allhands(*words, "--iters", "4")
+    mac.allhands(*words, "--iters", "6", "--resume")
+    assert len(losses(tmp_path / "run")) >= 2
     assert mac.requests() == []
 
 

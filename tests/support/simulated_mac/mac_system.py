@@ -34,7 +34,7 @@ MEMORY_BYTES = 32 << 30
 _CHOSEN_EARLY = (asyncio, multiprocessing, sysconfig, urllib.request)
 
 # A module and names that it has on Linux alone, a line each.
-_LINUX_ONLY = """
+LINUX_ONLY = """
 os sched_getaffinity sched_setaffinity sched_getparam sched_setparam sched_getscheduler
 os sched_setscheduler sched_rr_get_interval pidfd_open memfd_create eventfd eventfd_read
 os eventfd_write copy_file_range splice getrandom posix_fadvise posix_fallocate fdatasync getxattr
@@ -86,7 +86,7 @@ _PATH_BYTES = 104  # of a local socket, with the zero at its end; Linux has 108
 def install() -> None:
     """Turn this process into one on a Mac; its children become such by the same ``PYTHONPATH``."""
     assert all(_CHOSEN_EARLY)
-    for line in _LINUX_ONLY.strip().splitlines():
+    for line in LINUX_ONLY.strip().splitlines():
         module, *names = line.split()
         found = importlib.import_module(module)
         for name in names:
