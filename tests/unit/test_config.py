@@ -16,6 +16,7 @@ from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
+from allhands.train.optim import make_schedule
 
 
 def refused(flags: dict[str, Any], yaml_file: Path | None = None) -> ConfigError:
@@ -621,3 +622,12 @@ def test_a_line_that_does_not_begin_where_others_do(tmp_path: Path) -> None:
 def test_v_explains_what_is_chosen() -> None:
     for flag in ("-v", "--verbose"):
         assert parse(["train", flag])[1] == {"verbose": True}
+
+
+@pytest.mark.parametrize(("iters", "warmup"), [(2, 1), (5, 4), (6, 5), (60, 5)])
+def test_the_warm_up_of_the_shortest_demo_is_shorter_than_its_training(
+    iters: int, warmup: int
+) -> None:
+    config = demo_config(Path("out"), "m", 1, 1, iters, 0)
+    assert config.warmup_steps == warmup
+    make_schedule(config, iters)  # refuses a longer one

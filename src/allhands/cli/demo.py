@@ -138,7 +138,7 @@ def demo_config(
             "iters": iters,
             "learning_rate": 5e-4,
             "lr_schedule": "cosine",
-            "warmup_steps": 5,
+            "warmup_steps": min(5, iters - 1),
             "max_grad_norm": 1.0,
             "mask_prompt": True,
             "lora_parameters": {"rank": 8, "scale": 10.0},
