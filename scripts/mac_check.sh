@@ -299,7 +299,7 @@ speed() {
 
 tests() { make -C "$root" test TESTS="-m 'not long and not gpu' tests/unit tests/parity"; }
 
-demo() { "$allhands" demo --out "$work/demo" --iters "$demo_iters"; }
+demo() { "$allhands" demo --out "$work/demo" --iters "$demo_iters" && cat "$work/demo/times.md"; }
 
 # --- all of them ----------------------------------------------------------------------------------
 
