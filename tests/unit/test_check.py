@@ -342,7 +342,7 @@ def test_a_template_that_opens_generated_answers_otherwise_is_named() -> None:
 
 def test_rows_that_training_refuses_are_grouped_and_the_rest_is_counted() -> None:
     def bad(line: int, message: str, hint: str) -> DataError:
-        return DataError(message, where=f"train.jsonl:{line}", hint=hint)
+        return DataError(message, code="any-fault", where=f"train.jsonl:{line}", hint=hint)
 
     items = [
         *chats(),

@@ -444,7 +444,12 @@ def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
 def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
     def measure(record: Record) -> Rendered:
         if record.text == sentence(3):
-            raise DataError("the template says no", where=record.where, hint="change it")
+            raise DataError(
+                "the template says no",
+                code="chat-template-rejects-messages",
+                where=record.where,
+                hint="change it",
+            )
         count = len(str(record.text).split())
         return Rendered(np.zeros(count, dtype=np.int32), np.ones(count, dtype=np.bool_), 0)
 

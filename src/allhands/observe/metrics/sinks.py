@@ -67,6 +67,7 @@ class JsonlSink:
                 lines.close()
             raise StorageError(
                 f"cannot write the training metrics: {error.strerror or error}",
+                code="file-not-written",
                 where=str(path),
                 hint="free disk space or choose a directory that can be written to, then start again",
             ) from error
