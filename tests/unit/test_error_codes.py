@@ -130,7 +130,7 @@ def test_the_dialogue_of_ranks_hands_on_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options"),
+    ("options", "code"),
     [
         ({"iters": 10, "epochs": 1.0}, "options-conflict"),
         ({"pp_split": "1,2"}, "option-without-effect"),
@@ -140,7 +140,7 @@ def test_the_dialogue_of_ranks_hands_on_the_code() -> None:
         ({"optimizer": "adm"}, "value-unknown"),
         ({"num_layers": 0}, "value-invalid"),
         ({"lora_parameters": {"rnk": 8}}, "option-unknown"),
-        ({"data": "no-such-directory"}, "data-missing", None),
+        ({"data": "no-such-directory"}, "data-missing"),
     ],
 )
 def test_what_finetune_raises_has_a_code(
