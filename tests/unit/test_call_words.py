@@ -57,7 +57,7 @@ def test_the_error_keeps_its_class_and_its_facts() -> None:
         fact = 3
 
     with pytest.raises(Particular) as told, named_as_arguments(TrainConfig):
-        raise Particular("--iters is 0", where="--batch-size", hint="give --epochs 3")
+        raise Particular("--iters is 0", code="value-out-of-range", where="--batch-size", hint="give --epochs 3")
     error = told.value
     assert (error.message, error.where, error.hint) == (
         "iters is 0",

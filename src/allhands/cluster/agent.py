@@ -311,7 +311,7 @@ def enter_directory(path: str, below_home: str | None) -> None:
             hint = 'correct "cwd" in the hostfile'
             raise ConfigError(
                 f"{path} cannot be entered: {error.strerror}",
-                code="path-missing",
+                code="directory-inaccessible",
                 hint=hint,
             ) from None
         with contextlib.suppress(OSError):

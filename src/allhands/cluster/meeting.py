@@ -293,7 +293,7 @@ class _RollCall(_Part):
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise _Trouble(
                 found[-1] + more,
-                code="connection-blocked" if what == "reaches" else "port-unavailable",
+                code=_CODES_OF_TRIES[what],
                 blocked=what == "reaches",
             )
         self._say_all({"kind": what})
@@ -413,6 +413,8 @@ class _RollCall(_Part):
 
 # --- the other ranks ------------------------------------------------------------------------------
 
+# What a rank tries before it goes on with the others, and the code where it cannot be done.
+_CODES_OF_TRIES = {"listens": "port-unavailable", "reaches": "connection-blocked"}
 _HINTS = (
     "look at the output of the ranks that are named; every rank must be of the same start of the same job",
     "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way",

@@ -137,7 +137,7 @@ def fuse_model(
     if holds_files(target) and not options.force:
         raise ConfigError(
             "a model is there already",
-            code="place-taken",
+            code="output-exists",
             where=str(out),
             hint="add --force to replace it",
         )

@@ -34,6 +34,7 @@ _ERROR_CODES = {
     errno.EROFS: "file-system-read-only",
     errno.ENOENT: "output-directory-missing",
     errno.EFBIG: "file-too-large",
+    None: "file-not-written",
 }
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -61,7 +62,7 @@ def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     message, where = f"cannot be written: {reason}", str(path)
     if number in _TAKEN:
         return TakenError(message, code="place-taken", where=where, hint=hint)
-    code = _ERROR_CODES.get(number or 0, "file-not-written")
+    code = _ERROR_CODES.get(number, _ERROR_CODES[None])
     return StorageError(message, code=code, where=where, hint=hint)
 
 

@@ -125,7 +125,7 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
     if there and not force:
         raise ConfigError(
             f"{kind} is there already",
-            code="place-taken",
+            code="output-exists",
             where=str(out),
             hint="add --force to replace it",
         )

@@ -394,7 +394,7 @@ def get_model(
         elif holds_files(target) and not force:
             raise ConfigError(
                 "another model is there already",
-                code="place-taken",
+                code="output-exists",
                 where=str(out),
                 hint="add --force to replace it",
             )

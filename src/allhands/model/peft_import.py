@@ -213,7 +213,7 @@ def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> di
         if not base.holds(match["module"], value):
             raise ModelError(
                 f"{name}: the embeddings saved with it are not the model's, as after adding tokens",
-                code="peft-setting-unsupported",
+                code="peft-embeddings-differ",
                 where=WEIGHTS_FILE,
                 hint=_merge(base),
             )
@@ -253,7 +253,7 @@ def _without_tied_head(
     raise ModelError(
         f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
         "alone (no ensure_weight_tying); in MLX one adapter reaches both",
-        code="peft-setting-unsupported",
+        code="peft-weights-tied",
         where=CONFIG_FILE,
         hint=_TIE,
     )
