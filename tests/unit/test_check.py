@@ -589,10 +589,12 @@ def test_the_yaml_file_of_the_run_is_read_and_flags_win(tmp_path: Path, tiny_mod
 
 
 def test_wrong_input_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError) as caught:
         run(tmp_path / "nowhere", "--model", "no/such/model")
-    with pytest.raises(ConfigError, match="not a split"):
+    assert caught.value.code == "data-missing"
+    with pytest.raises(ConfigError) as caught:
         run("demo", "--split", "training")
+    assert caught.value.code == "value-unknown"
     with pytest.raises(ConfigError, match="--packing"):
         run("demo", "--packing", "--mask-prompt")
 

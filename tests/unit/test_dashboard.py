@@ -127,8 +127,9 @@ def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
                 assert str(process.pid) in ask_to_stop(run)
                 assert process.wait(10) == 7
             else:
-                with pytest.raises(DataError, match="no process of this run lives"):
+                with pytest.raises(DataError) as caught:
                     ask_to_stop(run)
+                assert caught.value.code == "run-not-stoppable"
                 assert process.poll() is None
                 process.kill()
 

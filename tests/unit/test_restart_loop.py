@@ -409,8 +409,9 @@ def test_ranks_that_cannot_be_started_count_as_a_fault_later_on(
     stage: Callable[..., Stage],
 ) -> None:
     error = DistributedError("ssh: no route to host", code="host-unreachable", hint="look at it")
-    with pytest.raises(DistributedError, match="no route"):
+    with pytest.raises(DistributedError) as caught:
         stage(error).run(max_restarts=3)
+    assert caught.value.code == "host-unreachable"
     job = stage(failed(_KILLED, 7), error, _DONE)
     assert job.run(max_restarts=3) == 0
     later = job.told_of("fault")[1]
@@ -440,8 +441,9 @@ def test_an_error_of_the_members_is_not_swallowed(stage: Callable[..., Stage]) -
         def roster(self) -> Roster:
             raise DistributedError("no such file", code="any-fault")
 
-    with pytest.raises(DistributedError, match="no such file"):
+    with pytest.raises(DistributedError) as caught:
         stage().run(Broken())
+    assert caught.value.code == "any-fault"
 
 
 # --- stops ----------------------------------------------------------------------------------------

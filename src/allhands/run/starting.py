@@ -40,7 +40,7 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: RunCont
                 hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
             raise ModelError(
                 f"{problem} (--resume-adapter-file)",
-                code="resume-adapter-unusable",
+                code="adapter-missing",
                 where=str(resumed),
                 hint=hint,
             )
