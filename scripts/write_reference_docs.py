@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import error_codes
+
 import allhands
 from allhands.errors import AllhandsError
 from allhands.observe.metrics.events import KINDS
@@ -20,8 +22,8 @@ ERRORS = """# Exit and error codes
 
 A command ends with one of these exit codes, also if it runs on several computers. Every error is one message on
 standard error: what is wrong, where, and what to do. In Python each error is an exception with these attributes:
-`message`, `where` (file and line, option or rank), `hint` (what to do) and `exit_code`. All of them are classes in
-`allhands.errors` and derive from `allhands.AllhandsError`.
+`message`, `code` (the [fault](#codes-of-faults)), `where` (file and line, option or rank), `hint` (what to do) and
+`exit_code`. All of them are classes in `allhands.errors` and derive from `allhands.AllhandsError`.
 
 This page is made from the code: `python scripts/write_reference_docs.py`.
 
@@ -30,13 +32,14 @@ This page is made from the code: `python scripts/write_reference_docs.py`.
 """
 
 ERRORS_FOR_PROGRAMS = """
-The words of messages change between versions; the codes and the names of errors do not. So a program reads these:
+The words of messages change between versions. The names of errors, their exit codes and the codes of faults do not.
+So a program reads these:
 
 - **The exit code** of the command. [Stopping](../reliability.md#stopping) has the codes of runs that were stopped.
 - **`logs/error-rank-N.json`** in the run's directory, for each rank that has failed. It has the name of the error
-  (`type`), `message`, `where`, `hint`, `exit_code`, `time` and `traceback`.
+  (`type`), `code`, `message`, `where`, `hint`, `exit_code`, `time` and `traceback`.
 - **`events.jsonl`** in the run's directory, for a run with a supervisor. Its
-  [events](../reliability.md#eventsjsonl) have `error` and `exit_code`.
+  [events](../reliability.md#eventsjsonl) have `error`, `code` and `exit_code`.
 
 ```python
 import allhands
@@ -44,8 +47,16 @@ import allhands
 try:
     allhands.finetune(model="demo", data="no-such-directory", iters=10)
 except allhands.AllhandsError as error:
-    print(type(error).__name__, error.exit_code, error.hint)
+    print(error.exit_code, error.code, error.hint)
 ```
+
+## Codes of faults
+
+A code names a fault, and not the place where it was found: `place-taken` is the same for a model, a picture and a
+table. Codes are stable: later versions add codes, but no code gets another meaning. Each code belongs to one exit code. The
+exception is `training-failed`, an error of a command that starts a training. Its exit code is that of the training.
+
+The messages are examples. `...` stands for names, numbers and the words of other programs.
 """
 
 METRICS = """# Metrics and events
@@ -132,7 +143,23 @@ def errors_page() -> str:
     ]
     rows.sort(key=lambda row: row[0])
     lines = "".join(f"| {code} | {name} | {meaning} |\n" for code, name, meaning in rows)
-    return f"{ERRORS}{lines}{ERRORS_FOR_PROGRAMS}"
+    codes = "".join(
+        codes_table(exit_code, found) for exit_code, found in error_codes.examples().items()
+    )
+    return f"{ERRORS}{lines}{ERRORS_FOR_PROGRAMS}{codes}"
+
+
+def codes_table(exit_code: int, messages: dict[str, str]) -> str:
+    """The codes of one exit code, each with a message."""
+    rows = "".join(f"| `{code}` | {as_prose(text)} |\n" for code, text in messages.items())
+    return f"\n### Exit code {exit_code}\n\n| code | message |\n|---|---|\n{rows}"
+
+
+def as_prose(text: str) -> str:
+    """A message in one line, without marks of Markdown but those of code."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    parts[::2] = [re.sub(r"([*<]|(?<!\w)_)", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def metrics_page() -> str:

@@ -165,6 +165,7 @@ def _check_processes(chosen: TrainConfig, launch: LaunchPlace) -> None:
         return
     raise ConfigError(
         f"{words}, but a call starts no processes, and there {'is' if launch.size == 1 else 'are'} {launch.size}",
+        code="call-starts-no-processes",
         where=where,
         hint=f"leave it out, or start a script as several processes: allhands launch {wanted} -- python SCRIPT",
     )

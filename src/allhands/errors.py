@@ -7,7 +7,8 @@ class.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copyreg
+from typing import Any, ClassVar
 
 
 class AllhandsError(Exception):
@@ -15,17 +16,26 @@ class AllhandsError(Exception):
 
     Args:
         message: what is wrong, in one sentence.
+        code: the fault, in at most five words with hyphens (``"file-missing"``). It is the same in
+            every version, and belongs to one exit code.
         where: file and line (``"train.jsonl:12"``), flag (``"--num-layers"``) or rank, if known.
         hint: what the person can do now.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str, where: str | None = None, hint: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
+        self.code = code
         self.where = where
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other processes send errors: unpickling sets the attributes, and does not call __init__.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message
@@ -105,7 +115,9 @@ class Regroup(AllhandsError):
 def peer_lost() -> PeerLostError:
     """Return the error of a rank whose connection to another one has ended."""
     return PeerLostError(
-        "the connection to another rank was lost", hint="look for the rank that ended first"
+        "the connection to another rank was lost",
+        code="peer-lost",
+        hint="look for the rank that ended first",
     )
 
 

@@ -98,7 +98,7 @@ def save(context, seconds):
         time.sleep(0.01)
     time.sleep(seconds)
     (here / f"saved-{launch.rank}").touch()
-    raise Interrupted("stopped")
+    raise Interrupted("stopped", code="stopped")
 def collectives(context, backend, script):
     import mlx.core as mx
     world = mx.distributed.init(strict=True, backend=backend)
@@ -173,7 +173,7 @@ with worker.install(launch, os.environ) as context:
     elif script == "code":
         os._exit(int(words[0]))
     elif script == "data":
-        raise DataError("no samples", where="train.jsonl:12")
+        raise DataError("no samples", code="data-empty", where="train.jsonl:12")
     elif script == "lost":
         raise RuntimeError("[ring] connection to a peer was lost")
     elif script == "kill":

@@ -108,8 +108,9 @@ def test_a_conversation_beyond_the_models_positions_is_refused_and_kept(tmp_path
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError) as caught:
         Conversation(load_for_generation(str(bare), None), Sampling(), max_tokens=4)
+    assert caught.value.code == "chat-template-missing"
 
 
 def test_each_line_of_a_pipe_is_a_turn(tiny_model: Path) -> None:

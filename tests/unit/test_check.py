@@ -342,7 +342,7 @@ def test_a_template_that_opens_generated_answers_otherwise_is_named() -> None:
 
 def test_rows_that_training_refuses_are_grouped_and_the_rest_is_counted() -> None:
     def bad(line: int, message: str, hint: str) -> DataError:
-        return DataError(message, where=f"train.jsonl:{line}", hint=hint)
+        return DataError(message, code="any-fault", where=f"train.jsonl:{line}", hint=hint)
 
     items = [
         *chats(),
@@ -589,10 +589,12 @@ def test_the_yaml_file_of_the_run_is_read_and_flags_win(tmp_path: Path, tiny_mod
 
 
 def test_wrong_input_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError) as caught:
         run(tmp_path / "nowhere", "--model", "no/such/model")
-    with pytest.raises(ConfigError, match="not a split"):
+    assert caught.value.code == "data-missing"
+    with pytest.raises(ConfigError) as caught:
         run("demo", "--split", "training")
+    assert caught.value.code == "value-unknown"
     with pytest.raises(ConfigError, match="--packing"):
         run("demo", "--packing", "--mask-prompt")
 

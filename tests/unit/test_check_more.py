@@ -61,7 +61,7 @@ def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(
 def test_numbers_and_excerpts_do_not_part_a_group() -> None:
     messages = ["bad at column 3, near 'abc'", "bad at column 14, near 'xyz'", "worse at column 3"]
     errors = [
-        DataError(words, where=f"train.jsonl:{n}", hint="repair it")
+        DataError(words, code="any-fault", where=f"train.jsonl:{n}", hint="repair it")
         for n, words in enumerate(messages)
     ]
     _, findings = check(
@@ -77,7 +77,10 @@ def test_numbers_and_excerpts_do_not_part_a_group() -> None:
 def test_too_many_reasons_do_not_point_to_a_file_that_is_not_written() -> None:
     # Words, since numbers make no difference.
     names = ["".join("abcdefghij"[int(digit)] for digit in str(n)) for n in range(NUM_REASONS + 2)]
-    errors = [DataError(f"bad {name}", where=f"train.jsonl:{n}") for n, name in enumerate(names)]
+    errors = [
+        DataError(f"bad {name}", code="any-fault", where=f"train.jsonl:{n}")
+        for n, name in enumerate(names)
+    ]
     _, findings = check({"train": errors}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
     (rest,) = [finding for finding in findings if finding.code == "bad-rows" and finding.count == 2]
     assert message_of(rest) == "2 rows: other reasons"

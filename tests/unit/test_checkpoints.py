@@ -378,8 +378,9 @@ def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
     body = {"format": FORMAT, "step": 1, "iteration": 1, "run_id": RUN, "time": 1.0, "arrays": []}
     body["files"] = {"../secret": facts}
     (tmp_path / "c" / "manifest.json").write_bytes(manifest_text(body))
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path / "c")
+    assert caught.value.code == "checkpoint-damaged"
 
 
 def test_without_sums_only_the_state_is_read(run: Path) -> None:

@@ -112,7 +112,7 @@ class Bench:
     def measure(self, backend: str, num_ranks: int, cores: int | None) -> Measurement:
         self.asked.append((backend, num_ranks, cores))
         if backend not in self.times:
-            raise DistributedError("no such thing here")
+            raise DistributedError("no such thing here", code="any-fault")
         return network(backend, *self.times[backend])
 
     @property

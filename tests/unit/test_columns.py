@@ -29,8 +29,9 @@ def parse(row: dict[str, Any]) -> Record:
 )
 def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> None:
     record = parse(row)
-    with pytest.raises(DataError, match="no known shape"):
+    with pytest.raises(DataError) as caught:
         parse_record(row, ColumnNames(), source="f.jsonl", line=1)
+    assert caught.value.code == "record-without-shape"
     assert (record.kind, record.prompt, record.completion) == ("completion", "q", "a")
 
 
@@ -45,8 +46,9 @@ def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> 
     ],
 )
 def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="no known shape"):
+    with pytest.raises(DataError) as caught:
         parse({"question": "q", "answer": "a", **more})
+    assert caught.value.code == "record-without-shape"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_meeting_that_fails_is_the_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meet(*_: object) -> tuple[str, ...]:
-        raise DistributedError("rank 1 was started for 3 ranks")
+        raise DistributedError("rank 1 was started for 3 ranks", code="world-size-mismatch")
 
     monkeypatch.setattr(node, "meet", meet)
     spec = LaunchSpec(["true"], 4, "ring", tmp_path / "logs")

@@ -16,7 +16,7 @@ from allhands.checkpoints.rundir import share_history
 from allhands.errors import AllhandsError, StorageError
 from allhands.observe.metrics import METRICS_FILE, SavedReport, Warned
 
-FULL = StorageError("cannot be written: No space left on device", where="/out")
+FULL = StorageError("cannot be written: No space left on device", code="disk-full", where="/out")
 
 
 class Ranks:

@@ -127,8 +127,9 @@ def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
                 assert str(process.pid) in ask_to_stop(run)
                 assert process.wait(10) == 7
             else:
-                with pytest.raises(DataError, match="no process of this run lives"):
+                with pytest.raises(DataError) as caught:
                     ask_to_stop(run)
+                assert caught.value.code == "run-not-stoppable"
                 assert process.poll() is None
                 process.kill()
 
@@ -280,7 +281,7 @@ def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_pat
     assert (none.returncode, "no such directory" in none.stderr) == (3, True)
     short = call_allhands("dashboard", str(root), "--token", "abc")
     assert (short.returncode, "can be guessed" in short.stderr) == (2, True)
-    assert json.loads(served.ask("/api/log?run=none&log=x")[1]) == {"error": "there is no such run"}
+    assert json.loads(served.ask("/api/log?run=none&log=x")[1])["code"] == "run-missing"
 
 
 def test_the_time_of_a_run_is_that_of_all_its_starts(tmp_path: Path) -> None:

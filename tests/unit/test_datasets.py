@@ -69,8 +69,9 @@ def test_data_that_change_while_they_are_read_are_not_stored(
         write(folder, "another version")
         return plain.records()
 
-    with pytest.raises(DataError, match="changed while they were read"):
+    with pytest.raises(DataError) as caught:
         open_data(config, {"train": RecordSource(plain.identity, records)}, tokenizer)
+    assert caught.value.code == "data-changed"
     write(folder, "the first version")
     data = open_data(config, find_splits(config), tokenizer)
     assert data.stored["train"].built
@@ -84,8 +85,9 @@ def test_a_split_that_a_hub_dataset_lacks_is_said_before_training(
     config = build_config(
         {"model": str(tiny_model), "data": "owner/name", "train": True, "test": True}
     )
-    with pytest.raises(DataError, match="no test split") as caught:
+    with pytest.raises(DataError) as caught:
         find_splits(config)
+    assert caught.value.code == "split-missing"
     assert "test_split" in (caught.value.hint or "")
 
 
@@ -211,13 +213,16 @@ def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
     assert len(data.train) > 1
     assert data.notes == ("no valid.jsonl: training goes on without validation",)
     file.write_text("")
-    with pytest.raises(DataError, match="empty") as caught:
+    with pytest.raises(DataError) as caught:
         list(sources["train"].records())
+    assert caught.value.code == "data-empty"
     assert caught.value.where == str(file)
-    with pytest.raises(DataError, match="a folder is needed"):
+    with pytest.raises(DataError) as caught:
         find_splits(pretraining(file, test=True))
-    with pytest.raises(DataError, match="this type"):
+    assert caught.value.code == "data-not-directory"
+    with pytest.raises(DataError) as caught:
         find_splits(pretraining(tiny_model / "model.safetensors"))
+    assert caught.value.code == "file-type-unsupported"
 
 
 @pytest.mark.parametrize(("more", "noted"), [(0, True), (1, False)])
@@ -326,8 +331,9 @@ def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(
     config = build_config(
         {"model": str(tiny_model), "data": str(tmp_path / "data"), "train": True, "val_batches": 0}
     )
-    with pytest.raises(DataError, match="Is a directory") as caught:
+    with pytest.raises(DataError) as caught:
         open_data(config, find_splits(config), load_tokenizer(str(tiny_model)))
+    assert caught.value.code == "data-unreadable"
     assert caught.value.where == str(tmp_path / "data" / "train.jsonl")
     assert caught.value.hint == "a file is needed here, this is a folder"
 

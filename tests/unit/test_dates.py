@@ -115,8 +115,9 @@ def test_what_a_dated_template_rejects_is_rejected() -> None:
     renderer = Renderer(
         tiny(words + CHATML), mask_prompt=True, max_seq_length=4096, moment=NEW_YEAR
     )
-    with pytest.raises(DataError, match="not this"):
+    with pytest.raises(DataError) as caught:
         renderer.render(chat("no", "b"))
+    assert caught.value.code == "chat-template-rejects-messages"
     assert renderer.render(chat("yes", "b")).mask.any()
 
 

@@ -112,7 +112,7 @@ def test_speeds_are_those_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> Measurement:
-        raise ConfigError("no such thing", hint="another")
+        raise ConfigError("no such thing", code="any-fault", hint="another")
 
     monkeypatch.setattr(netbench, "measure", refuse)
     found = measured(HOSTS, cluster(), lambda words: None)

@@ -79,5 +79,6 @@ def test_pieces_of_text_without_a_template() -> None:
     bare = Renderer(tiny(None), mask_prompt=True, max_seq_length=64)
     explained = bare.explain(Record("completion", prompt="How ", completion="are 🦜 you </s> "))
     assert explained.runs() == [("How", False), (" are 🦜 you </s> </s>", True)]
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError) as caught:
         bare.explain(Record("chat", messages=(user("a"), answer("b"))))
+    assert caught.value.code == "chat-template-missing"

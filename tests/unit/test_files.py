@@ -131,8 +131,9 @@ def test_a_link_under_the_drafts_name_is_not_followed(
     draft = tmp_path / ".draft-a-known.txt"
     draft.symlink_to(tmp_path / "victim")
     for private in (True, False):
-        with pytest.raises(StorageError, match="File exists"):
+        with pytest.raises(StorageError) as caught:
             write_whole(tmp_path / "a.txt", lambda d: d.write_text("new"), private=private)
+        assert caught.value.code == "place-taken"
     assert (tmp_path / "victim").read_text() == "mine"
     assert draft.is_symlink()
 
@@ -326,10 +327,12 @@ def test_a_missing_directory_and_a_file_in_the_way_are_named(tmp_path: Path) -> 
     assert "a part of the path is a file" in storage_message(
         tmp_path / "file" / "a.txt", lambda t: t.write_text("x")
     )
-    with pytest.raises(StorageError, match="a part of the path is a file"):
+    with pytest.raises(StorageError) as caught:
         make_directory(tmp_path / "file" / "deeper")
-    with pytest.raises(StorageError, match="File exists") as caught:
+    assert caught.value.code == "place-taken"
+    with pytest.raises(StorageError) as caught:
         make_directory(tmp_path / "file")
+    assert caught.value.code == "place-taken"
     assert caught.value.exit_code == 2  # as of every output whose place is taken
 
 

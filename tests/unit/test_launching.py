@@ -104,8 +104,9 @@ def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
         told.append(launching._spec(job, ["program"]).log_dir_there)
     assert asked == [("~/run", "~/run"), (f"{tmp_path}/run", f"{tmp_path}/run"), ("run", "run")]
     assert told == ["~/run/logs", None, None]
-    with pytest.raises(ConfigError, match="cannot be entered"):
+    with pytest.raises(ConfigError) as caught:
         enter_directory("~/nowhere", None)
+    assert caught.value.code == "directory-inaccessible"
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
     enter_directory("~/work", None)

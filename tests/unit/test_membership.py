@@ -134,10 +134,11 @@ def test_why_they_are_absent_and_what_waiting_can_lead_to(world: World) -> None:
 
 def test_a_mistake_in_asking_is_an_error_of_the_roster(world: World) -> None:
     def refuse(host: str, timeout_s: float) -> None:
-        raise ConfigError("not understood", where="ALLHANDS_SSH")
+        raise ConfigError("not understood", code="ssh-command-invalid", where="ALLHANDS_SSH")
 
-    with pytest.raises(ConfigError, match="not understood"):
+    with pytest.raises(ConfigError) as caught:
         HostfileMembers(world.path, trouble=refuse).roster()
+    assert caught.value.code == "ssh-command-invalid"
 
 
 def test_hosts_are_asked_at_the_same_time(world: World) -> None:
@@ -238,7 +239,7 @@ def test_checkpoints_that_cannot_be_asked_for_are_not_forgotten(
     members = world.members()
     world.steps = {"b": 40}
     members.roster()
-    world.fails = DistributedError("ssh broke off")
+    world.fails = DistributedError("ssh broke off", code="host-unreachable")
     with caplog.at_level(logging.WARNING):
         assert "was last seen on b" in (members.roster().obstacle or "")
     assert "ssh broke off" in caplog.text

@@ -163,14 +163,16 @@ def test_nobody_else_may_read_what_is_made_and_what_is_there_keeps_its_mode(tmp_
 def test_a_disk_that_is_full_at_the_start_is_a_storage_error() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError) as caught:
         JsonlSink("/dev/full")
+    assert caught.value.code == "disk-full"
 
 
 def test_a_path_that_cannot_be_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="what to do"):
+    with pytest.raises(StorageError) as caught:
         JsonlSink(tmp_path / "file" / "metrics.jsonl")
+    assert caught.value.code == "place-taken"
 
 
 def test_a_disk_that_fills_up_later_warns_once_and_loses_only_what_did_not_fit(

@@ -206,7 +206,7 @@ def test_a_computer_that_is_missing_is_named_and_the_others_are_measured(
     attempts: Attempts,
 ) -> None:
     everybody = ("node0", "node1", "node2")
-    attempts.ends[everybody] = HostError(["node2"], "no", hint="look")
+    attempts.ends[everybody] = HostError(["node2"], "no", code="any-fault", hint="look")
     result = measure(hosts_of(3), "ring")
     assert attempts.groups == [
         (everybody, [1, 1, 1]),
@@ -216,7 +216,7 @@ def test_a_computer_that_is_missing_is_named_and_the_others_are_measured(
     assert result.whole is not None
     assert result.whole.hosts == ("node0", "node1")
     assert [link.hosts for link in result.links] == [("node0", "node1")]
-    assert result.failures == (Failure(("node2",), everybody, "no", "look"),)
+    assert result.failures == (Failure(("node2",), everybody, "no", "look", code="any-fault"),)
     assert result.not_measured == ()
 
 

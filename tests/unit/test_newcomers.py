@@ -29,7 +29,10 @@ def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(
     stage: Callable[..., Stage],
 ) -> None:
     unfit = UnfitHosts(
-        ["b"], "b does not fit to a and c: b has mlx 1, a 2", hint="allhands cluster init --hosts b"
+        ["b"],
+        "b does not fit to a and c: b has mlx 1, a 2",
+        code="versions-differ",
+        hint="allhands cluster init --hosts b",
     )
     job = stage(unfit, _DONE)
     members = Members(hosts("a", "b", "c"), hosts("a", "c"))
@@ -47,7 +50,7 @@ def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(
 
 def test_it_is_an_error_at_once_where_all_are_needed(stage: Callable[..., Stage]) -> None:
     with pytest.raises(UnfitHosts):
-        stage(UnfitHosts(["b"], "b does not fit")).run(
+        stage(UnfitHosts(["b"], "b does not fit", code="versions-differ")).run(
             Members(hosts("a", "b", "c")), max_restarts=5
         )
     fault = Fault("misfit", -1, "", "b does not fit", 7, explanation="b does not fit", misfits=(1,))

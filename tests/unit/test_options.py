@@ -383,8 +383,9 @@ def test_the_python_calls(tmp_path: Path) -> None:
 )
 def test_keys_given_twice(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError) as caught:
         build_config({}, tmp_path / "a.yaml")
+    assert caught.value.code == "option-given-twice"
 
 
 @pytest.mark.parametrize(

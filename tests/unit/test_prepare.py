@@ -444,7 +444,12 @@ def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
 def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
     def measure(record: Record) -> Rendered:
         if record.text == sentence(3):
-            raise DataError("the template says no", where=record.where, hint="change it")
+            raise DataError(
+                "the template says no",
+                code="chat-template-rejects-messages",
+                where=record.where,
+                hint="change it",
+            )
         count = len(str(record.text).split())
         return Rendered(np.zeros(count, dtype=np.int32), np.ones(count, dtype=np.bool_), 0)
 
@@ -471,8 +476,9 @@ def test_without_a_model_lengths_are_characters(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     run(tmp_path, {"a.jsonl": texts(range(5))})
     before = (tmp_path / "out" / "train.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="prepared data is there already") as caught:
+    with pytest.raises(ConfigError) as caught:
         run(tmp_path, {"a.jsonl": texts(range(5, 10))})
+    assert caught.value.code == "output-exists"
     assert "--force" in str(caught.value.hint)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before
     run(tmp_path, {"a.jsonl": texts(range(5, 10))}, force=True)
@@ -487,10 +493,11 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_source_is_never_replaced(tmp_path: Path) -> None:
     (name,) = write(tmp_path / "data", {"train.jsonl": texts(range(5))})
-    with pytest.raises(ConfigError, match="is in it"):
+    with pytest.raises(ConfigError) as caught:
         prepare(
             find_sources([name], SourceOptions()), tmp_path / "data", PrepareOptions(force=True)
         )
+    assert caught.value.code == "output-place-unsuitable"
     assert len(rows_of(Path(name))) == 5
 
 

@@ -374,8 +374,8 @@ def test_options() -> None:
     with pytest.raises(ConfigError) as caught:
         ReadOptions(documents="")
     assert caught.value.where == "--documents"
-    assert RowProblem("f", 3, "m").where == "f:3"
-    assert RowProblem("f", 0, "m").where == "f"
+    assert RowProblem("f", 3, "m", code="json-invalid").where == "f:3"
+    assert RowProblem("f", 0, "m", code="json-invalid").where == "f"
     assert [file_type(Path(name)) for name in ("a.JSONL.gz", "a.pq", "a.tar.gz", "jsonl", "a.md")] == [
         "jsonl", "parquet", None, None, "text",
     ]  # fmt: skip

@@ -185,7 +185,9 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
     def begin(target: Path) -> Any:
         if target.name == "step-0000002" and target.is_relative_to(tmp_path / f"run-{broken}"):
             failed.append(target)
-            raise StorageError("cannot be written: No space left on device", where=str(target))
+            raise StorageError(
+                "cannot be written: No space left on device", code="disk-full", where=str(target)
+            )
         return drafting(target)
 
     monkeypatch.setattr("allhands.checkpoints.saving.drafting", begin)
@@ -233,7 +235,9 @@ def _without_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def begin(target: Path) -> Any:
         if target.is_relative_to(directory):
-            raise StorageError("cannot be written: No space left on device", where=str(target))
+            raise StorageError(
+                "cannot be written: No space left on device", code="disk-full", where=str(target)
+            )
         return drafting(target)
 
     monkeypatch.setattr("allhands.checkpoints.saving.drafting", begin)
@@ -260,7 +264,9 @@ def test_a_picture_that_cannot_be_drawn_is_no_error(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plot(*_: Any, **__: Any) -> Path:
-        raise StorageError("cannot be written: No space left on device", where="loss.png")
+        raise StorageError(
+            "cannot be written: No space left on device", code="disk-full", where="loss.png"
+        )
 
     monkeypatch.setattr("allhands.observe.plots.plot_losses", plot)
     text = io.StringIO()

@@ -339,9 +339,10 @@ from allhands.cluster.environment import LaunchPlace
 from allhands.errors import DataError, Interrupted
 with worker.install(LaunchPlace("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a test"), os.environ) as context:
     context.mark_started()
-    raise {"data": DataError("no samples", where="train.jsonl:12"), "stop": Interrupted("stopped after step 4")}[
-        sys.argv[2]
-    ]
+    raise {
+        "data": DataError("no samples", code="data-empty", where="train.jsonl:12"),
+        "stop": Interrupted("stopped after step 4", code="stopped"),
+    }[sys.argv[2]]
 """
 
 

@@ -234,12 +234,14 @@ def test_a_person_is_told_where_they_are_now(run: Path) -> None:
         {"train": True, "adapter_path": str(run), "resume_adapter_file": str(start)}
     )
     make_room(run, None, "new")
-    with pytest.raises(ModelError, match="no such file") as caught:
+    with pytest.raises(ModelError) as caught:
         starting_weights(config, run, RunContext())
+    assert caught.value.code == "adapter-missing"
     assert f"--resume-adapter-file {run / 'adapters.1' / STARTS[0]}" in (caught.value.hint or "")
     missing = config.model_copy(update={"resume_adapter_file": str(run.parent / "nowhere")})
-    with pytest.raises(ModelError, match="no such file") as caught:
+    with pytest.raises(ModelError) as caught:
         starting_weights(missing, run, RunContext())
+    assert caught.value.code == "adapter-missing"
     assert (
         caught.value.hint == "give the adapters.safetensors, or a numbered one, of an earlier run"
     )
@@ -249,6 +251,7 @@ def test_a_person_is_told_where_they_are_now(run: Path) -> None:
         adapter_path=str(run),
         resume_adapter_file=str(run.parent / "nowhere"),
     )
-    with pytest.raises(ModelError, match="no such file") as caught:
+    with pytest.raises(ModelError) as caught:
         starting_weights(fresh, run, RunContext())
+    assert caught.value.code == "adapter-missing"
     assert caught.value.hint == "give the model.safetensors of an earlier run"

@@ -24,10 +24,10 @@ def _pair(tmp_path: Path, rank: int = 1) -> tuple[WorkerContext, RunFiles]:
 @pytest.mark.parametrize(
     ("rank", "error", "hidden"),
     [
-        (1, DataError("it is empty", where="data", hint="fill it"), True),
-        (0, DataError("it is empty", where="data", hint="fill it"), True),
-        (1, Interrupted("stopped after step 3", hint="go on"), True),
-        (0, Interrupted("stopped after step 3", hint="go on"), False),
+        (1, DataError("it is empty", code="data-empty", where="data", hint="fill it"), True),
+        (0, DataError("it is empty", code="data-empty", where="data", hint="fill it"), True),
+        (1, Interrupted("stopped after step 3", code="stopped", hint="go on"), True),
+        (0, Interrupted("stopped after step 3", code="stopped", hint="go on"), False),
         (1, ValueError("a defect"), False),
     ],
 )

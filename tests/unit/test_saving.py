@@ -32,7 +32,7 @@ def test_a_save_that_ends_while_it_is_asked_for_is_told_the_next_time(tmp_path: 
     plan = SavePlan(tmp_path, "run", 0, 1, None, True, {}, dict)
     saver = Saver(plan, lambda: dict, lambda state: {})
     failed = JustDone()
-    error = StorageError("the disk is full")
+    error = StorageError("the disk is full", code="disk-full")
     failed.set_exception(error)
     saver._pending.append((5, failed))
     assert [*saver.saved(False), *saver.saved(False), *saver.saved(True)] == [error]

@@ -306,8 +306,9 @@ def test_what_is_refused_leaves_an_earlier_hostfile_as_it_was(
     at_terminal(monkeypatch, "n\n")
     assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="ask")) == 7
     assert "hosts.json is not written" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="nothing has been changed"):
+    with pytest.raises(ConfigError) as caught:
         run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="refuse"))
+    assert caught.value.code == "consent-missing"
     assert (place / "hosts.json").read_text() == before
     assert not (place / "hosts.json.bak").exists()
 

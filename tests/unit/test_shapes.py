@@ -288,8 +288,9 @@ def test_sharegpt_keeps_other_keys_and_takes_the_system_column() -> None:
     # Tables date their messages.
     row = {"messages": [user(), {**answer(), "at": datetime(2024, 5, 1, 12, 30)}]}
     assert parse(row).to_json()["messages"][1] == answer(at="2024-05-01T12:30:00")
-    with pytest.raises(DataError, match="a value of type bytes is no JSON"):
+    with pytest.raises(DataError) as caught:
         parse({"messages": [user(), {**answer(), "at": b"x"}]})
+    assert caught.value.code == "field-of-wrong-type"
     # Who has role and content may have any other key.
     row = {"messages": [{**user(), "from": "Ann"}, answer()]}
     assert parse(row).to_json() == row
@@ -464,12 +465,15 @@ def test_labels_that_rate_nothing() -> None:
         assert example.shape == "chat"
         assert bool(example.warnings) == (label is not None)
     assert parse({"text": "t", "label": True}).shape == "text"
-    with pytest.raises(DataError, match="rated bad cannot be trained on"):
+    with pytest.raises(DataError) as caught:
         parse({"text": "t", "label": False})
-    with pytest.raises(DataError, match="must end with the answer"):
+    assert caught.value.code == "preference-not-trainable"
+    with pytest.raises(DataError) as caught:
         parse({"messages": [user(), answer(), user()], "label": True})
-    with pytest.raises(DataError, match="no question before it"):
+    assert caught.value.code == "preference-invalid"
+    with pytest.raises(DataError) as caught:
         parse({"messages": [answer()], "label": True})
+    assert caught.value.code == "preference-invalid"
 
 
 # Warnings

@@ -364,7 +364,12 @@ def test_a_store_that_vanishes_while_it_is_opened_is_built(
 
 
 @pytest.mark.parametrize(
-    "error", [DataError("bad", where="train.jsonl:3"), KeyboardInterrupt(), ValueError("bug")]
+    "error",
+    [
+        DataError("bad", code="any-fault", where="train.jsonl:3"),
+        KeyboardInterrupt(),
+        ValueError("bug"),
+    ],
 )
 def test_a_failing_build_leaves_nothing(cache: Path, error: BaseException) -> None:
     def build(writer: StoreWriter) -> TokenSetReport:
@@ -421,8 +426,9 @@ def test_a_store_that_vanishes_as_it_is_made_is_an_error_of_storage(
         built.append(target.name)
 
     monkeypatch.setattr(store, "publish", vanish)
-    with pytest.raises(StorageError, match="vanish"):
+    with pytest.raises(StorageError) as caught:
         make()
+    assert caught.value.code == "token-cache-removed"
     assert built == ["k"] * 3
 
 

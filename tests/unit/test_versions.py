@@ -51,8 +51,9 @@ def test_of_others_what_is_installed_counts() -> None:
 
 @pytest.mark.usefixtures("not_installed")
 def test_preparing_other_computers_says_what_it_cannot_send(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without being installed") as told:
+    with pytest.raises(ConfigError) as told:
         find_source(None, tmp_path)
+    assert told.value.code == "install-source-invalid"
     assert told.value.where == "--from"
 
 

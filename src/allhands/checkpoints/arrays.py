@@ -299,6 +299,7 @@ def require_same(
         if here.get(name) != there.get(name):
             raise CheckpointError(
                 f"{name} is {_described(there.get(name))} in the checkpoint, {_described(here.get(name))} here",
+                code="checkpoint-mismatch",
                 where=place,
                 hint="resume with the model and the settings that the checkpoint was made with",
             )

@@ -211,7 +211,12 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
     if path.is_file():
         raise _not_a_directory(path)
     if not path.is_dir():
-        raise _lost(path, "there is no such directory", meant(path, _advice(run_dir)))
+        raise _lost(
+            path,
+            "there is no such directory",
+            meant(path, _advice(run_dir)),
+            code="checkpoint-missing",
+        )
     if is_checkpoint(path):
         return open_checkpoint(path, verify=verify)
     rejected: list[CheckpointError] = []
@@ -219,14 +224,20 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
         return found
     if rejected:
         hint = _of_other_version(rejected) or _from_weights(path) or _advice(run_dir)
-        raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", hint)
+        raise _lost(
+            path,
+            f"no checkpoint in it is whole: {_told(rejected)}",
+            hint,
+            code="checkpoints-all-damaged",
+        )
     if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
         raise _lost(
             path,
             "it holds weights, but no checkpoint",
             f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}",
+            code="checkpoint-missing",
         )
-    raise _lost(path, "it holds no checkpoint", _advice(run_dir))
+    raise _lost(path, "it holds no checkpoint", _advice(run_dir), code="checkpoint-missing")
 
 
 def find_latest(
@@ -256,7 +267,9 @@ def find_latest(
     advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
     advice += [text] if (text := _of_other_version(errors) or _from_weights(run_dir)) else []
     what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
-    raise CheckpointError(what, where="--resume auto", hint="; or ".join(advice))
+    raise CheckpointError(
+        what, code="checkpoints-all-damaged", where="--resume auto", hint="; or ".join(advice)
+    )
 
 
 def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
@@ -311,8 +324,8 @@ def _from_weights(place: Path) -> str | None:
     return None
 
 
-def _lost(path: Path, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(what, where=f"--resume {path}", hint=hint)
+def _lost(path: Path, what: str, hint: str, *, code: str) -> CheckpointError:
+    return CheckpointError(what, code=code, where=f"--resume {path}", hint=hint)
 
 
 def _not_a_directory(path: Path) -> CheckpointError:
@@ -324,7 +337,9 @@ def _not_a_directory(path: Path) -> CheckpointError:
         hint = f"{_WEIGHTS_ONLY}: --resume-adapter-file {path}"
     else:
         hint = "give the directory of a checkpoint or of a run"
-    return _lost(path, "this is a file, and a checkpoint is a directory", hint)
+    return _lost(
+        path, "this is a file, and a checkpoint is a directory", hint, code="checkpoint-missing"
+    )
 
 
 def _advice(run_dir: Path) -> str:

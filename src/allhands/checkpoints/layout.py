@@ -109,6 +109,7 @@ def listed(directory: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(
             f"cannot be read: {error.strerror}",
+            code="checkpoint-unreadable",
             where=str(directory),
             hint="check the rights, and the disk",
         ) from None

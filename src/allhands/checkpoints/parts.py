@@ -365,7 +365,13 @@ class PartExchange:
             said: dict[str, Any] = {"files": files}
         except (AllhandsError, OSError) as error:
             told = error if isinstance(error, AllhandsError) else storage_error_of(error, directory)
-            said = {"problem": [f"rank {self.communicator.rank}: {told.message}", told.hint]}
+            said = {
+                "problem": [
+                    f"rank {self.communicator.rank}: {told.message}",
+                    told.hint,
+                    told.code,
+                ]
+            }
             for name in tensors:  # there may be no room for the note beside it
                 with suppress(OSError):
                     (directory / name).unlink(missing_ok=True)
@@ -389,6 +395,7 @@ class PartExchange:
             if time.monotonic() > since + (_AT_THE_END_S if self._ending.is_set() else _PATIENCE_S):
                 raise StorageError(
                     f"rank {rank} does not write its part of the checkpoint",
+                    code="checkpoint-part-missing",
                     where=str(directory),
                     hint="look at that rank's log",
                 )
@@ -396,8 +403,8 @@ class PartExchange:
         said = json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
         if "problem" in said:
-            message, hint = said["problem"]
-            raise StorageError(message, where=str(directory), hint=hint)
+            message, hint, code = said["problem"]
+            raise StorageError(message, code=code, where=str(directory), hint=hint)
         files = {name: StoredFile(**facts) for name, facts in said["files"].items()}
         return WrittenPart(files, self.ownership.by_rank[rank])
 

@@ -57,6 +57,7 @@ def require_place_of_run(config: TrainConfig) -> None:
             raise _refused(
                 directory,
                 f"it is, or lies in, the directory of {flag} {name}, from which the run is made",
+                code="output-place-unsuitable",
             )
         if (
             flag == "--model"
@@ -64,18 +65,24 @@ def require_place_of_run(config: TrainConfig) -> None:
             and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN
         ):
             raise _refused(
-                directory, f"{flag} {name} lies in it, and would be set aside for the new run's"
+                directory,
+                f"{flag} {name} lies in it, and would be set aside for the new run's",
+                code="output-place-unsuitable",
             )
     try:
         foreign = next(_foreign(directory), None)
     except OSError:  # who writes there says why it cannot be done
         return
     if foreign is not None:
-        raise _refused(directory, f"it holds {foreign}, which no run of allhands has written")
+        raise _refused(
+            directory,
+            f"it holds {foreign}, which no run of allhands has written",
+            code="place-taken",
+        )
 
 
-def _refused(directory: Path, problem: str) -> ConfigError:
-    return ConfigError(problem, where=f"--adapter-path {directory}", hint=_HINT)
+def _refused(directory: Path, problem: str, *, code: str) -> ConfigError:
+    return ConfigError(problem, code=code, where=f"--adapter-path {directory}", hint=_HINT)
 
 
 def _foreign(directory: Path) -> Iterator[str]:

@@ -179,14 +179,16 @@ def _of_another_version(file: Path, said: object) -> CheckpointError:
     if (weights := file.parent / WEIGHTS_FILE).is_file():
         hint += f"; or begin a new run from its weights: --resume-adapter-file {weights}"
     what = f"it was written by {when} version of allhands: its format is {said}, this version reads {FORMAT}"
-    return OtherFormatError(what, where=str(file), hint=hint)
+    return OtherFormatError(what, code="checkpoint-of-other-version", where=str(file), hint=hint)
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
     """Return the error of a file that is not as it was written."""
     run = run_of(file.parent)
     hint = f"resume from another checkpoint: allhands checkpoint verify {run} tells which of them are whole"
-    return CheckpointError(f"the checkpoint is damaged: {what}", where=str(file), hint=hint)
+    return CheckpointError(
+        f"the checkpoint is damaged: {what}", code="checkpoint-damaged", where=str(file), hint=hint
+    )
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
@@ -195,5 +197,8 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
         return damaged(file, "it is missing")
     hint = "check the rights of the file, and the disk"
     return CheckpointError(
-        f"the checkpoint cannot be read: {error.strerror}", where=str(file), hint=hint
+        f"the checkpoint cannot be read: {error.strerror}",
+        code="checkpoint-unreadable",
+        where=str(file),
+        hint=hint,
     )

@@ -324,7 +324,9 @@ class Saver:
             told = (
                 error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
             )
-            raise CopyError(told.message, where=told.where, hint=told.hint) from error
+            raise CopyError(
+                told.message, code=told.code, where=told.where, hint=told.hint
+            ) from error
 
     def _without_checkpoint(
         self, request: _Request, there: frozenset[Path], error: StorageError | OSError
@@ -342,7 +344,7 @@ class Saver:
         except (AllhandsError, OSError):
             return told
         hint = f"{told.hint}; the weights of step {request.step} are in {path}, without what is needed to go on"
-        return StorageError(told.message, where=told.where, hint=hint)
+        return StorageError(told.message, code=told.code, where=told.where, hint=hint)
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their iteration's number and, unless they are suspect, as the adapter

@@ -76,6 +76,7 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     ):
         raise ConfigError(
             "the checkpoint was trained with a chat template that is not the model's own",
+            code="resume-chat-template-missing",
             where="--chat-template",
             hint=f"give it again: --chat-template {checkpoint.path / TEMPLATE_FILE}",
         )
@@ -108,6 +109,7 @@ def _check_fixed(
         hint = "begin a new run, whose model has another shape, in a directory of its own: --adapter-path"
     raise ConfigError(
         f"the checkpoint was made with {_words(was[key])}, this is {_words(this[key])}: it would not be the same run",
+        code="resume-settings-changed",
         where=f"--{key.replace('_', '-')}",
         hint=f"{_as_it_was(key, was[key])}; or {hint}",
     )
@@ -159,11 +161,13 @@ def check_contents(
             raise ModelError(
                 "the model is not the checkpoint's: the tokenizer has another vocabulary or other special tokens than "
                 f"{state['model']['path']}, or --vocabulary or --dtype is another",
+                code="resume-tokenizer-changed",
                 where="--tokenizer",
                 hint="name the tokenizer that the run began with",
             )
         raise ModelError(
             f"these are not the weights of {state['model']['path']}, from which the checkpoint was trained",
+            code="resume-model-changed",
             where="--model",
             hint="name the model that the run began with",
         )
@@ -184,11 +188,13 @@ def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> Da
             hint = f"give --chat-template {checkpoint.path / TEMPLATE_FILE}, which was used, and leave out --system"
         return DataError(
             "the chat template, or the place of system messages in it, is not the one of the checkpoint",
+            code="resume-chat-template-changed",
             where="--chat-template",
             hint=hint,
         )
     return DataError(
         "the training data, or how they become tokens, are not those that the checkpoint was trained on",
+        code="resume-data-changed",
         where="--data",
         hint=f"name the data{' and the tokenizer' if fresh else ''} that the run began with; or begin a new run from "
         f"these weights with --resume-adapter-file {checkpoint.path / WEIGHTS_FILE}",
@@ -213,6 +219,7 @@ def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise CheckpointError(
             "it does not say which settings it was made with",
+            code="checkpoint-incomplete",
             where=str(checkpoint.path),
             hint="give a checkpoint of allhands train",
         )

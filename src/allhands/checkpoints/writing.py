@@ -128,7 +128,9 @@ def drafting(target: Path) -> Generator[CheckpointDraft]:
             sweep(target.parent)
         # The name that it had for a while means nothing to a person.
         told = error if isinstance(error, StorageError) else storage_error(target, error)
-        raise StorageError(told.message, where=str(target), hint=told.hint) from error
+        raise StorageError(
+            told.message, code=told.code, where=str(target), hint=told.hint
+        ) from error
 
 
 def write_checkpoint(
@@ -249,6 +251,7 @@ def _refuse_others(target: Path, names: Collection[str]) -> None:
     if others:
         raise StorageError(
             f"cannot be replaced by a checkpoint, which {others[0]} in it does not belong to",
+            code="checkpoint-place-foreign",
             where=str(target),
             hint="move that to another place",
         )

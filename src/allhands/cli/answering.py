@@ -29,6 +29,7 @@ def ranks_asked(asked: Generate | Chat | Compare) -> dict[str, Any] | None:
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(
             "it has no effect without --strategy pipeline",
+            code="option-without-effect",
             where=flag,
             hint="add it, or leave it out",
         )
@@ -55,5 +56,7 @@ def chat_choice(template: str | None, system: str) -> ChatChoice:
     """
     if system not in ("template", "merge"):
         hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
-        raise ConfigError(f"{system!r} is not known", where="--system", hint=hint)
+        raise ConfigError(
+            f"{system!r} is not known", code="value-unknown", where="--system", hint=hint
+        )
     return ChatChoice(template, cast("Any", system))

@@ -61,7 +61,10 @@ def check(asked: DataCheck) -> None:
 def _chosen_splits(name: str | None) -> tuple[str, ...]:
     if name is not None and name not in SPLITS:
         raise ConfigError(
-            f"{name!r} is not a split", where="--split", hint=f"write {', '.join(SPLITS)}"
+            f"{name!r} is not a split",
+            code="value-unknown",
+            where="--split",
+            hint=f"write {', '.join(SPLITS)}",
         )
     return SPLITS if name is None else (name,)
 
@@ -180,7 +183,9 @@ def _sources(
         found = find_splits(chosen.model_copy(update={"test": False}))
     if len(names) == 1 and names[0] not in found:
         hint = "leave --split out to check what is there; allhands data prepare makes all three"
-        raise DataError(f"there is no {names[0]} set", where="--split", hint=hint)
+        raise DataError(
+            f"there is no {names[0]} set", code="split-missing", where="--split", hint=hint
+        )
     splits = {name: _items(config, name, found.get(name)) for name in names}
     return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
 

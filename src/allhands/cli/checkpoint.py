@@ -110,12 +110,19 @@ def _place(path: Path) -> Path:
         if path.exists()
         else "there is no such file or directory"
     )
-    raise CheckpointError(what, where=str(path), hint=meant(path, _WHAT_TO_GIVE))
+    raise CheckpointError(
+        what, code="checkpoint-missing", where=str(path), hint=meant(path, _WHAT_TO_GIVE)
+    )
 
 
 def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
     if not (found := look_at(place, verify=verify)):
-        raise CheckpointError("it holds no checkpoint", where=str(place), hint=_WHAT_TO_GIVE)
+        raise CheckpointError(
+            "it holds no checkpoint",
+            code="checkpoint-missing",
+            where=str(place),
+            hint=_WHAT_TO_GIVE,
+        )
     return found
 
 

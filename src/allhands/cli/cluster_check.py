@@ -72,7 +72,10 @@ def _backend(asked: str, hostfile: Path | None) -> str:
     """
     if asked not in BACKENDS:
         raise ConfigError(
-            f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}"
+            f"{asked!r} is not a back-end",
+            code="value-unknown",
+            where="--backend",
+            hint=f"use {', '.join(BACKENDS)}",
         )
     if asked == "auto" and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]

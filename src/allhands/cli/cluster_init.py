@@ -92,6 +92,7 @@ def _wishes(
         hint = f"give an absolute path, or one below ~/ such as {PLACE}"
         raise ConfigError(
             f"{env_dir!r} would be a different place on every computer",
+            code="path-invalid",
             where="--env-dir",
             hint=hint,
         )
@@ -172,6 +173,7 @@ def _refuse(report: SetupReport, output: Path) -> None:
     raise ConfigError(
         "nothing has been changed, because there is no terminal to ask on. This would be done:\n"
         + "\n".join(steps),
+        code="consent-missing",
         where="cluster init",
         hint="add --yes to agree to all of it, or run it in a terminal",
     )

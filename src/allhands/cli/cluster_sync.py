@@ -54,7 +54,12 @@ def sync(asked: ClusterSync) -> None:
     """Run the verb."""
     if asked.delete != "no":
         hint = "files that exist only there are kept: remove them by hand"
-        raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
+        raise ConfigError(
+            "sync deletes nothing on other hosts",
+            code="option-unsupported",
+            where="--delete",
+            hint=hint,
+        )
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
     options = _options(
         [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
@@ -75,13 +80,26 @@ def sync(asked: ClusterSync) -> None:
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
-        raise ConfigError("these exclude each other", where=where, hint="give one of them, or none")
+        raise ConfigError(
+            "these exclude each other",
+            code="options-conflict",
+            where=where,
+            hint="give one of them, or none",
+        )
     if transport in ("tls", "tcp"):
         hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
-        raise ConfigError(f"there is no {transport} any more", where="--transport", hint=hint)
+        raise ConfigError(
+            f"there is no {transport} any more",
+            code="value-unknown",
+            where="--transport",
+            hint=hint,
+        )
     if transport not in ("auto", "ssh"):
         raise ConfigError(
-            f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh"
+            f"{transport!r} is not a transport",
+            code="value-unknown",
+            where="--transport",
+            hint="use auto or ssh",
         )
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
@@ -144,7 +162,10 @@ def _data_path(data: str) -> str:
     """
     if not Path(os.path.expanduser(data)).exists():
         raise DataError(
-            "the data folder does not exist", where=data, hint="check --data; nothing has been sent"
+            "the data folder does not exist",
+            code="data-missing",
+            where=data,
+            hint="check --data; nothing has been sent",
         )
     return data
 
@@ -207,6 +228,7 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
             "from": host.parent,
             "seconds": host.done_s,
             "error": None if host.error is None else str(host.error),
+            "code": None if host.error is None else host.error.code,
         }
         for host in state.hosts
     ]

@@ -41,6 +41,7 @@ def compare(asked: Compare) -> None:
     if adapter is None:
         raise ConfigError(
             "there is nothing to compare with",
+            code="option-missing",
             where="--adapter-path",
             hint="give a trained adapter",
         )
@@ -125,6 +126,7 @@ def held_out_prompts(data: str, count: int) -> list[str]:
     if not prompts:
         raise DataError(
             "no example of test.jsonl has a question",
+            code="questions-missing",
             where=data,
             hint="give chat or prompt/completion data",
         )

@@ -158,7 +158,10 @@ def _become(words: Sequence[str]) -> NoReturn:
     if shutil.which(words[0]) is None:
         hint = "give options of allhands train (they begin with --), or a program: allhands env"
         raise ConfigError(
-            f"{words[0]!r} is not a program of this image", where="arguments", hint=hint
+            f"{words[0]!r} is not a program of this image",
+            code="program-not-found",
+            where="arguments",
+            hint=hint,
         )
     os.execvp(words[0], list(words))
 
@@ -270,7 +273,7 @@ class ContainerRun:
             ("--min-ranks", asked.min_ranks, again),
         ):
             if refused:
-                raise ConfigError(text, where=where, hint=hint)
+                raise ConfigError(text, code="option-set-by-platform", where=where, hint=hint)
 
     def _unbucketed(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values with mounted files in place of Vertex AI's ``gs://``.
@@ -284,7 +287,10 @@ class ContainerRun:
                 if self.platform != "vertex":
                     hint = "buckets are mounted on Vertex AI only: give a path, or mount the bucket"
                     raise ConfigError(
-                        f"{value} is not a path", where=f"--{name.replace('_', '-')}", hint=hint
+                        f"{value} is not a path",
+                        code="path-invalid",
+                        where=f"--{name.replace('_', '-')}",
+                        hint=hint,
                     )
                 values[name] = str(from_bucket(value, self.machine.root))
         return values
@@ -325,7 +331,9 @@ class ContainerRun:
             say(f"note: {note}")
         if data is None and self.is_cloud:
             hint = f"give {_CLOUDS[self.platform]}, or data=demo for the shipped one"
-            raise ConfigError("there is no training data", where="--data", hint=hint)
+            raise ConfigError(
+                "there is no training data", code="option-missing", where="--data", hint=hint
+            )
         return data
 
     # --- training ---------------------------------------------------------------------------------
@@ -335,7 +343,9 @@ class ContainerRun:
         launch, count, job = self.launch, self.launch.ranks_per_node, job_of(config)
         if launch.meeting is None:
             raise DistributedError(
-                "the address at which the computers meet is not known", hint="see allhands env"
+                "the address at which the computers meet is not known",
+                code="meeting-address-unknown",
+                hint="see allhands env",
             )
         spec = LaunchSpec(
             command,

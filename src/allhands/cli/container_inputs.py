@@ -58,7 +58,10 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         hint = "write JSON in UTF-8, with each name once"
         raise ConfigError(
-            f"the hyperparameters cannot be read: {error}", where=source, hint=hint
+            f"the hyperparameters cannot be read: {error}",
+            code="hyperparameters-unreadable",
+            where=source,
+            hint=hint,
         ) from None
     result: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], given).items():
@@ -66,7 +69,10 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
         if key in result:
             hint = "keep one of the names"
             raise ConfigError(
-                f"{key} is given twice, under two names", where=f"hyperparameter {name}", hint=hint
+                f"{key} is given twice, under two names",
+                code="option-given-twice",
+                where=f"hyperparameter {name}",
+                hint=hint,
             )
         if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
@@ -138,7 +144,10 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if message is None:
             raise
         raise ConfigError(
-            str(message()), where="arguments", hint="see allhands train --help"
+            str(message()),
+            code="argument-invalid",
+            where="arguments",
+            hint="see allhands train --help",
         ) from None
     return given
 
@@ -158,7 +167,7 @@ def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfi
         name = (error.where or "").removeprefix("--").replace("-", "_")
         if name in hyper and name not in arguments:
             raise ConfigError(
-                error.message, where=f"hyperparameter {name}", hint=error.hint
+                error.message, code=error.code, where=f"hyperparameter {name}", hint=error.hint
             ) from None
         raise
 
@@ -198,7 +207,12 @@ def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None,
         if not split:
             notes.append(f"channel {name} is not used: it is none of {', '.join(SPLITS)}, model")
         elif split in by_split:
-            raise DataError(f"two channels are {split}", where=str(path), hint="keep one of them")
+            raise DataError(
+                f"two channels are {split}",
+                code="split-given-twice",
+                where=str(path),
+                hint="keep one of them",
+            )
         else:
             by_split[split] = path
     if not by_split:
@@ -224,12 +238,20 @@ def _jsonl_files(path: Path, split: str) -> list[Path]:
         found = sorted(path.parent.glob(path.name))
     if not found:
         raise DataError(
-            f"the {split} channel is empty", where=str(path), hint="put .jsonl files into it"
+            f"the {split} channel is empty",
+            code="split-empty",
+            where=str(path),
+            hint="put .jsonl files into it",
         )
     for one in found:
         if one.suffix != ".jsonl":
             hint = "bring it into shape first: allhands data prepare FILE --out DIR, and give that directory"
-            raise DataError("training reads .jsonl files", where=str(one), hint=hint)
+            raise DataError(
+                "training reads .jsonl files",
+                code="file-type-unsupported",
+                where=str(one),
+                hint=hint,
+            )
     return found
 
 
@@ -269,7 +291,10 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
         except (OSError, tarfile.TarError) as error:
             hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
             raise ModelError(
-                f"cannot be unpacked: {error}", where=str(archives[0]), hint=hint
+                f"cannot be unpacked: {error}",
+                code="archive-damaged",
+                where=str(archives[0]),
+                hint=hint,
             ) from None
     found = [
         one.parent
@@ -279,5 +304,10 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
     if len(found) != 1:
         what = "no model (a directory with config.json)" if not found else "several models"
         hint = "give the channel one model directory, or its .tar.gz; an adapter alone is no model"
-        raise ModelError(f"the model channel holds {what}", where=str(channel), hint=hint)
+        raise ModelError(
+            f"the model channel holds {what}",
+            code="model-channel-ambiguous",
+            where=str(channel),
+            hint=hint,
+        )
     return found[0]

@@ -22,6 +22,7 @@ def dashboard(asked: Dashboard) -> None:
         there = "this is a file" if asked.runs.exists() else "there is no such directory"
         raise DataError(
             there,
+            code="run-missing",
             where=str(asked.runs),
             hint=meant(asked.runs, "give the directory in which runs are"),
         )

@@ -50,6 +50,7 @@ def demo(asked: Demo) -> None:
         if (asked.out / name).exists() and mark not in (asked.out / name).read_bytes():
             raise ConfigError(
                 f"there is another {name}",
+                code="place-taken",
                 where=f"--out {asked.out}",
                 hint="choose another directory",
             )
@@ -168,7 +169,10 @@ def _training(
     code = supervise_training(config, [sys.executable, "-m", "allhands", *arguments(config)])
     if code:
         error = AllhandsError(
-            f"the training on {words} failed", where=config.adapter_path, hint="see its logs there"
+            f"the training on {words} failed",
+            code="training-failed",
+            where=config.adapter_path,
+            hint="see its logs there",
         )
         error.exit_code = code  # type: ignore[misc]
         raise error

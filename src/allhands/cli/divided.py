@@ -154,12 +154,14 @@ def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
     if launch.launcher not in ("single", "allhands"):
         raise ConfigError(
             f"{launch.launcher} keeps the terminal, so nobody can talk with the model",
+            code="terminal-unreachable",
             where="allhands chat",
             hint="start it without another launcher: -n or --hosts starts the ranks",
         )
     if (hosts or hostfile) and all(host.ssh is not None for host in hosts_named(hosts, hostfile)):
         raise ConfigError(
             "no rank is on this computer, but a conversation needs one here",
+            code="terminal-unreachable",
             where=f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}",
             hint="add this computer, or start the chat on one of the others; allhands generate --prompt works from "
             "anywhere",

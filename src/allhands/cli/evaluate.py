@@ -57,6 +57,7 @@ def evaluate(asked: Eval) -> None:
         if value is not None:
             raise ConfigError(
                 "it has no effect without --tasks",
+                code="option-without-effect",
                 where=flag,
                 hint="for less data give --test-batches",
             )
@@ -132,6 +133,7 @@ def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
         found, hint = what_is(Path(config.adapter_path))
         raise ModelError(
             f"there is no adapter (adapters.safetensors): {found}",
+            code="adapter-missing",
             where=config.adapter_path,
             hint=hint,
         )
@@ -190,13 +192,17 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
         if name not in known:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                "it has no effect with --tasks", where=flag, hint="leave one of the two out"
+                "it has no effect with --tasks",
+                code="option-without-effect",
+                where=flag,
+                hint="leave one of the two out",
             )
 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"
         raise ConfigError(
             "benchmarks need lm-evaluation-harness, which is not installed",
+            code="package-missing",
             where="--tasks",
             hint=hint,
         )
@@ -206,7 +212,10 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError(
-            "it names no task", where="--tasks", hint="give names, as in arc_easy,piqa"
+            "it names no task",
+            code="value-empty",
+            where="--tasks",
+            hint="give names, as in arc_easy,piqa",
         )
     adapter = flags.get("adapter_path")
     harness = Harness(

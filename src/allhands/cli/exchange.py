@@ -35,13 +35,17 @@ def export_adapter(asked: Export) -> None:
     ):
         if value is not None and asked.to is not only:
             raise ConfigError(
-                f"it has no effect with --to {asked.to.value}", where=flag, hint="leave it out"
+                f"it has no effect with --to {asked.to.value}",
+                code="option-without-effect",
+                where=flag,
+                hint="leave it out",
             )
 
     if asked.to is Target.peft:
         if asked.adapter_path is None:
             raise ConfigError(
                 "--to peft writes an adapter",
+                code="option-missing",
                 where="--adapter-path",
                 hint="say which: --adapter-path",
             )
@@ -57,7 +61,11 @@ def export_adapter(asked: Export) -> None:
         )
         return
     if asked.adapter_path is None and asked.model is None:
-        raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
+        raise ConfigError(
+            "there is nothing to export",
+            code="nothing-to-do",
+            hint="give --adapter-path, --model or both",
+        )
 
     tell_harm(asked.adapter_path, asked.model)  # before it may be refused for what the training did
     export_model(
@@ -80,7 +88,9 @@ def _to_peft(
     try:
         made = to_peft(adapter, told)
     except ModelError as error:
-        raise ModelError(error.message, where=str(adapter_path), hint=error.hint) from None
+        raise ModelError(
+            error.message, code=error.code, where=str(adapter_path), hint=error.hint
+        ) from None
 
     def check(staged: Path) -> None:
         check_peft(_read(staged, WEIGHTS_FILE, CONFIG_FILE), adapter, told)
@@ -125,6 +135,7 @@ def import_adapter(asked: Import) -> None:
         hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
             "adapter_model.bin is a pickle, which may run code when it is read",
+            code="adapter-is-pickle",
             where=str(asked.path),
             hint=hint,
         )
@@ -133,6 +144,7 @@ def import_adapter(asked: Import) -> None:
     if not isinstance(below, str) or not below:
         raise ConfigError(
             "the adapter names no model",
+            code="adapter-without-model-name",
             where=str(asked.path / CONFIG_FILE),
             hint="say which: --model",
         )
@@ -143,7 +155,10 @@ def import_adapter(asked: Import) -> None:
     except ModelError as error:
         # It is told of a file; in which directory is known here.
         raise ModelError(
-            error.message, where=str(asked.path / (error.where or "")), hint=error.hint
+            error.message,
+            code=error.code,
+            where=str(asked.path / (error.where or "")),
+            hint=error.hint,
         ) from None
     made.config["model"] = below
 
@@ -155,6 +170,7 @@ def import_adapter(asked: Import) -> None:
             hint = "use the model that the adapter was trained on: --model"
             raise ModelError(
                 error.message.replace(str(staged), str(asked.path)),
+                code=error.code,
                 where=str(asked.path),
                 hint=hint,
             ) from None
@@ -166,6 +182,7 @@ def import_adapter(asked: Import) -> None:
                 message = f"the written files differ from the adapter, and were not kept: {name} has other values"
                 raise ModelError(
                     message,
+                    code="written-files-differ",
                     where=str(asked.out),
                     hint="if your input is right, this is a defect: report it",
                 )
@@ -197,6 +214,7 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
                 there = "; this is a file, not a directory"
             raise ModelError(
                 f"{name} is missing{there}",
+                code="adapter-missing",
                 where=str(directory),
                 hint=meant(directory, "give an adapter's directory"),
             )
@@ -210,7 +228,10 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     except (ValueError, RuntimeError, OSError) as error:
         file = directory / (weights if isinstance(error, RuntimeError) else config)
         raise ModelError(
-            f"the file is torn: {error}", where=str(file), hint="fetch or write it again"
+            f"the file is torn: {error}",
+            code="adapter-torn",
+            where=str(file),
+            hint="fetch or write it again",
         ) from None
 
 

@@ -18,7 +18,9 @@ def fuse(asked: Fuse) -> None:
     """Run the verb."""
     if asked.upload_repo is not None:
         hint = f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it"
-        raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
+        raise ConfigError(
+            "fusing uploads nothing", code="option-unsupported", where="--upload-repo", hint=hint
+        )
 
     tell_harm(asked.adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(
@@ -37,7 +39,10 @@ def fuse(asked: Fuse) -> None:
         done = fuse_model(options, asked.save_path, writer)
     elif asked.gguf_path is not None:
         raise ConfigError(
-            "it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf"
+            "it has no effect without --export-gguf",
+            code="option-without-effect",
+            where="--gguf-path",
+            hint="add --export-gguf",
         )
     else:
         done = fuse_model(options, asked.save_path)

@@ -62,16 +62,22 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
         flag = "--system" if asked.chat_template is None else "--chat-template"
         raise ConfigError(
             "it has no effect with --ignore-chat-template",
+            code="option-without-effect",
             where=flag,
             hint="leave one of the two out",
         )
     if asked.prompt == "-" and on_ranks:
         raise ConfigError(
-            "several ranks have no standard input", where="--prompt -", hint="give the text itself"
+            "several ranks have no standard input",
+            code="terminal-unreachable",
+            where="--prompt -",
+            hint="give the text itself",
         )
     prompt = sys.stdin.read() if asked.prompt == "-" else asked.prompt
     if not prompt.strip():
-        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+        raise ConfigError(
+            "the prompt is empty", code="value-empty", where="--prompt", hint="say what to ask"
+        )
     return prompt
 
 

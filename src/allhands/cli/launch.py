@@ -87,12 +87,14 @@ def _check_options(options: Launch) -> None:
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
             "--hosts and --hostfile: give one of the two",
+            code="options-conflict",
             where="--hosts",
             hint="leave one of them out",
         )
     if options.backend not in BACKENDS:
         raise ConfigError(
             f"{options.backend!r} is not a back-end",
+            code="value-unknown",
             where="--backend",
             hint=f"use {', '.join(BACKENDS)}",
         )
@@ -101,7 +103,10 @@ def _check_options(options: Launch) -> None:
         if seconds is not None and not seconds > 0:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{seconds:g} is not a time to wait", where=flag, hint="give seconds, more than 0"
+                f"{seconds:g} is not a time to wait",
+                code="value-out-of-range",
+                where=flag,
+                hint="give seconds, more than 0",
             )
 
 
@@ -110,6 +115,7 @@ def _refuse_another_launcher() -> None:
     if found.size > 1:
         raise ConfigError(
             f"{found.launcher} has started {counted(found.size, 'process', 'processes')} already",
+            code="launcher-conflict",
             where="allhands launch",
             hint="start a single allhands launch without another launcher, with -n or --hostfile",
         )
@@ -129,6 +135,7 @@ def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
     if not command:
         raise ConfigError(
             "there is no command to start",
+            code="command-missing",
             where="allhands launch",
             hint="write it after the options: allhands launch -n 2 -- python my_script.py",
         )
@@ -189,7 +196,10 @@ def _check_program(program: str, said: str) -> None:
     else:
         hint = "check its name; what comes after the options of allhands launch, or after --, is the command"
     raise ConfigError(
-        f"{said!r} is not a program that can be started", where="allhands launch", hint=hint
+        f"{said!r} is not a program that can be started",
+        code="program-not-found",
+        where="allhands launch",
+        hint=hint,
     )
 
 
@@ -197,5 +207,8 @@ def _check_script(arguments: Sequence[str]) -> None:
     """Python's own message would come from every rank."""
     if arguments and not arguments[0].startswith("-") and not Path(arguments[0]).exists():
         raise ConfigError(
-            "there is no such script", where=arguments[0], hint="check the path of the script"
+            "there is no such script",
+            code="path-missing",
+            where=arguments[0],
+            hint="check the path of the script",
         )

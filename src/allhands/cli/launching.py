@@ -138,6 +138,7 @@ def check(job: TrainingJob) -> None:
     if job.min_ranks is not None and job.min_ranks > size:
         raise ConfigError(
             f"at least {job.min_ranks} ranks are asked for, of {counted(size, 'rank')} in all",
+            code="value-out-of-range",
             where="--min-ranks",
             hint="lower it, or give more ranks with -n or in the hostfile",
         )
@@ -160,6 +161,7 @@ def require_cores(num_ranks: int) -> None:
     if num_ranks > RANKS_A_CORE * cores:
         raise ConfigError(
             f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
+            code="cores-too-few",
             where="-n",
             hint=f"-n {cores} gives each a core of its own; {RANKS_A_CORE * cores} at most are started here",
         )
@@ -171,6 +173,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
     if cores_per_rank and cores_per_rank * size > cores:
         raise ConfigError(
             f"{counted(size, 'rank')} with {counted(cores_per_rank, 'core')} each, of {counted(cores, 'core')} in all",
+            code="cores-too-few",
             where="--cores-per-rank",
             hint="lower one of the two",
         )
@@ -182,12 +185,14 @@ def _check_backend(job: TrainingJob, size: int) -> None:
         if asked not in (None, "ring", "nccl", "jaccl"):
             raise ConfigError(
                 f"{asked} cannot be started on the computers of a hostfile",
+                code="backend-needs-one-computer",
                 where=f"--backend {asked}" if job.backend != "auto" else job.hostfile,
                 hint="use --backend ring, or nccl where every rank has a GPU",
             )
     elif job.backend == "jaccl":
         raise ConfigError(
             "JACCL joins several Macs with RDMA over Thunderbolt",
+            code="backend-needs-hostfile",
             where="--backend jaccl",
             hint="name them with --hostfile, as mlx.distributed_config writes it",
         )
@@ -196,6 +201,7 @@ def _check_backend(job: TrainingJob, size: int) -> None:
     elif job.backend == "nccl" and (gpus := nvidia_gpus()) < size:
         raise ConfigError(
             f"NCCL needs one NVIDIA GPU for each process: {gpus} for {size} processes",
+            code="gpus-too-few",
             where="--backend nccl",
             hint="leave --backend out, or give --backend ring"
             + (f" or -n {gpus}" if gpus > 1 else ""),

@@ -120,7 +120,10 @@ def _exit_of(error: Exception) -> int | None:
     if hint := _hint_for_flag(error):
         print_error(
             ConfigError(
-                "not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint
+                "not an option of allhands",
+                code="option-unknown",
+                where=str(getattr(error, "option_name", "")),
+                hint=hint,
             )
         )
         return ConfigError.exit_code

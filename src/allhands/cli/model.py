@@ -60,7 +60,12 @@ def check(asked: ModelCheck) -> None:
     verdict = check_gradient(config, longest, with_data="data" in given, say=console.print)
     _print_verdict(console, verdict)
     if not verdict.compared:
-        raise ConfigError("nothing could be compared", where=name, hint="; ".join(verdict.notes))
+        raise ConfigError(
+            "nothing could be compared",
+            code="comparison-impossible",
+            where=name,
+            hint="; ".join(verdict.notes),
+        )
     verdict.raise_if_wrong(name)
     console.print("correct: no difference is larger than rounding")
 

@@ -57,7 +57,10 @@ def chosen_hosts(
     named = hosts_named(hosts, hostfile)
     if named and num_ranks:
         raise ConfigError(
-            "-n is for this computer alone", where="-n", hint="write slots: --hosts node1:2,node2:2"
+            "-n is for this computer alone",
+            code="options-conflict",
+            where="-n",
+            hint="write slots: --hosts node1:2,node2:2",
         )
     if named:
         return named
@@ -70,6 +73,7 @@ def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     if backend not in MEASURED:
         raise ConfigError(
             f"{backend!r} is not a back-end",
+            code="value-unknown",
             where="--backend",
             hint=f"use one of {', '.join(MEASURED)}",
         )

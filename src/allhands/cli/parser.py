@@ -116,7 +116,9 @@ class UnknownCommand(ConfigError):
     """
 
     def __init__(self, word: str, group: str, siblings: Sequence[str]) -> None:
-        super().__init__("not a command of allhands", where=f"{group} {word}".strip())
+        super().__init__(
+            "not a command of allhands", code="command-unknown", where=f"{group} {word}".strip()
+        )
         self.group = group
         self.siblings = siblings
 
@@ -153,13 +155,16 @@ def _require_words(value: str, where: str) -> None:
         require_words(value)
     except ValueError as error:
         hint = "make the terminal or the script send UTF-8"
-        raise ConfigError(str(error), where=where, hint=hint) from None
+        raise ConfigError(str(error), code="text-not-unicode", where=where, hint=hint) from None
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
     """Return the error of an option that is given more than once, as ``spelled``."""
     return ConfigError(
-        f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them"
+        f"given more than once: {' and '.join(spelled)}",
+        code="option-given-twice",
+        where=where,
+        hint="keep one of them",
     )
 
 

@@ -133,7 +133,10 @@ def _numbers(text: str | None) -> tuple[int, ...]:
         found = (0,)
     if found and not 1 <= found[0] <= found[-1] <= 1024:
         raise ConfigError(
-            f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4"
+            f"{text!r} is not a list of numbers",
+            code="value-invalid",
+            where="--machines",
+            hint="give some, as 1,2,4",
         )
     return found
 
@@ -142,6 +145,7 @@ def _require_amount(flag: str, value: float | None, example: str) -> None:
     if value is not None and not 0.0 <= value < math.inf:
         raise ConfigError(
             f"{value:g} is no amount",
+            code="value-out-of-range",
             where=flag,
             hint=f"give a number from 0 on, as {flag} {example}",
         )

@@ -47,16 +47,25 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
             )
             raise ConfigError(
                 f"more than {_MOST_DEVICES:,} computers cannot be planned",
+                code="value-out-of-range",
                 where="--device",
                 hint=hint,
             )
     if text is not None and not found:
         raise ConfigError(
-            "no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'"
+            "no computer is named",
+            code="value-empty",
+            where="--device",
+            hint="as in --device 'M1 Pro 32GB'",
         )
     if len({each.kind for each in found}) > 1:
         hint = "MLX has no back-end for both in one group: plan for one kind"
-        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
+        raise ConfigError(
+            "Macs and NVIDIA GPUs cannot train together",
+            code="options-conflict",
+            where="--device",
+            hint=hint,
+        )
     return found
 
 
@@ -96,14 +105,23 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     given = [flag for flag, value in values.items() if value]
     if len(given) > 1:
         raise ConfigError(
-            f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them"
+            f"{' and '.join(given)} exclude each other",
+            code="options-conflict",
+            where=given[-1],
+            hint="give one of them",
         )
     if devices and given and given != ["--link"]:
         hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
         raise ConfigError(
-            "computers that are only described cannot be measured", where="--device", hint=hint
+            "computers that are only described cannot be measured",
+            code="options-conflict",
+            where="--device",
+            hint=hint,
         )
     if asked.machines and (several or on_hosts(config) or len(devices) > 1):
         raise ConfigError(
-            "the computers are named one by one", where="--machines", hint="leave it out"
+            "the computers are named one by one",
+            code="options-conflict",
+            where="--machines",
+            hint="leave it out",
         )

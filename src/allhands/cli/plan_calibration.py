@@ -306,7 +306,9 @@ def _run(
         except subprocess.TimeoutExpired:
             hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
             message = f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
-            raise ConfigError(message, where="--timeout-s", hint=hint) from None
+            raise ConfigError(
+                message, code="training-timeout", where="--timeout-s", hint=hint
+            ) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)
         expected = _expected(place / "run")
@@ -378,7 +380,8 @@ def _failure(told: str, code: int) -> AllhandsError:
     hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)
     kinds = {kind.exit_code: kind for kind in _kinds(AllhandsError)}
     message = found[-1] if found else (lines[-1] if lines else f"it ended with {code}")
-    return kinds.get(code, AllhandsError)(message, where="a training of a few steps", hint=hint)
+    made = kinds.get(code, AllhandsError)
+    return made(message, code="training-failed", where="a training of a few steps", hint=hint)
 
 
 def _kinds(of: type[AllhandsError]) -> list[type[AllhandsError]]:

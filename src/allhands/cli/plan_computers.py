@@ -164,7 +164,12 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
         return asked.prices
     if not devices:
         hint = "say how much a computer takes while it trains: --watts 60"
-        raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
+        raise ConfigError(
+            "the price of energy needs a power",
+            code="option-missing",
+            where="--price-per-kwh",
+            hint=hint,
+        )
     told = ", ".join(dict.fromkeys(f"{each.watts:g} for {each.name}" for each in devices))
     notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
     return asked.prices
@@ -213,7 +218,9 @@ def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeT
     if found.whole is None:
         why = "; ".join(failure.message for failure in found.failures) or "no group came together"
         raise DistributedError(
-            f"the link cannot be measured: {why}", hint="allhands cluster check tells more"
+            f"the link cannot be measured: {why}",
+            code="measurement-failed",
+            hint="allhands cluster check tells more",
         )
     whole = found.whole
     notes.append(

@@ -326,7 +326,9 @@ class _Facts:
         if blocks is None:
             hint = "let it be trained for a few steps: leave --device out"
             raise ConfigError(
-                "this model is not built of equal blocks: nothing can be estimated", hint=hint
+                "this model is not built of equal blocks: nothing can be estimated",
+                code="model-not-estimable",
+                hint=hint,
             )
         layers = _trained_layers(config, blocks)
         if config.fine_tune_type == "full":
@@ -422,7 +424,12 @@ class _Facts:
             return config.iters or _DEFAULT_ITERS
         if self.num_rows is None:
             hint = "give --iters: the number of rows is only known after the data are read"
-            raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
+            raise ConfigError(
+                "the number of steps is not known",
+                code="option-missing",
+                where="--epochs",
+                hint=hint,
+            )
         return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
 
     def _steps(self) -> int:
@@ -506,6 +513,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     if not (size := all_bytes(place)):
         raise ModelError(
             "weights are missing: no model*.safetensors",
+            code="weights-missing",
             where=str(place),
             hint="fetch the model again",
         )

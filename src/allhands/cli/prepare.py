@@ -76,7 +76,10 @@ def _options(flags: DataPrepare) -> PrepareOptions:
     features = flags.features
     if flags.dedupe not in ("off", "exact", "near"):
         raise ConfigError(
-            f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near"
+            f"{flags.dedupe!r} is not known",
+            code="value-unknown",
+            where="--dedupe",
+            hint="write off, exact or near",
         )
     for flag, value, what in (
         ("--max-seq-length", flags.max_seq_length, "without it, lengths are in characters"),
@@ -88,7 +91,10 @@ def _options(flags: DataPrepare) -> PrepareOptions:
     ):
         if value is not None and flags.model is None:
             raise ConfigError(
-                "it has no effect without a model", where=flag, hint=f"add --model: {what}"
+                "it has no effect without a model",
+                code="option-without-effect",
+                where=flag,
+                hint=f"add --model: {what}",
             )
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
@@ -130,6 +136,7 @@ def _short_columns(
         if not equals or not name or part.strip() not in known:
             raise ConfigError(
                 f"{text!r} is not PART=NAME with a known part",
+                code="value-invalid",
                 where="--column",
                 hint=f"for example --column prompt=question; parts: {', '.join(known)}",
             )
@@ -140,7 +147,10 @@ def _short_columns(
         if other is not None:
             hint = "one part is one column: keep one of the two"
             raise ConfigError(
-                f"the column of one part is named twice, also by {other}", where=flag, hint=hint
+                f"the column of one part is named twice, also by {other}",
+                code="option-given-twice",
+                where=flag,
+                hint=hint,
             )
         columns[key], typed[key] = name, flag
     return columns, typed

@@ -21,6 +21,7 @@ def report(asked: Report) -> None:
     if target.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"{target} is no name of an HTML file",
+            code="output-name-invalid",
             where="--out",
             hint="choose one that ends in .html",
         )
@@ -56,7 +57,9 @@ def _require_different(runs: list[Path]) -> None:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()
         if file in seen:
             hint = "give each run once: a comparison of a run with itself shows nothing"
-            raise ConfigError("the same run twice", where=str(run), hint=hint)
+            raise ConfigError(
+                "the same run twice", code="input-given-twice", where=str(run), hint=hint
+            )
         seen.add(file)
 
 

@@ -89,6 +89,7 @@ def _needs(
     if not split:
         raise ConfigError(
             "a run measures which blocks each computer gets, so they are not known before",
+            code="option-missing",
             where="--stages",
             hint="give it, for example --pp-split 20,12, and give the run the same (allhands plan proposes one)",
         )
@@ -137,11 +138,19 @@ def wanted_stages(
     if not stages:
         if pp_split is not None:
             raise ConfigError(
-                "a split alone brings no less", where="--pp-split", hint="add --stages"
+                "a split alone brings no less",
+                code="option-without-effect",
+                where="--pp-split",
+                hint="add --stages",
             )
         return None
     if model is None:
-        raise ConfigError("there is no model to divide", where="--stages", hint="add --model")
+        raise ConfigError(
+            "there is no model to divide",
+            code="option-missing",
+            where="--stages",
+            hint="add --model",
+        )
     given = {
         name: content[name]
         for name in ("pp", "pp_split", "pp_schedule")

@@ -32,7 +32,10 @@ def train(asked: TokenizerTrain) -> None:
     )
     if asked.out is None:
         raise ConfigError(
-            "--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer"
+            "--out is missing",
+            code="option-missing",
+            where="tokenizer train",
+            hint="say where to write: --out tokenizer",
         )
     require_place(asked.out, "a tokenizer", OUTPUT, force=asked.force)
     found = find_sources(

@@ -103,7 +103,9 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
         return config
     if "train" in config.model_fields_set:
         hint = "leave it out to train, or add --test to evaluate what was trained"
-        raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
+        raise ConfigError(
+            "there is nothing to do", code="nothing-to-do", where="--no-train", hint=hint
+        )
     return config.model_copy(update={"train": True})  # as the command is called
 
 
@@ -133,6 +135,7 @@ def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
     if config.num_ranks not in (1, launch.size):
         raise ConfigError(
             f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
+            code="launcher-conflict",
             where="-n",
             hint=_LAUNCHED_WITH.get(launch.launcher, "leave -n out under another launcher").format(
                 config.num_ranks
@@ -141,6 +144,7 @@ def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
     if launch.size > 1 and config.backend not in ("auto", launch.backend):
         raise ConfigError(
             f"{launch.launcher} has started a group over {launch.backend}",
+            code="launcher-conflict",
             where=f"--backend {config.backend}",
             hint="leave --backend out under another launcher",
         )

@@ -45,6 +45,7 @@ def require_distinct(hosts: Sequence[Host]) -> None:
         if address and (other := known.setdefault(address, host.name)) != host.name:
             raise ConfigError(
                 f"{other} and {host.name} are one computer ({address})",
+                code="host-given-twice",
                 where="--hostfile, --hosts",
                 hint=f"name it once, with two slots if it should have two ranks: {other}:2",
             )
@@ -66,11 +67,13 @@ def remote_address(host: Host) -> str:
         raise HostError(
             [host.name],
             f"host {host.name}: {name} has no IPv4 address: {error.strerror}",
+            code="host-address-unknown",
             hint='give its address as "ips" in the hostfile',
         ) from None
     if address.startswith("127."):
         raise ConfigError(
             f"host {host.name}: {name} is {address}, which the other computers cannot reach",
+            code="host-address-unusable",
             hint='give its address as "ips" in the hostfile',
         )
     return address
@@ -85,7 +88,7 @@ def _own_address(host: Host | None, others: Sequence[str]) -> str:
     if not others:
         return "127.0.0.1"
     if (own := source_for(others[0])) is None:
-        raise DistributedError(f"there is no way from here to {others[0]}")
+        raise DistributedError(f"there is no way from here to {others[0]}", code="host-unreachable")
     return own
 
 
@@ -105,6 +108,7 @@ def _first_ipv4(host: Host) -> str | None:
     if host.ips and not ipv4:
         raise ConfigError(
             f"host {host.name} has only IPv6 addresses",
+            code="host-address-unusable",
             hint='MLX\'s ring needs an IPv4 address in "ips" of the hostfile',
         )
     return ipv4[0] if ipv4 else None

@@ -175,7 +175,9 @@ class Agent:
         if kind == GARBLED:
             hint = "install the same version of allhands everywhere"
             raise DistributedError(
-                f"the supervisor sent an unknown message ({frame['what']!a})", hint=hint
+                f"the supervisor sent an unknown message ({frame['what']!a})",
+                code="message-not-understood",
+                hint=hint,
             )
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
@@ -307,7 +309,11 @@ def enter_directory(path: str, below_home: str | None) -> None:
     except OSError as error:
         if below_home is None:
             hint = 'correct "cwd" in the hostfile'
-            raise ConfigError(f"{path} cannot be entered: {error.strerror}", hint=hint) from None
+            raise ConfigError(
+                f"{path} cannot be entered: {error.strerror}",
+                code="directory-inaccessible",
+                hint=hint,
+            ) from None
         with contextlib.suppress(OSError):
             os.chdir(Path.home() / below_home)
         _say(f"{path} is not here ({error.strerror}); working in {os.getcwd()}")
@@ -390,7 +396,7 @@ def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
 def _refuse(link: FrameLink, error: AllhandsError | OSError) -> None:
     if isinstance(error, OSError):
         error = storage_error_of(error, "a file")
-    parts = {name: getattr(error, name) for name in ("message", "where", "hint")}
+    parts = {name: getattr(error, name) for name in ("message", "code", "where", "hint")}
     link.send("refused", type=type(error).__name__, **parts)
 
 

@@ -420,7 +420,7 @@ class Attempt:
             if self._spec.examine
             else content.get("hint")
         )
-        told = str(DistributedError(text, hint=hint))
+        told = str(DistributedError(text, code="connection-blocked", hint=hint))
         # Neither rank's log says more.
         fault = replace(fault, log_path=None, log_tail=(), error=None)
         return replace(
@@ -448,7 +448,11 @@ class Attempt:
         last = "".join(f" (its last line: {line})" for line in fault.log_tail[-1:])
         where = f" on {fault.host}" if self._spec.places else ""
         hint = f"read {fault.log_path}{where}{last}; give it more time with --start-timeout-s if it is only slow"
-        return replace(fault, message=text, explanation=str(DistributedError(text, hint=hint)))
+        return replace(
+            fault,
+            message=text,
+            explanation=str(DistributedError(text, code="rank-not-started", hint=hint)),
+        )
 
     def _hang(self, stall: Stall, living: list[int]) -> Fault:
         stopped = [rank for rank in living if self._ranks.stopped(rank)]
@@ -482,6 +486,7 @@ class Attempt:
             step=beat.step if beat else None,
             phase=beat.phase if beat else None,
             error=error,
+            code=content.get("code"),
             explanation=content.get("text"),
             log_path=self._ranks.log_path(rank),
             log_tail=self._ranks.log_tail(rank),

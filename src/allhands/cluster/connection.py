@@ -42,10 +42,11 @@ class HostError(DistributedError):
         hosts: Sequence[str],
         message: str,
         *,
+        code: str,
         where: str | None = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(message, where=where, hint=hint)
+        super().__init__(message, code=code, where=where, hint=hint)
         self.hosts = tuple(hosts)
 
 
@@ -123,6 +124,7 @@ class Connection:
             else HostError(
                 [self.name],
                 f"host {self.name} has not answered in time",
+                code="host-unresponsive",
                 hint=self._see_log("is it overloaded?"),
             )
         )
@@ -198,7 +200,12 @@ class Connection:
             if remote:
                 raise ssh.missing(error) from None
             message = f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}"
-            raise HostError([self.name], message, hint='correct "python" in the hostfile') from None
+            raise HostError(
+                [self.name],
+                message,
+                code="host-python-unusable",
+                hint='correct "python" in the hostfile',
+            ) from None
 
     def _take(self, frame: Frame | None) -> None:
         self._silent_s = 0.0
@@ -239,13 +246,18 @@ class Connection:
         kind = error_named(str(frame["type"]))
         message, hint = f"host {self.name}: {frame['message']}", frame["hint"]
         if kind is None or kind is DistributedError:
-            return HostError([self.name], message, where=frame["where"], hint=hint)
-        return kind(message, where=frame["where"], hint=hint)
+            return HostError(
+                [self.name], message, code=frame["code"], where=frame["where"], hint=hint
+            )
+        return kind(message, code=frame["code"], where=frame["where"], hint=hint)
 
     def _not_understood(self, what: str) -> HostError:
         hint = self._see_log("install the same version of allhands everywhere")
         return HostError(
-            [self.name], f"host {self.name} sent an unknown message ({what!a})", hint=hint
+            [self.name],
+            f"host {self.name} sent an unknown message ({what!a})",
+            code="message-not-understood",
+            hint=hint,
         )
 
     def _unreachable(self) -> HostError:
@@ -260,8 +272,11 @@ class Connection:
                 f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
             )
         what = "cannot be reached" if code == 255 else "runs no agent of allhands"
+        message, hint = f"host {self.name} {what}{last}", self._see_log(hint)
+        if code == 255:
+            return HostError([self.name], message, code="host-unreachable", hint=hint)
         kind = UnfitHosts if code in (1, 126, 127) else HostError
-        return kind([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
+        return kind([self.name], message, code="host-without-agent", hint=hint)
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint

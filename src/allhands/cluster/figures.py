@@ -128,6 +128,7 @@ class Failure:
         message: why.
         hint: what to do.
         log_tail: the last lines of the rank that is the cause.
+        code: of the error, if there was one.
     """
 
     hosts: tuple[str, ...]
@@ -135,6 +136,7 @@ class Failure:
     message: str
     hint: str | None = None
     log_tail: tuple[str, ...] = ()
+    code: str | None = None
 
 
 @dataclass(frozen=True)

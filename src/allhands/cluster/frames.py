@@ -59,7 +59,7 @@ _ANY_TEXT = maybe(is_text)
 # What a rank writes about itself.
 ERROR = object_of(
     {"type": is_text, "message": is_text},
-    {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT},
+    {"code": _ANY_TEXT, "where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT},
 )
 _REPORT = object_of(
     {
@@ -124,7 +124,13 @@ FROM_AGENT: Mapping[str, Check] = {
         }
     ),
     "refused": object_of(
-        {"type": is_text, "message": is_text, "where": _ANY_TEXT, "hint": _ANY_TEXT}
+        {
+            "type": is_text,
+            "message": is_text,
+            "code": is_text,
+            "where": _ANY_TEXT,
+            "hint": _ANY_TEXT,
+        }
     ),
     "pong": object_of({}),
     "output": object_of({"stream": integer(1, 2), "data": _bytes}),

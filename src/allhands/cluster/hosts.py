@@ -73,7 +73,12 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     text = _read(Path(path))
     hosts = _from_json(text, str(path)) if _is_json(text) else _from_lines(text, str(path))
     if not hosts:
-        raise ConfigError("the hostfile names no host", where=str(path), hint=f"write {_EXAMPLES}")
+        raise ConfigError(
+            "the hostfile names no host",
+            code="hostfile-invalid",
+            where=str(path),
+            hint=f"write {_EXAMPLES}",
+        )
     return tuple(hosts)
 
 
@@ -104,7 +109,12 @@ def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, .
         ConfigError: as these, or both are given.
     """
     if names and hostfile:
-        _refuse("--hostfile, --hosts", "the computers are named twice", "give one of the two")
+        _refuse(
+            "--hostfile, --hosts",
+            "the computers are named twice",
+            "give one of the two",
+            code="options-conflict",
+        )
     if hostfile:
         return read_hostfile(hostfile)
     return tuple(_from_lines(_lines_of(names), "--hosts")) if names else ()
@@ -122,6 +132,7 @@ def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, 
             "--hostfile, --hosts",
             "the computers are not named",
             "give --hostfile hosts.json, or --hosts node1,node2",
+            code="option-missing",
         )
     return found
 
@@ -131,14 +142,24 @@ def _lines_of(names: str) -> str:
     lines: dict[str, str] = {}
     words = [part.strip() for part in names.split(",")]
     if not any(words):
-        _refuse(where, "it names no host", "write --hosts node1,node2")
+        _refuse(where, "it names no host", "write --hosts node1,node2", code="value-empty")
     for word in words:
         name, slots = _split_slots(word)
         if not word:
-            _refuse(where, "a name is missing beside a comma", "write --hosts node1,node2")
+            _refuse(
+                where,
+                "a name is missing beside a comma",
+                "write --hosts node1,node2",
+                code="value-invalid",
+            )
         host_from_name(name, where)
         if name in lines:
-            _refuse(where, f"{name} is given twice", f"write {name}:2 for two ranks on it")
+            _refuse(
+                where,
+                f"{name} is given twice",
+                f"write {name}:2 for two ranks on it",
+                code="host-given-twice",
+            )
         lines[name] = name if slots is None else f"{name} slots={_slots(slots, word, where)}"
     return "".join(f"{line}\n" for line in lines.values())
 
@@ -153,7 +174,12 @@ def hostfile_backend(path: str | Path) -> str | None:
     content = _parse(text, str(path)) if _is_json(text) else None
     backend: Any = content.get("backend") if isinstance(content, dict) else None
     if backend is not None and backend not in _BACKENDS:
-        _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
+        _refuse(
+            f"{path}",
+            f"backend is {_shown(backend)}",
+            "use ring, mpi, nccl or jaccl",
+            code="hostfile-invalid",
+        )
     # Whether the cables make a ring or more is seen from the devices.
     backend = "jaccl" if backend == "jaccl-ring" else backend
     return None if backend in (None, "", "any") else cast(str, backend)
@@ -177,7 +203,7 @@ def host_from_name(name: str, where: str | None = None) -> Host:
                 "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; "
                 + hint
             )
-        _refuse(where, f"{_shown(name)} is not the name of a host", hint)
+        _refuse(where, f"{_shown(name)} is not the name of a host", hint, code="host-name-invalid")
     ssh = None if not at and is_here(bare) else f"{user}{at}{bare}"
     return Host(ssh or bare, ssh, () if address is None or _is_loopback(address) else (address,))
 
@@ -210,12 +236,20 @@ def _read(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ConfigError("the hostfile is larger than 1 MB", where=str(path), hint=hint)
+            raise ConfigError(
+                "the hostfile is larger than 1 MB",
+                code="hostfile-invalid",
+                where=str(path),
+                hint=hint,
+            )
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ConfigError(
-            f"the hostfile cannot be read: {reason}", where=str(path), hint=meant(path, hint)
+            f"the hostfile cannot be read: {reason}",
+            code="hostfile-unreadable",
+            where=str(path),
+            hint=meant(path, hint),
         ) from None
 
 
@@ -245,7 +279,7 @@ def _from_words(words: list[str], where: str) -> Host:
         key = key.replace("-", "_")
         if not equals or key not in ("slots", "max_slots") or key in values:
             hint = "a line is 'name slots=N' or 'name:N'; for more about a host write the hostfile as JSON"
-            _refuse(where, f"{_shown(option)} is not understood", hint)
+            _refuse(where, f"{_shown(option)} is not understood", hint, code="hostfile-invalid")
         values[key] = value
     numbers = {key: _slots(value, f"{key}={value}", where) for key, value in values.items()}
     slots = numbers.get("slots", numbers.get("max_slots", 1))
@@ -270,6 +304,7 @@ def _slots(value: object, text: str, where: str) -> int:
             where,
             f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}",
             "say how many ranks it gets",
+            code="value-out-of-range",
         )
     return value
 
@@ -285,15 +320,19 @@ def _from_json(text: str, path: str) -> list[Host]:
         unknown = sorted(set(content) - {"hosts", "envs", "backend"})
         if unknown or "hosts" not in content:
             what = f"{_shown(unknown[0])} is not understood" if unknown else '"hosts" is missing'
-            _refuse(path, what, 'an object holds "hosts", "envs" and "backend"')
+            _refuse(
+                path, what, 'an object holds "hosts", "envs" and "backend"', code="hostfile-invalid"
+            )
         common = _variables(content.get("envs", []), path)
         entries = content["hosts"]
     if not isinstance(entries, list):
-        _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}")
+        _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}", code="hostfile-invalid")
     for number, entry in enumerate(cast(list[object], entries), 1):
         if not isinstance(entry, dict):
             what = f"entry {number} of the list of hosts, {_shown(entry)}, is not an object"
-            _refuse(path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
+            _refuse(
+                path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}', code="hostfile-invalid"
+            )
     lines = _lines_of_hosts(text)
     found: list[Host] = []
     for index, entry in enumerate(cast(list[object], entries)):
@@ -305,15 +344,25 @@ def _from_json(text: str, path: str) -> list[Host]:
 def _parse(text: str, path: str) -> dict[str, Any] | list[Any] | str | float | None:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            _refuse(path, "a key is given twice in one object", "remove one of the two")
+            _refuse(
+                path,
+                "a key is given twice in one object",
+                "remove one of the two",
+                code="hostfile-invalid",
+            )
         return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        _refuse(f"{path}:{error.lineno}", f"not JSON: {error.msg}", f"write {_EXAMPLES}")
+        _refuse(
+            f"{path}:{error.lineno}",
+            f"not JSON: {error.msg}",
+            f"write {_EXAMPLES}",
+            code="hostfile-invalid",
+        )
     except (RecursionError, ValueError):
-        _refuse(path, "not a list of hosts", f"write {_EXAMPLES}")
+        _refuse(path, "not a list of hosts", f"write {_EXAMPLES}", code="hostfile-invalid")
 
 
 def _lines_of_hosts(text: str) -> list[int]:
@@ -333,13 +382,17 @@ def _from_entry(
 ) -> Host:
     if unknown := sorted(set(values) - set(_KEYS)):
         _refuse(
-            where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}"
+            where,
+            f"{_shown(unknown[0])} is not understood",
+            f"a host may have {', '.join(_KEYS)}",
+            code="hostfile-invalid",
         )
     if not isinstance(values.get("ssh"), str):
         _refuse(
             where,
             f'{which} has no "ssh" with its name',
             'write {"ssh": "node1", "ips": ["10.0.0.1"]}',
+            code="hostfile-invalid",
         )
     host = host_from_name(values["ssh"], where)
     return replace(
@@ -356,7 +409,7 @@ def _from_entry(
 def _list(values: Mapping[str, Any], key: str, where: str) -> list[Any]:
     found = values.get(key) or []
     if not isinstance(found, list):
-        _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]')
+        _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]', code="hostfile-invalid")
     return cast(list[Any], found)
 
 
@@ -367,6 +420,7 @@ def _ip(value: object, where: str) -> str:
             where,
             f"{_shown(value)} is not an IP address",
             'write "ips": ["10.0.0.1"], or leave ips out',
+            code="hostfile-invalid",
         )
     return address
 
@@ -377,7 +431,10 @@ def _path(values: Mapping[str, Any], key: str, where: str) -> str | None:
         return None
     if not isinstance(value, str) or not value or value.startswith("-") or not value.isprintable():
         _refuse(
-            where, f'"{key}" is {_shown(value)}, which is not a path', "give the path on that host"
+            where,
+            f'"{key}" is {_shown(value)}, which is not a path',
+            "give the path on that host",
+            code="hostfile-invalid",
         )
     return value
 
@@ -403,6 +460,7 @@ def _variables(value: object, where: str) -> dict[str, str]:
                 where,
                 f"envs: {_shown(name)} is not a variable with a value",
                 'write "envs": ["NAME=value"]',
+                code="hostfile-invalid",
             )
         found[cast(str, name)] = content
     return found
@@ -416,6 +474,7 @@ def _rdma(value: object, where: str) -> Rdma:
             where,
             f"rdma: {_shown(value)} is not the name of a device",
             "write null, a name or a list of names",
+            code="hostfile-invalid",
         )
     return tuple(names) if isinstance(value, list) else cast("str | None", value)
 
@@ -463,5 +522,5 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _refuse(where: str | None, message: str, hint: str) -> NoReturn:
-    raise ConfigError(message, where=where, hint=hint)
+def _refuse(where: str | None, message: str, hint: str, *, code: str) -> NoReturn:
+    raise ConfigError(message, code=code, where=where, hint=hint)

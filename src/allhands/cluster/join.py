@@ -147,6 +147,7 @@ def join_group(
     if launch.size > 1 and launch.ranks_per_node > 1:
         raise DistributedError(
             f"{launch.launcher} has started one process for the {launch.ranks_per_node} ranks of this computer",
+            code="world-size-mismatch",
             where=launch.reason,
             hint="start `allhands container` in its place, which starts them; or set ALLHANDS_RANKS_PER_NODE=1",
         )
@@ -241,7 +242,9 @@ def patience_for(launch: LaunchPlace, timeout_s: float) -> Patience:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise DistributedError(
-            f"{_PATIENCE} is {text!r}, not a time to wait", hint=f"set {_PATIENCE} to seconds"
+            f"{_PATIENCE} is {text!r}, not a time to wait",
+            code="variable-invalid",
+            hint=f"set {_PATIENCE} to seconds",
         )
     return Patience(seconds, tell)
 

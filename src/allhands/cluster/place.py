@@ -208,7 +208,10 @@ class Given:
             return None
         except (OSError, ValueError) as error:
             raise DistributedError(
-                f"it cannot be read: {error}", where=path, hint="make it readable"
+                f"it cannot be read: {error}",
+                code="launcher-file-invalid",
+                where=path,
+                hint="make it readable",
             ) from error
 
     def has(self, *names: str) -> bool:
@@ -237,6 +240,7 @@ class Given:
             )
             raise DistributedError(
                 f"the launcher's variable {name} {found}",
+                code="variable-invalid",
                 hint="set all of the launcher's variables or none; `allhands train -n N` sets its own",
             ) from None
 
@@ -249,7 +253,9 @@ class Given:
         port = self.number(name, default)
         if not 0 < port < 65536:
             hint = f"set {name} to a number from 1024 to 65535"
-            raise DistributedError(f"{name} is {port}, which is no port", hint=hint)
+            raise DistributedError(
+                f"{name} is {port}, which is no port", code="variable-invalid", hint=hint
+            )
         return port
 
     def shown(self, *names: str) -> str:
@@ -266,6 +272,7 @@ def contradiction(launcher: str, what: str) -> DistributedError:
     """Return the error for variables of a launcher that contradict each other."""
     return DistributedError(
         f"the variables of {launcher} contradict each other: {what}",
+        code="variables-contradict",
         hint="unset the stale ones, or start with `allhands train -n N`",
     )
 
@@ -280,10 +287,16 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DistributedError(
-            f"{source} is not JSON: {error}", hint=f"correct or remove {source}"
+            f"{source} is not JSON: {error}",
+            code="variable-invalid",
+            hint=f"correct or remove {source}",
         ) from error
     if not isinstance(content, dict):
-        raise DistributedError(f"{source} is not a JSON object", hint=f"correct or remove {source}")
+        raise DistributedError(
+            f"{source} is not a JSON object",
+            code="variable-invalid",
+            hint=f"correct or remove {source}",
+        )
     return cast(dict[str, Any], content)
 
 
@@ -319,6 +332,7 @@ def _own_gpu(given: Given, launch: LaunchPlace) -> dict[str, str]:
     if launch.local_rank >= len(visible):
         raise DistributedError(
             f"{launch.local_size} processes here for {len(visible)} GPUs ({given.shown('CUDA_VISIBLE_DEVICES')})",
+            code="ranks-exceed-gpus",
             hint="start a process a GPU: NCCL needs a GPU each",
         )
     return {"CUDA_VISIBLE_DEVICES": visible[launch.local_rank]}
@@ -334,7 +348,9 @@ def one_of_nodes(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> La
         count = given.number("ALLHANDS_RANKS_PER_NODE")
         if count < 1:
             raise DistributedError(
-                f"ALLHANDS_RANKS_PER_NODE is {count}", hint="set it to 1 or more"
+                f"ALLHANDS_RANKS_PER_NODE is {count}",
+                code="variable-invalid",
+                hint="set it to 1 or more",
             )
         fact = f"{count} rank{'s' * (count != 1)} a computer: ALLHANDS_RANKS_PER_NODE"
         launch = replace(launch, ranks_per_node=count, facts=(*launch.facts, fact))

@@ -81,6 +81,7 @@ def _replica(
     if role not in training:
         raise DistributedError(
             f"this is {role} {index}, not one of those that train: {others}",
+            code="replica-not-training",
             where=variable,
             hint=f"start allhands only in {' and '.join(training)}",
         )
@@ -118,7 +119,9 @@ def _addresses(
 
 def _odd(variable: str, what: str) -> DistributedError:
     return DistributedError(
-        f"{variable} makes no sense: {what}", hint=f"correct or unset {variable}"
+        f"{variable} makes no sense: {what}",
+        code="variable-invalid",
+        hint=f"correct or unset {variable}",
     )
 
 
@@ -207,7 +210,10 @@ def _sagemaker_hosts(given: Given) -> tuple[list[str], str, str] | None:
 def _names(source: str, content: object) -> list[str]:
     if not isinstance(content, list):
         raise DistributedError(
-            "there is no list of names", where=source, hint="correct or remove it"
+            "there is no list of names",
+            code="launcher-file-invalid",
+            where=source,
+            hint="correct or remove it",
         )
     return sorted(map(str, cast(list[Any], content)))
 
@@ -231,7 +237,9 @@ def _sagemaker_platform(given: Given) -> Platform | None:
     for name in channels:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in (".", ".."):
             raise DistributedError(
-                f"{name!r} is not the name of a data channel", hint="rename the channel of the job"
+                f"{name!r} is not the name of a data channel",
+                code="variable-invalid",
+                hint="rename the channel of the job",
             )
     why = [
         f"SageMaker: {named or _RESOURCES}",
@@ -264,6 +272,7 @@ def indexed_job(given: Given) -> LaunchPlace | None:
         if sized is None:
             raise DistributedError(
                 "JOB_COMPLETION_INDEX is set, but nothing says how many pods train together",
+                code="world-size-unknown",
                 hint="set ALLHANDS_NUM_NODES to the job's completions, or to 1 if each pod trains by itself",
             )
     elif "ALLHANDS_NUM_NODES" in given.env:
@@ -305,6 +314,7 @@ def _ordinal(given: Given) -> int:
     if found is None:
         raise DistributedError(
             f"ALLHANDS_NUM_NODES is set, but HOSTNAME ({given.env.get('HOSTNAME', 'not set')}) ends in no number",
+            code="variables-incomplete",
             hint="use an Indexed Job or a StatefulSet; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
     return int(found[1])
@@ -325,6 +335,7 @@ def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], s
         raise DistributedError(
             f"the names of the other pods are not known (HOSTNAME={pod or 'not set'}, "
             f"ALLHANDS_PEERS_SERVICE={service or 'not set'})",
+            code="meeting-address-unknown",
             hint="make a headless service, name it in the pod's subdomain and in ALLHANDS_PEERS_SERVICE",
         )
     peers = tuple(f"{base}-{i}.{service}" for i in range(size))
@@ -392,7 +403,9 @@ def platform_of(given: Given) -> Platform:
             grace_s = -1.0
         if not 0 <= grace_s < float("inf"):
             raise DistributedError(
-                f"{given.shown('ALLHANDS_GRACE_S')} is no time", hint="give seconds"
+                f"{given.shown('ALLHANDS_GRACE_S')} is no time",
+                code="variable-invalid",
+                hint="give seconds",
             )
         why = (
             *(fact for fact in found.why if "SIGKILL" not in fact),

@@ -133,7 +133,9 @@ def start(
         short = error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
         hint = "start fewer with -n" if short else None
         raise DistributedError(
-            f"the processes could not be started: {error.strerror if short else error}", hint=hint
+            f"the processes could not be started: {error.strerror if short else error}",
+            code="processes-not-started",
+            hint=hint,
         ) from error
 
 
@@ -164,7 +166,9 @@ def reserve_ports(
         trouble = cannot_listen(error, address, 0, _SETTINGS)
         place = address or "this computer"
         raise DistributedError(
-            f"no port of {place} can be had: {trouble.message}", hint=trouble.hint
+            f"no port of {place} can be had: {trouble.message}",
+            code="port-unavailable",
+            hint=trouble.hint,
         ) from None
     return sockets, [one.getsockname()[1] for one in sockets]
 
@@ -487,6 +491,7 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
         if share.count > len(devices):
             raise DistributedError(
                 f"{share.count} processes for {counted(len(devices), 'GPU')} (CUDA_VISIBLE_DEVICES={visible})",
+                code="ranks-exceed-gpus",
                 hint=f"use -n {len(devices)}: NCCL needs a GPU a process",
             )
         env["CUDA_VISIBLE_DEVICES"] = devices[rank - share.first]

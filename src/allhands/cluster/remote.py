@@ -397,6 +397,7 @@ def _check(spec: LaunchSpec) -> None:
     if spec.backend == "mpi":
         raise ConfigError(
             "MPI is for this computer alone; those of a hostfile are joined by the ring",
+            code="backend-needs-one-computer",
             where="--backend mpi",
             hint="use --backend ring, or leave --backend out",
         )
@@ -404,7 +405,11 @@ def _check(spec: LaunchSpec) -> None:
         check_devices(spec.places)
     total = sum(place.num_ranks for place in spec.places)
     if total != spec.num_processes or any(place.num_ranks < 1 for place in spec.places):
-        raise ConfigError(f"{spec.num_processes} ranks, but places for {total}", where="--hostfile")
+        raise ConfigError(
+            f"{spec.num_processes} ranks, but places for {total}",
+            code="hostfile-mismatch",
+            where="--hostfile",
+        )
 
 
 def check_devices(places: Sequence[Place]) -> None:
@@ -426,6 +431,7 @@ def check_devices(places: Sequence[Place]) -> None:
             raise ConfigError(
                 f"host {place.name} cannot take part in RDMA: it needs one slot, and in the hostfile a list of "
                 f"{counted(count, 'device')}, null for itself",
+                code="hostfile-mismatch",
                 where="--backend jaccl",
                 hint="have the hostfile written by mlx.distributed_config --over thunderbolt --backend jaccl, "
                 "or use --backend ring",
@@ -542,7 +548,9 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         given = replace(given, trusted=trusted, exemplary=not like <= set(verdict.misfits))
         verdict = judge(statements, given)
     if verdict:
-        raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
+        raise UnfitHosts(
+            verdict.misfits, verdict.message, code="versions-differ", hint=verdict.hint
+        )
     if not here:
         _compare_with_here(statements, own, given.option)
 
@@ -556,7 +564,9 @@ def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], optio
         name, computers = min(different), [one.name for one in there]
         mine = described(name, own).partition(" ")[2]
         message = f"host {computers[0]} has {described(name, have)}, this computer {mine}"
-        raise HostError(computers, message, hint=init_command(computers, option))
+        raise HostError(
+            computers, message, code="versions-differ", hint=init_command(computers, option)
+        )
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
@@ -568,4 +578,4 @@ def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
     first = unreachable[0]
     more = "".join(f"; {error.message}" for error in unreachable[1:])
     kind = UnfitHosts if all(isinstance(error, UnfitHosts) for error in unreachable) else HostError
-    return kind(names, first.message + more, where=first.where, hint=first.hint)
+    return kind(names, first.message + more, code=first.code, where=first.where, hint=first.hint)

@@ -54,6 +54,7 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchP
     if local_rank != given.number("SLURM_LOCALID", local_rank):
         raise DistributedError(
             f"Slurm placed rank {rank} as local task {given.env['SLURM_LOCALID']}, not in blocks of ranks a node",
+            code="slurm-layout-unsupported",
             hint="start with `srun --distribution=block`",
         )
     launch = LaunchPlace(
@@ -97,6 +98,7 @@ def _layout(given: Given, nodelist: str, size: int) -> list[str]:
             raise DistributedError(
                 f"{size} tasks on {len(names)} nodes, and nothing says how many each node has: neither "
                 "SLURM_TASKS_PER_NODE nor SLURM_STEP_TASKS_PER_NODE is set",
+                code="slurm-layout-unsupported",
                 hint="start it with srun, which sets them, and pass them on (--export=ALL); "
                 "or give srun --ntasks-per-node",
             )
@@ -137,6 +139,7 @@ def _expand_item(item: str) -> list[str]:
         if not closed or not first.isdigit() or not last.isdigit():
             raise DistributedError(
                 f"SLURM_STEP_NODELIST has {item!r}, which is not a list of nodes",
+                code="variable-invalid",
                 hint="check the job's node list with `scontrol show hostnames`",
             )
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]

@@ -103,7 +103,9 @@ def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -
     """
     check_host(host)
     if any("\0" in word for word in argv):
-        raise ConfigError("a word of the command holds a NUL character", where=host)
+        raise ConfigError(
+            "a word of the command holds a NUL character", code="value-invalid", where=host
+        )
     return [*program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
 
 
@@ -244,6 +246,7 @@ def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) else "no answer"
     return ConfigError(
         f"{shlex.join(program())} cannot be run: {reason}",
+        code="ssh-missing",
         where="ALLHANDS_SSH" if "ALLHANDS_SSH" in os.environ else None,
         hint="install OpenSSH's client, or name it in ALLHANDS_SSH",
     )
@@ -258,6 +261,7 @@ def check_host(host: str) -> None:
     if not _HOST.fullmatch(host):
         raise ConfigError(
             f"{ascii(host)[:60]} is not the name of a host",
+            code="host-name-invalid",
             hint="give a name or address, such as node1 or user@node1",
         )
 
@@ -277,7 +281,10 @@ def program() -> list[str]:
         reason = "it is empty"
     if not words or not words[0]:
         raise ConfigError(
-            f"not understood: {reason}", where="ALLHANDS_SSH", hint="for example 'ssh -F my_config'"
+            f"not understood: {reason}",
+            code="ssh-command-invalid",
+            where="ALLHANDS_SSH",
+            hint="for example 'ssh -F my_config'",
         )
     return words
 

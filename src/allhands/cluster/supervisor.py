@@ -446,6 +446,7 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
         "log_path",
         "log_tail",
         "error",
+        "code",
         "explanation",
         "step",
         "phase",

@@ -202,7 +202,10 @@ class _One:
                 if time.monotonic() > self._busy + spec.start_deadline_s:
                     what = f"it did not come to the point of joining within {spec.start_deadline_s:g} s"
                     raise UnfitHosts(
-                        [place.name], what, hint=f"see the logs in {spec.log_dir_there} there"
+                        [place.name],
+                        what,
+                        code="rank-not-started",
+                        hint=f"see the logs in {spec.log_dir_there} there",
                     )
         finally:
             connection.send("end")
@@ -211,7 +214,9 @@ class _One:
 
     def _result(self) -> Mapping[str, Any] | None:
         if self._lost:
-            raise HostError([self.place.name], f"{self.place.name} does not answer any more")
+            raise HostError(
+                [self.place.name], f"{self.place.name} does not answer any more", code="host-lost"
+            )
         if self._ended is None or (self._ended == 0 and self._found is not None):
             return self._found
         error = self._error or {}

@@ -291,7 +291,7 @@ class WorkerContext:
 
     def _say(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
-            error = Interrupted(self.unstarted)
+            error = Interrupted(self.unstarted, code="stopped-before-start")
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return
         if not isinstance(error, AllhandsError):
@@ -373,7 +373,7 @@ class WorkerContext:
             "message": known.message if known else str(error),
             **{
                 name: getattr(known, name, None)
-                for name in ("where", "hint", "misfits", "peer", "problem")
+                for name in ("code", "where", "hint", "misfits", "peer", "problem")
             },
             "text": str(known) if known else None,
             "exit_code": code,
@@ -492,7 +492,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
     if "peer was lost" in text:
         ours = peer_lost()
     elif any(mark in text for mark in ("[ring]", "[mpi]", "[nccl]", "[jaccl]")):
-        ours = DistributedError(f"MLX could not communicate: {text}")
+        ours = DistributedError(f"MLX could not communicate: {text}", code="communication-failed")
     else:
         return error
     ours.__cause__ = error

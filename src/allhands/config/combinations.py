@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from allhands.config.values import RefusedOption
 from allhands.errors import ConfigError
 
 
@@ -20,19 +21,9 @@ def refuse_combinations(config: Any) -> None:
     for one, other, message in (
         (c.iters is not None, c.epochs is not None, "--iters and --epochs: give one of the two"),
         (
-            c.train_on != "assistant",
-            not c.mask_prompt,
-            "--train-on has an effect only with --mask-prompt: add it",
-        ),
-        (
             c.packing,
             c.mask_prompt,
             "--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt",
-        ),
-        (
-            c.isolate_documents,
-            not c.packing,
-            "--isolate-documents has an effect only with --packing: add it",
         ),
         (
             c.early_stopping_patience is not None,
@@ -50,11 +41,6 @@ def refuse_combinations(config: Any) -> None:
             "warm-up is given twice: in --lr-schedule and as --warmup-steps",
         ),
         (
-            c.weight_decay is not None,
-            c.optimizer == "adam",
-            "--weight-decay has no effect on adam: use --optimizer adamw",
-        ),
-        (
             c.keep_last == 0,
             c.max_restarts or c.min_ranks,
             "--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks",
@@ -64,16 +50,12 @@ def refuse_combinations(config: Any) -> None:
             c.hostfile is not None,
             "--hosts and --hostfile: give one of the two",
         ),
-        (
-            c.project_name is not None,
-            not c.report_to,
-            "--project-name has an effect only with --report-to: add it",
-        ),
     ):
         if one and other:
             raise ValueError(message)
     if unknown := sorted(set(c.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}):
         raise ValueError(f"optimizer_config: unknown optimizer {', '.join(unknown)}")
+    _refuse_idle(c)
     _refuse_rounds(c)
     _refuse_stages(c)
     _refuse_divided_matrices(c)
@@ -81,11 +63,41 @@ def refuse_combinations(config: Any) -> None:
     _refuse_divided_experts(c)
 
 
+def _refuse_idle(c: Any) -> None:
+    for one, other, message in (
+        (
+            c.train_on != "assistant",
+            not c.mask_prompt,
+            "--train-on has an effect only with --mask-prompt: add it",
+        ),
+        (
+            c.isolate_documents,
+            not c.packing,
+            "--isolate-documents has an effect only with --packing: add it",
+        ),
+        (
+            c.weight_decay is not None,
+            c.optimizer == "adam",
+            "--weight-decay has no effect on adam: use --optimizer adamw",
+        ),
+        (
+            c.project_name is not None,
+            not c.report_to,
+            "--project-name has an effect only with --report-to: add it",
+        ),
+    ):
+        if one and other:
+            raise RefusedOption(message, code="option-without-effect")
+
+
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
     """Refuse options that are not at their defaults, as they have an effect only with another one."""
     for name in names:
         if getattr(config, name) != type(config).model_fields[name].default:
-            raise ValueError(f"--{name.replace('_', '-')} has an effect only with {needs}")
+            raise RefusedOption(
+                f"--{name.replace('_', '-')} has an effect only with {needs}",
+                code="option-without-effect",
+            )
 
 
 def is_sharded(config: Any) -> bool:
@@ -245,7 +257,10 @@ def require_groups(config: Any, num_ranks: int) -> None:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
             hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
             raise ConfigError(
-                f"{told} not make whole groups of {size}", where=" ".join(given), hint=hint
+                f"{told} not make whole groups of {size}",
+                code="ranks-not-divisible",
+                where=" ".join(given),
+                hint=hint,
             )
 
 
@@ -260,7 +275,10 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     if num_ranks == 1:
         what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
         return ConfigError(
-            what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one"
+            what,
+            code="ranks-too-few",
+            where=where,
+            hint="add a second computer (--hosts), or -n 2 to try it on this one",
         )
     if stages < 2 or num_ranks % (stages * beside):
         return _not_whole(config, num_ranks, max(stages, 2), beside)
@@ -269,7 +287,9 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
         return None
     hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
     what = f"these stages are not those of {stages * beside} ranks"
-    return ConfigError(what, where=f"--pp-split {config.pp_split}", hint=hint)
+    return ConfigError(
+        what, code="pp-split-mismatch", where=f"--pp-split {config.pp_split}", hint=hint
+    )
 
 
 def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigError:
@@ -288,7 +308,7 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
     each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
     what = f"{num_ranks} ranks do not make whole pipelines of {each}"
     hint = f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages"
-    return ConfigError(what, where=where, hint=hint)
+    return ConfigError(what, code="ranks-not-divisible", where=where, hint=hint)
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

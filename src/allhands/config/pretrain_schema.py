@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from allhands.config.schema import LrSchedule, TrainConfig
-from allhands.config.values import LocalPath
+from allhands.config.values import LocalPath, RefusedOption
 
 NUMBERS = (
     *("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size"),
@@ -145,26 +145,36 @@ class PretrainConfig(TrainConfig):
     @model_validator(mode="after")
     def _from_scratch(self) -> PretrainConfig:
         if not self.tokenizer:
-            raise ValueError(
-                "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one"
+            raise RefusedOption(
+                "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one",
+                code="option-missing",
             )
         if not self.data:
-            raise ValueError(
-                "--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset"
+            raise RefusedOption(
+                "--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset",
+                code="option-missing",
             )
         if self.fine_tune_type != "full":
-            raise ValueError("--fine-tune-type: a new model is always trained in full")
+            raise RefusedOption(
+                "--fine-tune-type: a new model is always trained in full",
+                code="option-without-effect",
+            )
         if self.num_layers not in (None, -1):
-            raise ValueError(
-                "--num-layers is for fine-tuning; the blocks of a new model are --layers"
+            raise RefusedOption(
+                "--num-layers is for fine-tuning; the blocks of a new model are --layers",
+                code="option-without-effect",
             )
         if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(
             call_default_factory=True
         ):
-            raise ValueError("--lora-parameters is for fine-tuning: all of a new model is trained")
+            raise RefusedOption(
+                "--lora-parameters is for fine-tuning: all of a new model is trained",
+                code="option-without-effect",
+            )
         if self.model != "demo":
-            raise ValueError(
-                "--model is not used: the model is a new one, of --shape and --tokenizer"
+            raise RefusedOption(
+                "--model is not used: the model is a new one, of --shape and --tokenizer",
+                code="option-without-effect",
             )
         if self.block_size is not None and self.max_seq_length > self.block_size:
             raise ValueError(

@@ -6,12 +6,28 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from allhands.config.aliases import ALIASES
 from allhands.errors import ConfigError, in_our_words
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+# Of pydantic's complaints; all others are about the type of a value.
+_ERROR_CODES = {
+    "extra_forbidden": "option-unknown",
+    "missing": "option-missing",
+    "literal_error": "value-unknown",
+    "greater_than": "value-out-of-range",
+    "greater_than_equal": "value-out-of-range",
+    "less_than": "value-out-of-range",
+    "less_than_equal": "value-out-of-range",
+    "finite_number": "value-out-of-range",
+    "other": "value-of-wrong-type",
+}
 
 
 def canonical_key(raw: Any) -> str:
@@ -46,23 +62,34 @@ def explained(
             else f"--{key.replace('_', '-')}"
         )
 
-    found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
+    # Of each option the first problem: where, what and its code.
+    found: dict[str, tuple[str, str, str]] = {}
     for one in error.errors():
         key, *inner = [str(part) for part in one["loc"]] or [""]
         message = in_our_words(str(one["msg"]))
         if not key:
-            return ConfigError(message, hint="change one of the options named")
+            code = _code_of(one, "options-conflict")
+            return ConfigError(message, code=code, hint="change one of the options named")
         got = one.get("input")
         shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
         text = f"{'.'.join(inner)}: {message}{shown}" if inner else f"{message}{shown}"
-        found.setdefault(key, (place_of(key), text + _known_instead(kind, key, inner, message)))
+        text += _known_instead(kind, key, inner, message)
+        found.setdefault(key, (place_of(key), text, _code_of(one, "value-invalid")))
     # As a person reads the file.
     key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
-    place, text = found[key]
+    place, text, code = found[key]
     field = kind.model_fields.get(key)
     meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
-    more = "".join(f"; and {where}: {what}" for where, what in (found[name] for name in others))
-    return ConfigError(f"{text}{more}", where=place, hint=f"change it{meaning}")
+    more = "".join(f"; and {where}: {what}" for where, what, _ in (found[name] for name in others))
+    return ConfigError(f"{text}{more}", code=code, where=place, hint=f"change it{meaning}")
+
+
+def _code_of(problem: ErrorDetails, otherwise: str) -> str:
+    """Return the code for a validator's complaint; ``otherwise`` for a check of ours without one."""
+    refusal = problem.get("ctx", {}).get("error")
+    if isinstance(refusal, ValueError):
+        return getattr(refusal, "code", otherwise)
+    return _ERROR_CODES.get(problem["type"], _ERROR_CODES["other"])
 
 
 def _line_of(place: str) -> int:

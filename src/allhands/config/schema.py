@@ -537,7 +537,10 @@ def _canonical(
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
             raise ConfigError(
-                f"{raw} is not an option of allhands", where=where, hint=for_key(ELSEWHERE[key])
+                f"{raw} is not an option of allhands",
+                code="option-unknown",
+                where=where,
+                hint=for_key(ELSEWHERE[key]),
             )
         if key not in kind.model_fields:
             known = [*kind.model_fields, *ALIASES]
@@ -552,7 +555,10 @@ def _canonical(
         if key in spelled:
             names = f"{spelled[key]} and {raw}"
             raise ConfigError(
-                f"{key} is given twice, as {names}", where=where, hint="keep one of them"
+                f"{key} is given twice, as {names}",
+                code="option-given-twice",
+                where=where,
+                hint="keep one of them",
             )
         spelled[key] = raw
         # mlx_lm's file writes "null" for "not set"; our defaults say the same.
@@ -561,5 +567,5 @@ def _canonical(
     if unknown:
         (where, problem, hint), *others = unknown
         more = "".join(f"; and {place}: {what} ({advice})" for place, what, advice in others)
-        raise ConfigError(problem + more, where=where, hint=hint)
+        raise ConfigError(problem + more, code="option-unknown", where=where, hint=hint)
     return result

@@ -17,6 +17,14 @@ from allhands.io.strict_json import without_repeats
 _MOST_BATCHES = 10**9  # as of --iters
 
 
+class RefusedOption(ValueError):
+    """A validator's refusal, with the code of the error that it becomes."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def _local_path(value: Any, handler: Any) -> Any:
     if isinstance(value, HomePath):
         return value
@@ -50,6 +58,7 @@ def batches_of(epochs: float, per_epoch: int) -> int:
     if batches > _MOST_BATCHES:
         raise ConfigError(
             f"{epochs:g} epochs are {batches:,} batches, more than {_MOST_BATCHES:,}",
+            code="value-out-of-range",
             where="--epochs",
             hint="give fewer epochs, or --iters",
         )

@@ -31,7 +31,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             reason, hint = str(error.strerror), meant(path, "check the path after --config")
         raise ConfigError(
-            f"the configuration file cannot be read: {reason}", where=str(path), hint=hint
+            f"the configuration file cannot be read: {reason}",
+            code="config-file-unreadable",
+            where=str(path),
+            hint=hint,
         ) from None
     try:
         content = yaml.load(text, _yaml_loader())
@@ -40,12 +43,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "cannot be parsed"
         hint = "write one 'key: value' a line, all of them from the line's beginning"
-        raise ConfigError(f"not valid YAML: {problem}", where=where, hint=hint) from None
+        raise ConfigError(
+            f"not valid YAML: {problem}", code="config-file-invalid", where=where, hint=hint
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
             "the file must hold 'key: value' pairs",
+            code="config-file-invalid",
             where=str(path),
             hint="see docs/configuration.md",
         )
@@ -67,7 +73,9 @@ def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
         line = key.start_mark.line + 1
         if isinstance(key, yaml.ScalarNode) and key.value in lines:
             problem = f"{key.value} is given twice, in line {lines[key.value]} too"
-            raise ConfigError(problem, where=f"{path}:{line}", hint="keep one of them")
+            raise ConfigError(
+                problem, code="option-given-twice", where=f"{path}:{line}", hint="keep one of them"
+            )
         lines[str(key.value)] = line
         _refuse_twice(value, path)
 

@@ -71,10 +71,13 @@ def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool
             place.fail(
                 f'{what} has "{first}" and "{key}", and they call different things',
                 "keep one of the two",
+                code="fields-contradict",
             )
     if first != "tool_calls" and message.get("role") != "assistant":
         place.fail(
-            f'{what} has "{first}", but only an assistant calls', "remove it, or mend the role"
+            f'{what} has "{first}", but only an assistant calls',
+            "remove it, or mend the role",
+            code="tool-call-invalid",
         )
     return rest | {"tool_calls": found[first]}
 
@@ -85,7 +88,9 @@ def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list
     calls = [_decoded(call) for call in value] if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) or not call for call in calls) or value is False:
         place.fail(
-            f"{what} must be calls, each an object", f"see the chat format with tools: {_CALL_HINT}"
+            f"{what} must be calls, each an object",
+            f"see the chat format with tools: {_CALL_HINT}",
+            code="tool-call-invalid",
         )
     kept = [call for call in calls if not _is_void(call)]
     return [
@@ -130,12 +135,16 @@ def _usual_call(call: Json, what: str, place: ValuePlace, padded: bool) -> Json:
         function.pop("function", None)
     name = function.get("name")
     if not isinstance(name, str) or not name.strip():
-        place.fail(f"{what} has no name", _CALL_HINT)
+        place.fail(f"{what} has no name", _CALL_HINT, code="tool-call-invalid")
     arguments = _once_encoded(
         function.pop(next((key for key in _ARGUMENTS if key in function), ""), {})
     )
     if not isinstance(arguments, dict | str):
-        place.fail(f"the arguments of {what} are {type_name(arguments)}", _CALL_HINT)
+        place.fail(
+            f"the arguments of {what} are {type_name(arguments)}",
+            _CALL_HINT,
+            code="tool-call-invalid",
+        )
     if padded and isinstance(arguments, dict):
         arguments = _unpadded(arguments)
     return {**outer, "function": {**function, "arguments": arguments}}
@@ -212,7 +221,11 @@ def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
     calls = value if isinstance(value, list) else [value]
     if not calls or not is_list_of_objects(calls):
         hint = 'write {"name": "...", "arguments": {...}}, or a list of those'
-        place.fail(f"{what}, a function call, is {type_name(value)} without a call", hint)
+        place.fail(
+            f"{what}, a function call, is {type_name(value)} without a call",
+            hint,
+            code="tool-call-invalid",
+        )
     made: list[Any] = []
     for inner in map(called_function, calls):
         arguments = next((inner[key] for key in _ARGUMENTS if inner.get(key) is not None), "")
@@ -223,6 +236,7 @@ def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
             place.fail(
                 f"{what}: the arguments of the call are {type_name(arguments)}",
                 "write them as an object",
+                code="tool-call-invalid",
             )
         made.append(
             {"type": "function", "function": {"name": inner.get("name"), "arguments": arguments}}
@@ -250,7 +264,11 @@ def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list
         return tools
     older = [*map(as_tool, _checked_tools(described, "functions", place) or ())]
     if tools and [*map(as_tool, tools)] != older:
-        place.fail(f'{quoted(name)} and "functions" name different tools', "keep one of the two")
+        place.fail(
+            f'{quoted(name)} and "functions" name different tools',
+            "keep one of the two",
+            code="fields-contradict",
+        )
     return tools or older
 
 
@@ -267,6 +285,7 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
         place.fail(
             f"{quoted(name)} must be a list of objects, this is {type_name(value)}",
             "write a JSON list",
+            code="field-of-wrong-type",
         )
     tools = as_json(value, quoted(name), place)
     kept = _unpadded(tools, _NULLABLE)

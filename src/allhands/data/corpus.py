@@ -136,12 +136,18 @@ class Corpus:
             hint = (
                 "name files to train on: those called valid, validation, dev or test are held out"
             )
-            return DataError("there is no training split", where=where, hint=hint)
+            return DataError(
+                "there is no training split", code="split-missing", where=where, hint=hint
+            )
         if not self.left_out:
-            return DataError("there is no text", where=where, hint="name files that hold some")
+            return DataError(
+                "there is no text", code="data-empty", where=where, hint="name files that hold some"
+            )
         reason = self.left_out[0]
         message = f"none of the rows can be used; the first: {reason.message}"
-        return DataError(message, where=reason.places[0], hint=reason.hint)
+        return DataError(
+            message, code="rows-all-unusable", where=reason.places[0], hint=reason.hint
+        )
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -103,7 +103,9 @@ class Encoder:
             )
             why = f"the example cannot be encoded, it has half a surrogate pair{bad}"
             message = why if bad else f"it cannot be encoded: {error}"
-            raise DataError(message, hint="write the whole character, or remove it") from error
+            raise DataError(
+                message, code="character-invalid", hint="write the whole character, or remove it"
+            ) from error
 
     def encode_many(
         self, drafts: Sequence[Draft], *, offsets: bool
@@ -142,6 +144,7 @@ class Encoder:
         if self._backend is None:
             raise ModelError(
                 "this tokenizer does not tell where in the text its tokens lie, so the prompt cannot be masked",
+                code="tokenizer-without-offsets",
                 hint="use a model with a tokenizer.json, or leave out --mask-prompt",
             )
         if self._backend.truncation is not None:

@@ -51,14 +51,24 @@ def _library(path: str) -> Generator[Any]:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
         hint = "pip install datasets"
-        raise DataError("the datasets library is not installed", where=path, hint=hint) from error
+        raise DataError(
+            "the datasets library is not installed",
+            code="data-package-missing",
+            where=path,
+            hint=hint,
+        ) from error
     if (
         HUB_NAME.fullmatch(path)
         and not Path(path).exists()
         and not _is_cached(path)
         and not _reachable()
     ):
-        raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
+        raise DataError(
+            "the Hugging Face Hub cannot be reached",
+            code="dataset-hub-unreachable",
+            where=path,
+            hint=_NO_NETWORK,
+        )
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -115,29 +125,61 @@ def hub_error(name: str, error: Exception) -> DataError:
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)
-    for pattern, message, hint in (
-        ("(?i)gated dataset|GatedRepo", "access to the dataset must be asked for", page_hint),
+    for pattern, found in (
+        (
+            "(?i)gated dataset|GatedRepo",
+            DataError(
+                "access to the dataset must be asked for", code="dataset-gated", hint=page_hint
+            ),
+        ),
         (
             "OfflineMode|(?i:offline mode)",
-            "the dataset is not here, and downloads are switched off",
-            offline,
+            DataError(
+                "the dataset is not here, and downloads are switched off",
+                code="dataset-not-downloaded",
+                hint=offline,
+            ),
         ),
-        ("^[^:]*(Connect|Timeout|Proxy)", "the Hugging Face Hub cannot be reached", _NO_NETWORK),
-        ("(Unknown|Bad) split", "the dataset has no such split", f"--hub-split {one_of}"),
+        (
+            "^[^:]*(Connect|Timeout|Proxy)",
+            DataError(
+                "the Hugging Face Hub cannot be reached",
+                code="dataset-hub-unreachable",
+                hint=_NO_NETWORK,
+            ),
+        ),
+        (
+            "(Unknown|Bad) split",
+            DataError(
+                "the dataset has no such split",
+                code="split-missing",
+                hint=f"--hub-split {one_of}",
+            ),
+        ),
         (
             "Config name is missing|BuilderConfig .* not found",
-            "it has several configurations",
-            f"--hub-config {one_of}",
+            DataError(
+                "it has several configurations",
+                code="dataset-configuration-missing",
+                hint=f"--hub-config {one_of}",
+            ),
         ),
         (
             "^[^:]*(FileNotFound|RepositoryNotFound)",
-            "there is no such dataset on the Hub, or it is private",
-            private,
+            DataError(
+                "there is no such dataset on the Hub, or it is private",
+                code="dataset-missing",
+                hint=private,
+            ),
         ),
     ):
         if re.search(pattern, f"{kinds}: {text}"):
-            return DataError(message, where=name, hint=hint)
+            found.where = name
+            return found
     message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
     return DataError(
-        message, where=name, hint=f"see {page}; you can fetch its files and name them here"
+        message,
+        code="dataset-unreadable",
+        where=name,
+        hint=f"see {page}; you can fetch its files and name them here",
     )

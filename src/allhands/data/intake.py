@@ -74,12 +74,14 @@ class PrepareOptions:
             hint = "0.8 finds texts with a few words changed; 1 looks for exact duplicates only"
             raise ConfigError(
                 f"{self.near_threshold:g} is not between 0.5 and 1",
+                code="value-out-of-range",
                 where="--near-threshold",
                 hint=hint,
             )
         if self.dedupe == "near" and self.near_threshold == 1:
             raise ConfigError(
                 "there are no near duplicates with --near-threshold 1",
+                code="options-conflict",
                 where="--dedupe near",
                 hint="--dedupe exact",
             )
@@ -267,7 +269,9 @@ class Intake:
                 more = f" and {len(self.columns) - 8} more" if len(self.columns) > 8 else ""
                 hint = f"did you mean {near[0]}? " if near else ""
                 hint += f"the columns are {', '.join([*self.columns][:8])}{more}"
-                raise ConfigError(f'no row has a column "{column}"', where=flag, hint=hint)
+                raise ConfigError(
+                    f'no row has a column "{column}"', code="column-missing", where=flag, hint=hint
+                )
 
 
 def _measured(example: Example, row: Row) -> Record:

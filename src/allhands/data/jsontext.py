@@ -75,7 +75,11 @@ def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[
             if oversize:
                 hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
                 yield RowProblem(
-                    name, number, f"the line is too long to be read: {oversize:,} bytes", hint
+                    name,
+                    number,
+                    f"the line is too long to be read: {oversize:,} bytes",
+                    hint,
+                    code="row-too-long",
                 )
             elif line := raw.decode().strip():
                 yield checked_value(json.loads(line), line, name, number)
@@ -84,7 +88,9 @@ def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[
         except json.JSONDecodeError as error:
             yield _bad_line(error, name, number, complete=raw.endswith(b"\n"))
         except (ValueError, RecursionError) as error:
-            yield RowProblem(name, number, f"not usable JSON: {error}", SHORTEN)
+            yield RowProblem(
+                name, number, f"not usable JSON: {error}", SHORTEN, code="json-invalid"
+            )
 
 
 def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: bool) -> RowProblem:
@@ -101,7 +107,13 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
     else:
         message = f"not JSON: {error.msg} at column {error.colno}, near {_around(line, error.pos)}"
         hint = f"each line must be one JSON object: {SHAPES}"
-    return RowProblem(name, number, message, hint)
+    return RowProblem(
+        name,
+        number,
+        message,
+        hint,
+        code="record-cut-off" if cut_off and not complete else "json-invalid",
+    )
 
 
 def _may_be_cut(error: json.JSONDecodeError) -> bool:
@@ -172,7 +184,13 @@ def rows_of_json(
                     yield with_rest(item)
                     return
             if isinstance(item, Row) and not text.skip_blank() and _is_by_columns(item.value):
-                item = RowProblem(name, item.line, "this is a table written by columns", _BY_ROWS)
+                item = RowProblem(
+                    name,
+                    item.line,
+                    "this is a table written by columns",
+                    _BY_ROWS,
+                    code="table-by-columns",
+                )
             yield item
 
 
@@ -229,7 +247,9 @@ def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterato
             if len(found) > 1 and only is None:
                 message = f"rows of several kinds: they are under {' and '.join(found)}"
                 hint = "`allhands data prepare FILE --out DIR` takes splits apart; put others into files of their own"
-                yield with_rest(RowProblem(text.name, text.line(), message, hint))
+                yield with_rest(
+                    RowProblem(text.name, text.line(), message, hint, code="rows-of-several-kinds")
+                )
                 return
             text.position += 1
             yield from (item for item in _elements(text) if only in (None, name))
@@ -314,7 +334,11 @@ class _Text:
         message = f"not JSON: {message} at column {column}, near {_around(self.text, position)}"
         hint = "repair the JSON at that place, or write one object a line (JSONL)"
         return RowProblem(
-            self.name, self.line() + self.text.count("\n", self.position, position), message, hint
+            self.name,
+            self.line() + self.text.count("\n", self.position, position),
+            message,
+            hint,
+            code="json-invalid",
         )
 
     def skip_blank(self) -> str:
@@ -345,11 +369,19 @@ class _Text:
                 if (is_cut := _may_be_cut(error)) and is_long:
                     hint = "cut the value into several, or check that no quote or bracket is missing in it"
                     message = f"too long to be read: a value of over {self._limit:,} characters"
-                    raise _BrokenError(RowProblem(self.name, self.line(), message, hint)) from None
+                    raise _BrokenError(
+                        RowProblem(self.name, self.line(), message, hint, code="row-too-long")
+                    ) from None
                 if not (is_cut and self._more()):
                     raise _BrokenError(self.problem(error.msg, error.pos)) from None
             except (ValueError, RecursionError) as error:
-                problem = RowProblem(self.name, self.line(), f"not usable JSON: {error}", SHORTEN)
+                problem = RowProblem(
+                    self.name,
+                    self.line(),
+                    f"not usable JSON: {error}",
+                    SHORTEN,
+                    code="json-invalid",
+                )
                 raise _BrokenError(problem) from None
             else:
                 # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.

@@ -112,9 +112,13 @@ def check_messages(
     items = list_if_text(value, quoted(name), place)
     if not isinstance(items, list):
         hint = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        place.fail(f"{quoted(name)} is {type_name(items)}, it must be a list of messages", hint)
+        place.fail(
+            f"{quoted(name)} is {type_name(items)}, it must be a list of messages",
+            hint,
+            code="field-of-wrong-type",
+        )
     if not items:
-        place.fail(f"{quoted(name)} has no message", DELETE)
+        place.fail(f"{quoted(name)} has no message", DELETE, code="field-empty")
     # A table (Arrow, Parquet) gives each message the fields of all others, as nulls.
     padded = (
         len(items) > 1
@@ -140,7 +144,9 @@ def check_message(
         value = parse_json(value, what, place)
     if not isinstance(value, dict):
         place.fail(
-            f"{what} is {type_name(value)}, it must be an object", "give it a role and a content"
+            f"{what} is {type_name(value)}, it must be an object",
+            "give it a role and a content",
+            code="field-of-wrong-type",
         )
     message = _translated(without_nulls(value), what, place, sharegpt=sharegpt)
     role, reasoning = _role(message, what, place), None
@@ -156,7 +162,9 @@ def check_message(
         message.get("content"), f"the content of {what}", place, wordless=wordless
     )
     if role == "assistant" and not (wordless or message["content"].strip()):
-        place.fail(f"{what} is an empty answer: there is nothing to learn", DELETE)
+        place.fail(
+            f"{what} is an empty answer: there is nothing to learn", DELETE, code="field-empty"
+        )
     return message if len(message) == 2 else as_json(message, what, place)
 
 
@@ -167,12 +175,14 @@ def _role(message: Message, what: str, place: ValuePlace) -> str:
         place.fail(
             f"{what} has no role; its keys are {key_list(message)}",
             'name the keys "role" and "content"',
+            code="role-unknown",
         )
     known = _OTHER_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
     if known is None:
         place.fail(
             f"{what} has the unknown role {reprlib.repr(role)}",
             f"a role is one of {', '.join(ROLES)}",
+            code="role-unknown",
         )
     return known
 
@@ -192,7 +202,9 @@ def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str
         fields = part if isinstance(part, dict) else {"text": part}
         if (kind := fields.get("type") or "text") not in _TEXT_PARTS:
             hint = 'only text can be trained on; write a tool\'s answer as a message of role "tool" of its own'
-            place.fail(f"{what} has a part of type {quoted(kind)}", hint)
+            place.fail(
+                f"{what} has a part of type {quoted(kind)}", hint, code="field-of-wrong-type"
+            )
         words = fields.get("text")
         texts.append(
             check_string(
@@ -222,7 +234,11 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
     for key, value in found.items():
         if message.get(key) not in (None, "", [], value):
             kind = "tool_use" if key == "tool_calls" else "thinking"
-            place.fail(f'{what} has "{key}" and parts of type "{kind}"', "keep one of the two")
+            place.fail(
+                f'{what} has "{key}" and parts of type "{kind}"',
+                "keep one of the two",
+                code="fields-contradict",
+            )
     return {**message, **found, "content": apart["content"] or None} if found else message
 
 
@@ -262,7 +278,11 @@ def _with_one_reasoning(
     first = next((key for key, text in texts.items() if text.strip()), None)
     if len({text.strip() for text in texts.values()} - {""}) > 1:
         named = " and ".join(f'"{key}"' for key in texts)
-        place.fail(f"{what} has {named}, and they say different things", "keep one of them")
+        place.fail(
+            f"{what} has {named}, and they say different things",
+            "keep one of them",
+            code="fields-contradict",
+        )
     kept = {
         key: texts.get(key, value)
         for key, value in message.items()
@@ -300,7 +320,11 @@ def require_answer(messages: Sequence[Message], name: str, place: ValuePlace) ->
         DataError: no message is an assistant's.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        place.fail(f"{quoted(name)} has no assistant message: there is nothing to learn", DELETE)
+        place.fail(
+            f"{quoted(name)} has no assistant message: there is nothing to learn",
+            DELETE,
+            code="answer-missing",
+        )
 
 
 def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace) -> None:
@@ -317,7 +341,9 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace
         if role in TOOL_ROLES and not called and before not in ("assistant", *TOOL_ROLES):
             hint = "put the assistant message with its tool_calls before it, or delete the record"
             place.fail(
-                f"{quoted(name)} has a tool's answer that no assistant message asked for", hint
+                f"{quoted(name)} has a tool's answer that no assistant message asked for",
+                hint,
+                code="tool-answer-uncalled",
             )
         called = bool(message.get("tool_calls")) if role == "assistant" else called
         before = role

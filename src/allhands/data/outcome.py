@@ -90,7 +90,8 @@ class LeftOut:
         """``value`` is the row, if it could be read at all."""
         where = error.where or ""
         self.reasons.add(error.message, error.hint, where)
-        self.write({"where": where, "reason": error.message, "hint": error.hint}, value)
+        told = {"where": where, "code": error.code, "reason": error.message, "hint": error.hint}
+        self.write(told, value)
 
     def write(self, entry: dict[str, Any], value: Any) -> None:
         """Append one line. Only ASCII, because a row may be here for characters that UTF-8 cannot

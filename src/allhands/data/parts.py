@@ -136,15 +136,19 @@ class Parts:
         """Return the columns of parts, for a message."""
         return " and ".join(quoted(self.names[part]) for part in parts)
 
-    def fail(self, message: str, hint: str) -> NoReturn:
+    def fail(self, message: str, hint: str, *, code: str) -> NoReturn:
         """Refuse the record."""
-        self.place.fail(message, hint)
+        self.place.fail(message, hint, code=code)
 
     def string(self, part: str, *, filled: bool = False) -> str:
         """Return a part that must be a string; with ``filled``, of more than blanks."""
         text = check_string(self.get(part), self.quoted(part), self.place)
         if filled and not text.strip():
-            self.fail(f"{self.quoted(part)} is empty: there is nothing to learn", DELETE)
+            self.fail(
+                f"{self.quoted(part)} is empty: there is nothing to learn",
+                DELETE,
+                code="field-empty",
+            )
         return text
 
     def text_or_messages(self, part: str, *, filled: bool = False) -> str | list[Message]:
@@ -180,7 +184,9 @@ class Parts:
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
         ):
             self.fail(
-                f"{quoted(name)} must be a list of pairs", 'write [["question", "answer"], ...]'
+                f"{quoted(name)} must be a list of pairs",
+                'write [["question", "answer"], ...]',
+                code="field-of-wrong-type",
             )
         return [
             check_message(

@@ -70,6 +70,7 @@ class NothingLeft(DataError):
         where = first.places[0] if first and first.places else None
         super().__init__(
             message + because,
+            code="rows-all-unusable",
             where=where,
             hint=first.hint if first else "name files that hold rows",
         )
@@ -160,6 +161,7 @@ def _checked_splits(
             hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
             raise ConfigError(
                 f"the sources have a {split} split of their own: {name}",
+                code="split-in-sources",
                 where=f"--{split}",
                 hint=hint,
             )
@@ -182,10 +184,16 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
         source = Path(os.path.expanduser(name)).resolve()
         if source.exists() and (source == whole or whole in source.parents):
             hint = "choose another directory: what is read is never replaced"
-            raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
+            raise ConfigError(
+                f"the source {name} is in it",
+                code="output-place-unsuitable",
+                where=where,
+                hint=hint,
+            )
     if whole == Path.cwd():
         raise ConfigError(
             "this is the directory that you are in",
+            code="output-place-unsuitable",
             where=where,
             hint="name a new one in it: --out data",
         )

@@ -150,7 +150,11 @@ def read_rows(
     kind = file_type(path)
     if kind is None:
         yield RowProblem(
-            name or path.name, 0, "files of this type cannot be read", unread_hint(path)
+            name or path.name,
+            0,
+            "files of this type cannot be read",
+            unread_hint(path),
+            code="file-type-unsupported",
         )
     else:
         yield from _read(path, kind, options or ReadOptions(), name or path.name)
@@ -188,10 +192,14 @@ def _read(path: Path, kind: FileType, options: ReadOptions, name: str) -> Iterat
                 hint = (
                     f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
                 )
-                yield RowProblem(name, 0, "the file is empty", hint)
+                yield RowProblem(name, 0, "the file is empty", hint, code="data-empty")
     except OSError as error:
         yield RowProblem(
-            str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error)
+            str(path),
+            0,
+            f"cannot read the file: {error.strerror or error}",
+            read_hint(error),
+            code="data-unreadable",
         )
 
 
@@ -218,7 +226,13 @@ def _items(
     for magic, (what, hint) in _MAGIC.items():
         if head.startswith(magic):
             text = "JSON text" if kind in ("jsonl", "json") else "text"
-            return iter([RowProblem(name, 0, f"the file is {what}, not {text}", hint)])
+            return iter(
+                [
+                    RowProblem(
+                        name, 0, f"the file is {what}, not {text}", hint, code="file-not-its-type"
+                    )
+                ]
+            )
     if kind == "text":
         return rows_of_text(buffered, name, options)
     if kind in ("csv", "tsv"):
@@ -304,12 +318,17 @@ def _cut_short(error: Exception, path: Path, name: str) -> RowProblem:
             0,
             f"the name ends in {suffix}, but the content is not {kind}",
             f"take {suffix} away",
+            code="file-not-its-type",
         )
     hint = f"the file is cut off or damaged: fetch it again; to see how much is whole: {kind} -t {path.name}"
     if isinstance(error, OSError) and error.errno is not None:
         hint = read_hint(error)
     return RowProblem(
-        name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint
+        name,
+        0,
+        f"cannot be read to its end, only the rows before were read: {error}",
+        hint,
+        code="file-damaged",
     )
 
 

@@ -110,7 +110,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
         if is_rated:
             what = f"rated answers ({parts.quoted('label')} is true or false)"
         hint = "keep the good answers as messages; `allhands data prepare` writes the rest out for other programs"
-        parts.fail(f"{what} cannot be trained on", hint)
+        parts.fail(f"{what} cannot be trained on", hint, code="preference-not-trainable")
     return to_record(parts, shape, empty_texts=True)
 
 
@@ -125,7 +125,11 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
         DataError: it is not an object, or holds a record that was cut off.
     """
     if not isinstance(value, dict):
-        place.fail(f"a record must be a JSON object, this is {type_name(value)}", f"write {SHAPES}")
+        place.fail(
+            f"a record must be a JSON object, this is {type_name(value)}",
+            f"write {SHAPES}",
+            code="record-not-object",
+        )
     parts = Parts(value, columns, place)
     if _has_shape(parts):
         return parts
@@ -138,7 +142,9 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
         if cut := value.get("truncated_cells"):
             hint = "fetch the data set itself: name it as OWNER/NAME, or its Parquet files"
             place.fail(
-                f"the record was cut off where it was fetched from (truncated_cells: {cut})", hint
+                f"the record was cut off where it was fetched from (truncated_cells: {cut})",
+                hint,
+                code="record-cut-off",
             )
         return Parts(
             {key: one for key, one in value.items() if key != inner[0]} | value[inner[0]],
@@ -202,13 +208,17 @@ def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
     names = {part: f"{parts.quoted(part)} ({part}_feature)" for part in mapped}
     absent = {part: parts.names[part] for part in mapped if part not in known}
     if not mapped:
-        parts.fail(f"no known shape; the keys are {keys}", hint)
+        parts.fail(f"no known shape; the keys are {keys}", hint, code="record-without-shape")
     if not absent:
-        parts.fail(f"{', '.join(names.values())} alone makes no shape; the keys are {keys}", hint)
+        parts.fail(
+            f"{', '.join(names.values())} alone makes no shape; the keys are {keys}",
+            hint,
+            code="record-without-shape",
+        )
     near = nearest(parts.values, absent)
     are = "are" if len(absent) > 1 else "is"
     message = f"{', '.join(names[part] for part in absent)} {are} not there; the keys are {keys}"
-    parts.fail(message, f"the nearest: {near}" if near else hint)
+    parts.fail(message, f"the nearest: {near}" if near else hint, code="record-without-shape")
 
 
 def rating(parts: Parts, shape: Shape) -> bool | None:
@@ -230,13 +240,19 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
     label = truths.get(str(value).strip().lower()) if isinstance(value, str | int) else None
     if label is None and mapped:
         hint = "write true or false in every record, or do not name a label_feature"
-        parts.fail(f"{name} is {type_name(value)}, it must be true or false", hint)
+        parts.fail(
+            f"{name} is {type_name(value)}, it must be true or false",
+            hint,
+            code="field-of-wrong-type",
+        )
     if shape != "text":
         return label
     if label is False:
         hint = f"delete the record; or, if {name} does not rate the text, remove {name}"
         parts.fail(
-            f"{name} is false for a text: a text that is rated bad cannot be trained on", hint
+            f"{name} is false for a text: a text that is rated bad cannot be trained on",
+            hint,
+            code="preference-not-trainable",
         )
     return None
 

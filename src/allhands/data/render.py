@@ -103,7 +103,10 @@ class Renderer:
     ) -> None:
         if max_seq_length is not None and max_seq_length < 2:
             raise ConfigError(
-                f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048"
+                f"{max_seq_length} is below 2",
+                code="value-out-of-range",
+                where="--max-seq-length",
+                hint="try 2048",
             )
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -205,6 +208,7 @@ class Renderer:
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
                 "this tokenizer has no chat template, and the record is a chat",
+                code="chat-template-missing",
                 hint=f"name a chat template ({OPTION} FILE, or one of {', '.join(NAMED)}), choose an instruction-tuned "
                 "model, or give prompt and completion, or text",
             )
@@ -281,16 +285,20 @@ def _weight(message: Message, index: int) -> int | None:
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise DataError(
                 f'messages[{index}]: "{key}" is {value!r}, it must be 0 or 1',
+                code="message-weight-invalid",
                 hint="0 leaves the answer out of the loss, 1 trains it; parts of a weight are not supported",
             )
     if len(set(given.values())) > 1:
         raise DataError(
-            f"messages[{index}]: {given} contradict each other", hint="keep one of these keys"
+            f"messages[{index}]: {given} contradict each other",
+            code="message-weight-invalid",
+            hint="keep one of these keys",
         )
     weight = int(next(iter(given.values())))
     if weight and message["role"] != "assistant":
         raise DataError(
             f'messages[{index}]: "{next(iter(given))}" asks for a message of role {message["role"]} to be trained',
+            code="message-weight-invalid",
             hint="--mask-prompt trains assistant messages only: give the others weight 0, or remove the key",
         )
     return weight
@@ -364,6 +372,7 @@ class ChatTemplate:
         ) as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
+                code="chat-template-rejects-messages",
                 hint=self._way_out(messages, tools),
             ) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from allhands.data.values import SHORTEN
@@ -48,7 +48,9 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if not self.documents:
             hint = "use file, line, blank-line or the string between two documents"
-            raise ConfigError("the separator is empty", where="--documents", hint=hint)
+            raise ConfigError(
+                "the separator is empty", code="value-empty", where="--documents", hint=hint
+            )
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RowProblem:
     message: str
     hint: str | None = None
     is_rest: bool = False
+    code: str = field(kw_only=True)
 
     @property
     def where(self) -> str:
@@ -79,7 +82,7 @@ class RowProblem:
 
     def error(self) -> DataError:
         """Return the same, to be raised."""
-        return DataError(self.message, where=self.where, hint=self.hint)
+        return DataError(self.message, code=self.code, where=self.where, hint=self.hint)
 
 
 Item = Row | RowProblem
@@ -115,7 +118,9 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | No
     hint = "convert the file; from Windows, for example: iconv -f CP1252 -t UTF-8 OLD > NEW"
     if _CONTROL.search(text, start):
         hint = "this does not look like text: look at the file, and name another"
-    return RowProblem(name, line + text.count("\n", start, place), message, hint)
+    return RowProblem(
+        name, line + text.count("\n", start, place), message, hint, code="text-not-utf8"
+    )
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
@@ -134,7 +139,11 @@ def checked_value(value: Any, text: str, name: str, line: int) -> Item:
             ]
         if level:
             return RowProblem(
-                name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN
+                name,
+                line,
+                f"not usable JSON: more than {_MAX_DEPTH} levels of nesting",
+                SHORTEN,
+                code="json-invalid",
             )
     return Row(value, name, line)
 

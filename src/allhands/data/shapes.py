@@ -169,7 +169,7 @@ def _preference(parts: Parts) -> Example:
     chosen, rejected = _answers(parts, "chosen"), _answers(parts, "rejected")
     if chosen == rejected:
         message = f"{parts.quoted('chosen', 'rejected')} are the same: there is nothing to prefer"
-        parts.fail(message, "delete the record")
+        parts.fail(message, "delete the record", code="preference-invalid")
     tools, prompt, differs = parts.tools(), _question(parts), False
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         end = _shared(parts, chosen, rejected, prompt)
@@ -209,7 +209,7 @@ def _shared(
     hint = (
         "give the question as prompt (or prompt_feature), or let both begin with the same messages"
     )
-    parts.fail(f"{parts.quoted('chosen', 'rejected')} {what}", hint)
+    parts.fail(f"{parts.quoted('chosen', 'rejected')} {what}", hint, code="preference-invalid")
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
@@ -248,10 +248,16 @@ def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
     prompt, completion = turns[:-count], turns[-count:]
     if completion[-1]["role"] != "assistant":
         parts.fail(
-            "a rated conversation must end with the answer that was rated", "delete what follows it"
+            "a rated conversation must end with the answer that was rated",
+            "delete what follows it",
+            code="preference-invalid",
         )
     if not prompt:
-        parts.fail("a rated answer has no question before it", "put the question before it")
+        parts.fail(
+            "a rated answer has no question before it",
+            "put the question before it",
+            code="preference-invalid",
+        )
     found = {"prompt": prompt, "completion": completion, "label": label}
     found |= {"tools": record.tools} if record.tools else {}
     return Example(

@@ -64,7 +64,10 @@ class SourceOptions:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(
-                f"{self.limit} rows are none", where="--limit", hint="give a number of at least 1"
+                f"{self.limit} rows are none",
+                code="value-out-of-range",
+                where="--limit",
+                hint="give a number of at least 1",
             )
         ReadOptions(documents=self.documents)  # checks it
 
@@ -115,7 +118,9 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
     options = options or SourceOptions()
     if not names:
         raise ConfigError(
-            "no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)"
+            "no source is named",
+            code="option-missing",
+            hint="name files, directories or Hub datasets (OWNER/NAME)",
         )
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
     # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
@@ -133,20 +138,29 @@ def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
         if getattr(options, flag) and not any_hub:
             hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
             raise ConfigError(
-                "no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint
+                "no Hub dataset is named",
+                code="option-without-effect",
+                where=f"--{flag.replace('_', '-')}",
+                hint=hint,
             )
 
 
 def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     if options.documents != "auto" and not any(source.kind == "text" for source in found):
         hint = "it concerns .txt and .md files; leave it out"
-        raise ConfigError("no plain text file is named", where="--documents", hint=hint)
+        raise ConfigError(
+            "no plain text file is named",
+            code="option-without-effect",
+            where="--documents",
+            hint=hint,
+        )
     seen: set[str] = set()
     for source in found:
         place = source.name if source.kind is None else os.path.realpath(source.name)
         if place in seen:
             raise ConfigError(
                 "it is named twice",
+                code="input-given-twice",
                 where=source.name,
                 hint="name each file once, directories included",
             )
@@ -159,15 +173,25 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
         return _directory(path, options)
     if not name or not os.path.exists(path):
         hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
-        raise DataError("no such file or directory", where=name, hint=meant(path, hint))
+        raise DataError(
+            "no such file or directory", code="data-missing", where=name, hint=meant(path, hint)
+        )
     if file_type(path) is None:
-        raise DataError("files of this type cannot be read", where=name, hint=unread_hint(path))
+        raise DataError(
+            "files of this type cannot be read",
+            code="file-type-unsupported",
+            where=name,
+            hint=unread_hint(path),
+        )
     return _file(path, (path.parent.name,), options)
 
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
-    kind, notes = file_type(path), tuple(RowProblem(str(path), 0, note) for note in notes_of(path))
+    kind, notes = (
+        file_type(path),
+        tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path)),
+    )
 
     def source(name: str, split: str | None, only: str | None = None) -> Source:
         read = partial(
@@ -206,7 +230,10 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
         found = _file(path, (root.name, *path.relative_to(root).parts[:-1]), options)
         saved = saved_split(path.parent) if found[0].split is None else None
         sources += [replace(source, split=saved) for source in found] if saved else found
-    problems = (RowProblem(str(path), 0, f"skipped: {why}") for path, why in skipped.items())
+    problems = (
+        RowProblem(str(path), 0, f"skipped: {why}", code="file-note")
+        for path, why in skipped.items()
+    )
     return [replace(sources[0], skipped=(*sources[0].skipped, *problems)), *sources[1:]]
 
 
@@ -215,7 +242,7 @@ def _nothing_to_read(root: Path, skipped: Iterable[Path]) -> DataError:
     message = f"the directory has no file that can be read; it holds {there}"
     hints = {unread_hint(path) for path in skipped if path.suffix}
     hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
-    return DataError(message, where=str(root), hint=hint)
+    return DataError(message, code="data-missing", where=str(root), hint=hint)
 
 
 def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
@@ -226,7 +253,10 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
     def stop(error: OSError) -> None:
         hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
         raise DataError(
-            f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint
+            f"cannot read the directory: {error.strerror}",
+            code="data-unreadable",
+            where=str(error.filename),
+            hint=hint,
         )
 
     for folder, folders, names in os.walk(root, onerror=stop):
@@ -270,7 +300,10 @@ def _hub_name(name: str) -> str | None:
         rest = name[scheme.end() :].strip("/")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", rest):
             raise ConfigError(
-                "this is no name of a Hub dataset", where=name, hint="write hf://OWNER/NAME"
+                "this is no name of a Hub dataset",
+                code="hub-name-invalid",
+                where=name,
+                hint="write hf://OWNER/NAME",
             )
         return rest
     is_local = (
@@ -304,7 +337,17 @@ def _hub_rows(rows: Iterable[Any], name: str) -> Iterator[Item]:
             yield Row(dict(value), name, number)
     except Exception as error:  # a download that breaks off, a file that is damaged, a picture that needs a library
         message = f"cannot be read: {type(error).__name__}: {error}"
-        yield with_rest(RowProblem(name, number + 1, message, "check the network and start again"))
+        yield with_rest(
+            RowProblem(
+                name,
+                number + 1,
+                message,
+                "check the network and start again",
+                code="download-broken-off",
+            )
+        )
     else:
         if not number:
-            yield RowProblem(name, 0, "the split is empty", "choose another: --hub-split")
+            yield RowProblem(
+                name, 0, "the split is empty", "choose another: --hub-split", code="split-empty"
+            )

@@ -71,7 +71,9 @@ def split_of_folder(
     hint += "`allhands data prepare` makes such a folder"
     unread = [unread_hint(data_dir / name) for name in names if name.split(".")[0] == split]
     message = f"{split}.jsonl is missing; the folder holds {there}"
-    raise DataError(message, where=str(data_dir), hint=unread[0] if unread else hint)
+    raise DataError(
+        message, code="split-missing", where=str(data_dir), hint=unread[0] if unread else hint
+    )
 
 
 def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] | None:
@@ -128,7 +130,10 @@ def _check_parts(files: Sequence[Path]) -> None:
                 "fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
             )
             raise DataError(
-                message, where=str(files[0].parent), hint=f"{hint}{before or 'train-'}1{after}"
+                message,
+                code="data-part-missing",
+                where=str(files[0].parent),
+                hint=f"{hint}{before or 'train-'}1{after}",
             )
 
 
@@ -140,7 +145,10 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
     """
     if file_type(path) is None:
         raise DataError(
-            "files of this type cannot be read", where=str(path), hint=unread_hint(path)
+            "files of this type cannot be read",
+            code="file-type-unsupported",
+            where=str(path),
+            hint=unread_hint(path),
         )
     return _source_of_files([path], [str(path)], columns)
 
@@ -168,22 +176,34 @@ def _entries(data_dir: Path) -> list[str]:
             if file_type(data_dir) is None:
                 raise DataError(
                     "files of this type cannot be read",
+                    code="file-type-unsupported",
                     where=str(data_dir),
                     hint=unread_hint(data_dir),
                 )
             if data_dir.name.split(".")[0] == "train":
                 hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
-            raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)
+            raise DataError(
+                "this is a file, a folder is needed",
+                code="data-not-directory",
+                where=str(data_dir),
+                hint=hint,
+            )
         if not data_dir.exists():
             hint = "check --data; it takes a folder with train.jsonl and perhaps valid.jsonl, test.jsonl"
             raise DataError(
-                "the data folder does not exist", where=str(data_dir), hint=meant(data_dir, hint)
+                "the data folder does not exist",
+                code="data-missing",
+                where=str(data_dir),
+                hint=meant(data_dir, hint),
             )
         return sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:
         hint = "give yourself permission to read the folder: chmod u+rx FOLDER"
         raise DataError(
-            f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint
+            f"cannot read the folder: {error.strerror}",
+            code="data-unreadable",
+            where=str(data_dir),
+            hint=hint,
         ) from error
 
 
@@ -192,7 +212,9 @@ def _hash(path: Path) -> str:
         return input_hash(path)
     except OSError as error:
         message = f"cannot read the file: {error.strerror}"
-        raise DataError(message, where=str(path), hint=read_hint(error)) from error
+        raise DataError(
+            message, code="data-unreadable", where=str(path), hint=read_hint(error)
+        ) from error
 
 
 @contextmanager
@@ -273,11 +295,19 @@ def split_of_hub(
 def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     if unknown := sorted(set(spec) - _HF_KEYS):
         hint = f"known keys: {', '.join(sorted(_HF_KEYS))}"
-        raise ConfigError(f"unknown keys {', '.join(unknown)}", where="hf_dataset", hint=hint)
+        raise ConfigError(
+            f"unknown keys {', '.join(unknown)}",
+            code="option-unknown",
+            where="hf_dataset",
+            hint=hint,
+        )
     path = spec.get("path")
     if not isinstance(path, str) or not path:
         raise ConfigError(
-            "path is missing", where="hf_dataset", hint="name the dataset: path: OWNER/NAME"
+            "path is missing",
+            code="option-missing",
+            where="hf_dataset",
+            hint="name the dataset: path: OWNER/NAME",
         )
     part = spec.get(f"{split}_split", _DEFAULT_SPLITS[split])
     if part is None:

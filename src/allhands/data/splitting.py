@@ -41,14 +41,21 @@ class SplitShare:
         try:
             value = float(text)
         except ValueError:
-            raise ConfigError(f"{text!r} is not a number", where=flag, hint=hint) from None
+            raise ConfigError(
+                f"{text!r} is not a number", code="value-invalid", where=flag, hint=hint
+            ) from None
         if value < 0 or not np.isfinite(value):
-            raise ConfigError(f"{text} is not a size", where=flag, hint=hint)
+            raise ConfigError(
+                f"{text} is not a size", code="value-out-of-range", where=flag, hint=hint
+            )
         if text.strip().isdigit():
             return cls(value, True)
         if value >= 1:
             raise ConfigError(
-                f"{text} is neither a fraction below 1 nor a whole number", where=flag, hint=hint
+                f"{text} is neither a fraction below 1 nor a whole number",
+                code="value-out-of-range",
+                where=flag,
+                hint=hint,
             )
         return cls(value, False)
 
@@ -181,7 +188,9 @@ def _too_much(what: str, valid: SplitShare | None, test: SplitShare | None) -> C
     given = (("--valid", valid), ("--test", test))
     where = " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
     hint = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
-    return ConfigError(f"{what}: nothing is left to train on", where=where, hint=hint)
+    return ConfigError(
+        f"{what}: nothing is left to train on", code="nothing-left-to-train", where=where, hint=hint
+    )
 
 
 def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: int) -> Int8s:

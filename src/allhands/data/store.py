@@ -144,7 +144,7 @@ class StoreWriter:
         if not 0 <= token < self._vocabulary:
             message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
             hint = "the tokenizer's files do not fit together: fetch the model again"
-            raise ModelError(message, hint=hint)
+            raise ModelError(message, code="vocabulary-mismatch", hint=hint)
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
             self._files[name].append(array)
@@ -223,9 +223,16 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
             found = _made(path, vocabulary, build)
     except StorageError as error:
         hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
-        raise StorageError(error.message, where=error.where, hint=hint) from error.__cause__
+        raise StorageError(
+            error.message, code=error.code, where=error.where, hint=hint
+        ) from error.__cause__
     hint = "let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE"
-    raise StorageError("the tokens vanish as soon as they are stored", where=str(path), hint=hint)
+    raise StorageError(
+        "the tokens vanish as soon as they are stored",
+        code="token-cache-removed",
+        where=str(path),
+        hint=hint,
+    )
 
 
 def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:

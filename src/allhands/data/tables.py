@@ -94,7 +94,11 @@ def rows_of_table(
         shown = "a tab" if separator.delimiter == "\t" else separator.delimiter
         hint = "save it with commas; or give each row as many fields, and put those with separators in quotes"
         yield RowProblem(
-            name, separator.lines, f"the separator seems to be {shown}, which is not certain", hint
+            name,
+            separator.lines,
+            f"the separator seems to be {shown}, which is not certain",
+            hint,
+            code="separator-uncertain",
         )
         return
     # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
@@ -115,7 +119,11 @@ def rows_of_table(
         yield cells if isinstance(cells, RowProblem) else _table_item(cells, header, name, line)
     if empty:
         yield RowProblem(
-            name, 0, "the file has a header and no rows", "add rows below it, or leave the file out"
+            name,
+            0,
+            "the file has a header and no rows",
+            "add rows below it, or leave the file out",
+            code="data-empty",
         )
 
 
@@ -149,7 +157,7 @@ class _TableLines:
             except csv.Error as error:
                 hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
                 message = f"not a row of a table: {error} (to line {self._number})"
-                problem = RowProblem(self._name, first, message, hint)
+                problem = RowProblem(self._name, first, message, hint, code="table-row-invalid")
                 # With an odd number of quotes nobody knows whether the next line is inside a field.
                 if self._quotes % 2 == 1:
                     yield first, with_rest(problem)
@@ -172,7 +180,11 @@ class _TableLines:
         self._bad = self._bad or not_utf8(text, self._name, self._number)
         if "\0" in text and self._bad is None:
             self._bad = RowProblem(
-                self._name, self._number, "the row has a NUL byte", "is this a text file? remove it"
+                self._name,
+                self._number,
+                "the row has a NUL byte",
+                "is this a text file? remove it",
+                code="character-invalid",
             )
         return text
 
@@ -181,13 +193,23 @@ def _table_item(cells: list[str], header: list[str], name: str, line: int) -> It
     if len(cells) == len(header):
         return Row(dict(zip(header, cells, strict=True)), name, line)
     message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
-    return RowProblem(name, line, message, 'put a field that has separators in it in "..."')
+    return RowProblem(
+        name,
+        line,
+        message,
+        'put a field that has separators in it in "..."',
+        code="table-row-invalid",
+    )
 
 
 def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     message = f"unusable columns: two are called {name!r}"
-    return RowProblem(source, line, message, "rename one of them") if count > 1 else None
+    return (
+        RowProblem(source, line, message, "rename one of them", code="column-name-twice")
+        if count > 1
+        else None
+    )
 
 
 def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
@@ -212,11 +234,17 @@ def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
                     yield from _rows_of_batch(part, name, row)
                     row += len(part)
     except ImportError:
-        yield RowProblem(name, 0, f"{kind} files need pyarrow", "pip install pyarrow")
+        yield RowProblem(
+            name,
+            0,
+            f"{kind} files need pyarrow",
+            "pip install pyarrow",
+            code="data-package-missing",
+        )
     except Exception as error:  # pyarrow and what it calls raise many kinds
         message = f"not readable as {kind} at row {row + 1}: {error}"
         hint = f"the file is cut off or damaged, or no {kind} file: fetch it again"
-        yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint))
+        yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint, code="file-damaged"))
 
 
 def _batches(file: IO[bytes], head: bytes) -> Iterator[Any]:
@@ -265,7 +293,9 @@ def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
                 yield from _rows_of_batch(batch.slice(place, 1), name, before + place)
         else:
             message = f"row {before + 1} has a value that Python cannot hold: {error}"
-            yield RowProblem(name, before + 1, message, "repair or drop the column")
+            yield RowProblem(
+                name, before + 1, message, "repair or drop the column", code="value-unreadable"
+            )
 
 
 def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
@@ -286,6 +316,7 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
                 line + document[: document.index("\0")].count("\n"),
                 "a NUL byte in the text",
                 hint,
+                code="character-invalid",
             )
         else:
             yield not_utf8(document, name, line) or Row({"text": document}, name, line)

@@ -108,18 +108,27 @@ def read_template(name: str, *, kept: bool = False) -> str:
             text = json.loads(text)["chat_template"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"there is no chat template in this file: {error}", where=where, hint=hint
+            f"there is no chat template in this file: {error}",
+            code="chat-template-invalid",
+            where=where,
+            hint=hint,
         ) from None
     except OSError as error:
         problem = (
             "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         )
         raise ConfigError(
-            f"{problem}, and no chat template of that name", where=where, hint=meant(path, hint)
+            f"{problem}, and no chat template of that name",
+            code="chat-template-unknown",
+            where=where,
+            hint=meant(path, hint),
         ) from None
     if not isinstance(text, str) or "messages" not in text:
         raise ConfigError(
-            "this is no chat template: it does not mention messages", where=where, hint=hint
+            "this is no chat template: it does not mention messages",
+            code="chat-template-invalid",
+            where=where,
+            hint=hint,
         )
     return text
 
@@ -141,6 +150,7 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
         hint = "leave the option out, and change the data; or use another model"
         raise ModelError(
             "the chat template of this model is a program, and cannot be replaced",
+            code="chat-template-fixed",
             where=flag,
             hint=hint,
         )
@@ -169,12 +179,15 @@ def _named_text(tokenizer: Any, name: str | None) -> str:
         raise ModelError(
             f"the tokenizer has no token {', '.join(missing)}: written as plain text, it would not mark the end of an "
             "answer",
+            code="chat-template-token-missing",
             where=flag,
             hint=f"these work with the tokenizer's own tokens: {', '.join(fitting)}",
         )
     if "eos_token" in named.text and not tokenizer.eos_token:
         raise ModelError(
-            "the tokenizer has no end-of-text token, which this chat template writes", where=flag
+            "the tokenizer has no end-of-text token, which this chat template writes",
+            code="chat-template-token-missing",
+            where=flag,
         )
     bos = tokenizer.bos_token_id
     opened = name in _LIKE_TEXTS and bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
@@ -194,6 +207,7 @@ def _own(tokenizer: Any) -> str:
     if not isinstance(own, str):
         raise ModelError(
             "this tokenizer has no chat template that could be changed",
+            code="chat-template-missing",
             where=MERGE,
             hint=f"name one, too: {OPTION} FILE, or {', '.join(NAMED)}",
         )
@@ -210,7 +224,9 @@ def _check_syntax(text: str, where: str) -> None:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
         message = f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"
-        raise ConfigError(message, where=where, hint="repair it at that line") from None
+        raise ConfigError(
+            message, code="chat-template-invalid", where=where, hint="repair it at that line"
+        ) from None
 
 
 def is_one_token(tokenizer: Any, text: str) -> bool:

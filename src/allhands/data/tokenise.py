@@ -221,12 +221,14 @@ def _require_trained(counts: Counter[str], dropped: Sequence[str], *, masks: boo
     if masks and only_texts and counts["num_records"]:
         raise ConfigError(
             "all records are plain texts, which have no prompt that could be masked",
+            code="option-without-effect",
             where="--mask-prompt",
             hint="leave it out, or give the data as prompt and completion, or as messages",
         )
     if not counts["num_examples"]:
         raise DataError(
             f"none of the {counts['num_dropped']} examples has a token to train on",
+            code="no-trained-tokens",
             where=dropped[0] if dropped else None,
             hint="check that the texts are not empty"
             if only_texts

@@ -43,14 +43,20 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
     if not file.is_file():
         hint = "name a directory that holds tokenizer.json: `allhands tokenizer train` makes one"
         raise ModelError(
-            "there is no tokenizer.json", where=str(directory), hint=meant(directory, hint)
+            "there is no tokenizer.json",
+            code="tokenizer-missing",
+            where=str(directory),
+            hint=meant(directory, hint),
         )
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own for what it cannot read
         hint = "it is damaged, or newer than the tokenizers library here: make or fetch it again"
         raise ModelError(
-            f"the tokenizer cannot be read: {error}", where=str(file), hint=hint
+            f"the tokenizer cannot be read: {error}",
+            code="tokenizer-unreadable",
+            where=str(file),
+            hint=hint,
         ) from error
 
 
@@ -64,7 +70,9 @@ def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         hint = "give it in UTF-8"
-        raise ConfigError("the text is not Unicode", where="TEXT", hint=hint) from None
+        raise ConfigError(
+            "the text is not Unicode", code="text-not-unicode", where="TEXT", hint=hint
+        ) from None
     encoded: Any = tokenizer.encode(text, add_special_tokens=False)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     in_bytes = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])

@@ -36,8 +36,8 @@ class ValuePlace:
     source: str
     line: int
 
-    def fail(self, message: str, hint: str | None = None) -> NoReturn:
-        raise DataError(message, where=f"{self.source}:{self.line}", hint=hint)
+    def fail(self, message: str, hint: str | None = None, *, code: str) -> NoReturn:
+        raise DataError(message, code=code, where=f"{self.source}:{self.line}", hint=hint)
 
 
 def type_name(value: Any) -> str:
@@ -75,7 +75,9 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
     """
     if not isinstance(value, str):
         repair = DELETE if value is None else "write it as a string, in quotes"
-        place.fail(f"{what} is {type_name(value)}, it must be a string", repair)
+        place.fail(
+            f"{what} is {type_name(value)}, it must be a string", repair, code="field-of-wrong-type"
+        )
     return value if value.isascii() else as_json(value, what, place)
 
 
@@ -90,12 +92,15 @@ def as_json(value: Any, what: str, place: ValuePlace) -> Any:
     except UnicodeEncodeError as error:
         bad = f"\\u{ord(error.object[error.start]):04x}"
         place.fail(
-            f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it"
+            f"{what} has half a surrogate pair ({bad})",
+            "write the whole character, or remove it",
+            code="character-invalid",
         )
     except (TypeError, ValueError, RecursionError) as error:
         place.fail(
             f"{what} holds something that JSON cannot write: {error}",
             "write it as text, or remove it",
+            code="field-of-wrong-type",
         )
 
 
@@ -116,7 +121,9 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         place.fail(
-            f"{what} is a string that is not JSON: {error}", "write it as a JSON list or object"
+            f"{what} is a string that is not JSON: {error}",
+            "write it as a JSON list or object",
+            code="json-invalid",
         )
 
 

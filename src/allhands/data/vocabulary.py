@@ -73,7 +73,10 @@ class VocabularyOptions:
         if self.chat_template not in (None, *TEMPLATES):
             message = f"no chat template {self.chat_template!r}"
             raise ConfigError(
-                message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}"
+                message,
+                code="chat-template-unknown",
+                where="--chat-template",
+                hint=f"one of {', '.join(TEMPLATES)}",
             )
         names = self.special_tokens
         for name in self.special:
@@ -81,6 +84,7 @@ class VocabularyOptions:
                 message = f"{name!r} cannot be a special token, it is {'one already' if name.strip() else 'empty'}"
                 raise ConfigError(
                     message,
+                    code="value-invalid",
                     where="--special",
                     hint="name each once; for example --special '<|tool|>'",
                 )
@@ -89,6 +93,7 @@ class VocabularyOptions:
             message = f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first"
             raise ConfigError(
                 message,
+                code="value-out-of-range",
                 where="--vocabulary",
                 hint=f"give at least {least}; usual are 4096 to 50000",
             )

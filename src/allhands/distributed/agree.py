@@ -83,7 +83,7 @@ def _misfit(
     verdict = judge(statements, Circumstances(**first))
     assert verdict is not None
     misfits = tuple(rank for rank, name in enumerate(names) if name in verdict.misfits)
-    return MisfitError(verdict.message, hint=verdict.hint, misfits=misfits)
+    return MisfitError(verdict.message, code="computers-differ", hint=verdict.hint, misfits=misfits)
 
 
 def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[str]:

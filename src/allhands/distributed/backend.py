@@ -72,8 +72,6 @@ class SingleProcess:
 class TwoStreamsError(DistributedError):
     """A collective was asked for on another stream than the one that the process exchanges on."""
 
-    code = "two-streams"
-
 
 class ExchangeStream:
     """The only stream of a device for all exchanges of this process, with any group.
@@ -126,6 +124,7 @@ class ExchangeStream:
         if self._used is not None and stream != self._used:
             raise TwoStreamsError(
                 f"a collective over {stream}, while this process exchanges over {self._used}: their bytes would mix",
+                code="two-streams",
                 hint="exchange in one thread and over one stream; after world.barrier() it may be another",
             )
         self._used, self._thread = stream, thread
@@ -249,7 +248,8 @@ class MlxGroup:
         if (part.rank, part.size) != (place, len(members)):
             told = f"rank {self.rank} is to be {place} of {len(members)}, and is {part.rank} of {part.size}"
             raise DistributedError(
-                f"the {self.backend} back-end has made another group of {list(members)}: {told}"
+                f"the {self.backend} back-end has made another group of {list(members)}: {told}",
+                code="group-mismatch",
             )
         return part
 
@@ -385,7 +385,8 @@ def connect(
     if backend == "none":
         if size != 1:
             raise DistributedError(
-                f"{size} processes were promised, but no back-end to connect them"
+                f"{size} processes were promised, but no back-end to connect them",
+                code="variables-incomplete",
             )
         return SingleProcess()
     _check_build(backend)
@@ -417,7 +418,9 @@ def _check_first_sum(communicator: Communicator) -> None:
     if not mx.array_equal(total, ranks):
         hint = _SAME_NAME if communicator.backend == "mpi" else _HINTS[communicator.backend]
         raise DistributedError(
-            f"the first sum over {communicator.size} processes is wrong", hint=hint
+            f"the first sum over {communicator.size} processes is wrong",
+            code="collective-wrong",
+            hint=hint,
         )
 
 
@@ -427,7 +430,9 @@ def _check_first_gathering(communicator: Communicator) -> None:
     if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
         problem = f"the first gathering over {communicator.size} processes is wrong"
         raise DistributedError(
-            problem, hint="update MLX on every computer, or use another --backend"
+            problem,
+            code="collective-wrong",
+            hint="update MLX on every computer, or use another --backend",
         )
 
 
@@ -449,6 +454,7 @@ def _check_build(backend: str) -> None:
     if backend in _BUILDS and not mx.distributed.is_available(backend):
         raise ConfigError(
             f"MLX on {socket.gethostname()} is a build without {backend}",
+            code="backend-not-built",
             where=f"--backend {backend}",
             hint=f"leave --backend out, so that one is chosen that works; {backend} is in {_BUILDS[backend]}",
         )
@@ -459,7 +465,9 @@ def _initialise(backend: str, size: int) -> Any:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
         problem = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
-        raise DistributedError(problem, hint=_HINTS[backend]) from None
+        raise DistributedError(
+            problem, code="backend-not-connected", hint=_HINTS[backend]
+        ) from None
 
 
 _BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}
@@ -479,11 +487,13 @@ def _check_size(group: Any, backend: str, size: int, rank: int) -> None:
         raise DistributedError(
             f"the launcher promised {size} processes, but the {backend} group has {group.size()}: "
             "refusing to train alone",
+            code="world-size-mismatch",
             where=f"rank {rank}",
             hint=_HINTS[backend],
         )
     if group.rank() != rank:
         raise DistributedError(
             f"the launcher says this is rank {rank}, the {backend} group says {group.rank()}",
+            code="rank-mismatch",
             hint="two launchers are mixed: start with only one of mpirun, mlx.launch or allhands -n",
         )

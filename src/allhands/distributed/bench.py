@@ -156,6 +156,7 @@ def _check_sum(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> Non
         ranks = ", ".join(str(rank) for rank in np.flatnonzero(everyone))
         raise DistributedError(
             f"the {communicator.backend} back-end has summed {pattern.nbytes} bytes wrongly on rank {ranks}",
+            code="collective-wrong",
             hint="use another --backend, and report it to MLX with the versions that `allhands version` shows",
         )
 

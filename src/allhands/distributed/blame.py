@@ -43,11 +43,12 @@ class MisfitError(DistributedError):
         self,
         message: str,
         *,
+        code: str,
         where: str | None = None,
         hint: str | None = None,
         misfits: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(message, where=where, hint=hint)
+        super().__init__(message, code=code, where=where, hint=hint)
         self.misfits = misfits
 
 

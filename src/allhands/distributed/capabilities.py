@@ -78,6 +78,7 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
         raise ConfigError(
             f"the {backend} back-end has no groups of some of the {mesh.size} ranks, and this division needs groups of "
             f"{len(mesh.members(*axes))}",
+            code="backend-lacks-groups",
             where=f"--backend {backend}",
             hint="use --backend mpi, or nccl on NVIDIA GPUs, or divide the model in one way, over all ranks",
         )
@@ -102,7 +103,9 @@ def require_way(backend: str, rank: int, peer: int, size: int) -> None:
     """
     if rank == peer or not (0 <= rank < size and 0 <= peer < size):
         raise ConfigError(
-            f"rank {rank} cannot send to rank {peer} of {size}", where=f"--backend {backend}"
+            f"rank {rank} cannot send to rank {peer} of {size}",
+            code="backend-lacks-route",
+            where=f"--backend {backend}",
         )
     beside = (rank - peer) % size in (1, size - 1)
     if can(backend, "send_recv") or (beside and can(backend, "send_recv_neighbours")):
@@ -110,6 +113,7 @@ def require_way(backend: str, rank: int, peer: int, size: int) -> None:
     reach = "its neighbours only" if can(backend, "send_recv_neighbours") else "no single rank"
     raise ConfigError(
         f"rank {rank} cannot send to rank {peer}: over the {backend} back-end a rank sends to {reach}",
+        code="backend-lacks-route",
         where=f"--backend {backend}",
         hint="use --backend mpi, where every rank sends to every other",
     )

@@ -95,6 +95,7 @@ def require_gain(codec: Codec, backend: str, ranks: int, item_bytes: int) -> Non
     less = [each.name for each in CODECS.values() if each.gains(backend, ranks, item_bytes)]
     raise ConfigError(
         f"{what} of {ranks} ranks over {backend} would take no fewer bytes",
+        code="compression-without-gain",
         where=f"--compress {codec.name}",
         hint=f"leave it out, or take --compress {less[0]}" if less else "leave it out",
     )

@@ -151,4 +151,9 @@ def _way(communicator: Communicator, peer: int) -> tuple[MlxGroup, int]:
     if isinstance(communicator, MlxGroup):
         return communicator, peer
     where = f"--backend {communicator.backend}"
-    raise ConfigError(f"there is no rank {peer} to send to", where=where, hint="start more ranks")
+    raise ConfigError(
+        f"there is no rank {peer} to send to",
+        code="rank-out-of-range",
+        where=where,
+        hint="start more ranks",
+    )

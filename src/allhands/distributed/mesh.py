@@ -104,7 +104,9 @@ class Mesh:
         """Return the place of ``rank``; default: of this one."""
         left = self.rank if rank is None else rank
         if not 0 <= left < self.size:
-            raise ConfigError(f"there is no rank {left} among {self.size}", where=_WHERE)
+            raise ConfigError(
+                f"there is no rank {left} among {self.size}", code="rank-out-of-range", where=_WHERE
+            )
         found: list[int] = []
         for size in reversed(self._sizes()):
             left, place = divmod(left, size)
@@ -143,7 +145,10 @@ class Mesh:
     def _group(self, place: Coordinates, axes: Sequence[Axis]) -> tuple[int, ...]:
         if not axes or set(axes) - set(AXES):
             raise ConfigError(
-                f"{', '.join(axes) or 'nothing'} is no axis", where=_WHERE, hint=f"name {_NAMES}"
+                f"{', '.join(axes) or 'nothing'} is no axis",
+                code="value-unknown",
+                where=_WHERE,
+                hint=f"name {_NAMES}",
             )
         ways = [
             range(size) if axis in axes else (at,)
@@ -161,7 +166,11 @@ class Mesh:
             ("local ", self.local_rank, self.local_size),
         ):
             if not 0 <= rank < size:
-                raise ConfigError(f"{name}rank {rank} of {size}: ranks count from 0", where=_WHERE)
+                raise ConfigError(
+                    f"{name}rank {rank} of {size}: ranks count from 0",
+                    code="rank-out-of-range",
+                    where=_WHERE,
+                )
 
     def _checked_data(self) -> int:
         """The size of the data axis, which makes the product right."""
@@ -173,14 +182,20 @@ class Mesh:
             if size < 1:
                 hint = "an axis has 1 rank or more"
                 raise ConfigError(
-                    f"{size} ranks along {axis}", where=f"{_WHERE}: {axis}", hint=hint
+                    f"{size} ranks along {axis}",
+                    code="mesh-mismatch",
+                    where=f"{_WHERE}: {axis}",
+                    hint=hint,
                 )
         others = math.prod(given.values())
         if (self.data is not None and others != self.size) or self.size % others:
             ranks = f"{self.size} rank{'s' * (self.size != 1)}"
             hint = f"choose sizes whose product is {self.size}, or start {counted(others, 'rank')}"
             raise ConfigError(
-                f"{told} is {others}, which does not make up {ranks}", where=_WHERE, hint=hint
+                f"{told} is {others}, which does not make up {ranks}",
+                code="mesh-mismatch",
+                where=_WHERE,
+                hint=hint,
             )
         return self.data or self.size // others
 
@@ -202,6 +217,7 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
         )
         raise ConfigError(
             f"{wrong} for {size} rank{'s' * (size != 1)}",
+            code="rank-weights-mismatch",
             where="--rank-weights",
             hint="give one for each rank, for example '[2, 1]' where rank 0 is twice as fast as rank 1",
         )

@@ -78,7 +78,9 @@ class BlockedError(DistributedError):
 
     def __init__(self, peer: int, host: str, rank: int, problem: str) -> None:
         message = f"rank {peer} listens at {host}, but connections from rank {rank} {problem}"
-        super().__init__(message, where=f"rank {rank}", hint=f"run {_CHECK}")
+        super().__init__(
+            message, code="connection-blocked", where=f"rank {rank}", hint=f"run {_CHECK}"
+        )
         self.peer = peer
         self.problem = f"{host} {problem}"
 
@@ -319,7 +321,7 @@ def _unreached(
 
 def _missing(where: str, timeout_s: float, problem: str, hint: str = _HINT) -> DistributedError:
     return DistributedError(
-        f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=hint
+        f"not there within {timeout_s:.0f} s: {problem}", code="rank-absent", where=where, hint=hint
     )
 
 
@@ -416,9 +418,10 @@ def _listen(host: str, whose: str) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         trouble = cannot_listen(error, name, port, _SETTINGS)
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        kind = PortTakenError if taken else DistributedError
         told = f"cannot bind {host}, where this rank of {whose} is to listen: {trouble.message}"
-        raise kind(told, hint=trouble.hint) from None
+        if taken:
+            raise PortTakenError(told, code="port-in-use", hint=trouble.hint) from None
+        raise DistributedError(told, code="port-unavailable", hint=trouble.hint) from None
 
 
 def _address(host: str) -> tuple[str, int]:

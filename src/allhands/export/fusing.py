@@ -136,7 +136,10 @@ def fuse_model(
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
         raise ConfigError(
-            "a model is there already", where=str(out), hint="add --force to replace it"
+            "a model is there already",
+            code="output-exists",
+            where=str(out),
+            hint="add --force to replace it",
         )
     chat = ChatChoice(kept=options.adapter_path)
     tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
@@ -322,6 +325,7 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
             raise ModelError(
                 f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
                 f"back as {read.get(name)}, not {expected.get(name)}",
+                code="written-files-differ",
                 where=str(out),
                 hint="free disk space and try again; if it happens again, this is a defect: report it",
             )
@@ -334,7 +338,10 @@ def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
     """Refuse weights that compute nothing (ModelError)."""
     if not np.isfinite(logits).all():
         raise ModelError(
-            "what they compute are no finite numbers", where=str(weights), hint=_HARMED
+            "what they compute are no finite numbers",
+            code="weights-not-finite",
+            where=str(weights),
+            hint=_HARMED,
         )
 
 
@@ -349,12 +356,16 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
         told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
         hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
         raise ModelError(
-            told, where=str(out), hint=hint if mx.float16 in _floating(model) else _HARMED
+            told,
+            code="fused-model-not-finite",
+            where=str(out),
+            hint=hint if mx.float16 in _floating(model) else _HARMED,
         )
     if limit is not None and difference > limit:
         raise ModelError(
             f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
             "spread), and was not kept",
+            code="fused-model-differs",
             where=str(out),
             hint=hint,
         )

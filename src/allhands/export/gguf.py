@@ -55,6 +55,7 @@ def gguf_writer(file: str, name: str) -> Finish:
     if Path(file).name != file:
         raise ModelError(
             "the GGUF file is written into --save-path",
+            code="gguf-path-invalid",
             where=f"--gguf-path {file}",
             hint="give a name",
         )
@@ -88,13 +89,21 @@ def require_known(config: Json, path: Path) -> None:
         if wrong:
             known = architecture_of(config)
             hint = _OTHERWISE if known is not None and known.whole else other_way(known)
-            raise ModelError(f"it cannot be written as GGUF: {what}", where=str(path), hint=hint)
+            raise ModelError(
+                f"it cannot be written as GGUF: {what}",
+                code="gguf-unsupported",
+                where=str(path),
+                hint=hint,
+            )
 
 
 def _require_dense(config: Json, path: Path) -> None:
     if "quantization" in config:
         raise ModelError(
-            "a quantised model cannot be written as GGUF", where=str(path), hint="add --dequantize"
+            "a quantised model cannot be written as GGUF",
+            code="model-is-quantised",
+            where=str(path),
+            hint="add --dequantize",
         )
 
 
@@ -198,19 +207,27 @@ class _Vocabulary:
         """Read the vocabulary of a model's directory; ``rows``: of its embedding."""
         file = model / "tokenizer.json"
         if not file.is_file():
-            raise ModelError("there is no tokenizer.json", where=str(model), hint=_OTHERWISE)
+            raise ModelError(
+                "there is no tokenizer.json",
+                code="tokenizer-missing",
+                where=str(model),
+                hint=_OTHERWISE,
+            )
         description: Json = json.loads(file.read_text(encoding="utf-8"))
         try:
             rule = _rule(description)
         except LookupError as error:
             message = f"llama.cpp cannot be told how this tokenizer works: {error.args[0]}"
-            raise ModelError(message, where=str(file), hint=_OTHERWISE) from None
+            raise ModelError(
+                message, code="tokenizer-unsupported", where=str(file), hint=_OTHERWISE
+            ) from None
         tokenizer: Any = load_tokenizer(str(model)).tokenizer
         count = max(tokenizer.get_vocab().values()) + 1
         if rows and count > rows:
             message = f"the tokenizer has {count} tokens, the model's vocabulary {rows}"
             raise ModelError(
                 message,
+                code="vocabulary-mismatch",
                 where=str(model),
                 hint="the tokenizer is another model's: copy this model's own",
             )

@@ -47,7 +47,10 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     except ImportError as error:
         message = f"lm-evaluation-harness cannot be imported ({error})"
         raise ConfigError(
-            message, where="--tasks", hint="pip install lm_eval, with all that it needs"
+            message,
+            code="package-missing",
+            where="--tasks",
+            hint="pip install lm_eval, with all that it needs",
         ) from None
     own = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     named = {str(file): _name_in(file) for file in own}
@@ -58,7 +61,10 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     if unknown := [task for task in tasks if task not in known]:
         hint = "`lm-eval ls tasks` lists those there are"
         raise ConfigError(
-            f"lm-evaluation-harness has no task {unknown[0]!r}", where="--tasks", hint=hint
+            f"lm-evaluation-harness has no task {unknown[0]!r}",
+            code="value-unknown",
+            where="--tasks",
+            hint=hint,
         )
     loaded = load_for_generation(
         harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code
@@ -89,7 +95,10 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     except OSError as error:  # as which the datasets library tells all that has to do with the Hub
         hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
         raise DataError(
-            f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint
+            f"the tasks' data cannot be had: {first_line(error)}",
+            code="task-data-unavailable",
+            where="--tasks",
+            hint=hint,
         ) from None
     return found["results"]
 
@@ -105,10 +114,16 @@ def _name_in(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(
-            f"{file}: {reason}", where="--tasks", hint="give the path of a task's YAML file"
+            f"{file}: {reason}",
+            code="task-file-invalid",
+            where="--tasks",
+            hint="give the path of a task's YAML file",
         ) from None
     if found is None:
         raise ConfigError(
-            f"{file} has no line `task: NAME`", where="--tasks", hint="add one"
+            f"{file} has no line `task: NAME`",
+            code="task-file-invalid",
+            where="--tasks",
+            hint="add one",
         ) from None
     return found[1]

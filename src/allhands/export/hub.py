@@ -26,20 +26,38 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
     """
     if not directory.is_dir():
         raise ModelError(
-            "there is no such directory", where=str(directory), hint=meant(directory, _ELSE)
+            "there is no such directory",
+            code="model-missing",
+            where=str(directory),
+            hint=meant(directory, _ELSE),
         )
     if not any((directory / name).is_file() for name in _KNOWN) and not list(
         directory.glob("*.gguf")
     ):
-        raise ModelError("there is no model and no adapter in it", where=str(directory), hint=_ELSE)
+        raise ModelError(
+            "there is no model and no adapter in it",
+            code="model-missing",
+            where=str(directory),
+            hint=_ELSE,
+        )
     if repo.count("/") != 1 or not all(repo.split("/")):
-        raise ConfigError(f"{repo!r} is no name on the Hub", where="--to", hint="give owner/name")
+        raise ConfigError(
+            f"{repo!r} is no name on the Hub",
+            code="hub-name-invalid",
+            where="--to",
+            hint="give owner/name",
+        )
     api = HfApi()
     try:
         address = str(api.create_repo(repo, private=private, exist_ok=True))
         if private and not api.repo_info(repo).private:
             hint = "choose another name, or make it private on huggingface.co"
-            raise ModelError("the repository is there already, and public", where=repo, hint=hint)
+            raise ModelError(
+                "the repository is there already, and public",
+                code="repository-public",
+                where=repo,
+                hint=hint,
+            )
         api.upload_folder(
             repo_id=repo,
             folder_path=str(directory),
@@ -49,7 +67,9 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
     except ModelError:
         raise
     except Exception as error:  # also the network's, whose classes are those of several libraries
-        raise ModelError(f"the Hub: {first_line(error)}", where=repo, hint=_advice(error)) from None
+        raise ModelError(
+            f"the Hub: {first_line(error)}", code="upload-failed", where=repo, hint=_advice(error)
+        ) from None
     return address
 
 

@@ -128,12 +128,20 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     tokenizer: Any = load_tokenizer(str(path), chat=ChatChoice(kept=adapter_path)).tokenizer
     hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
     if not has_chat_template(tokenizer):
-        raise ModelError("the model has no chat template", where=str(path), hint=hint)
+        raise ModelError(
+            "the model has no chat template",
+            code="chat-template-missing",
+            where=str(path),
+            hint=hint,
+        )
     template = ChatTemplate(tokenizer, datetime.now())
     said = [_said(template, chat) for chat in _CHATS]
     if None in said[:2]:
         raise ModelError(
-            "the chat template rejects a plain conversation", where=str(path), hint=hint
+            "the chat template rejects a plain conversation",
+            code="chat-template-unsupported",
+            where=str(path),
+            hint=hint,
         )
     eos = tokenizer.eos_token
     formats = FORMATS
@@ -147,6 +155,7 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
                 return found
     raise ModelError(
         "Ollama cannot be told this chat template: its format is not known",
+        code="chat-template-unsupported",
         where=str(path),
         hint=hint,
     )
@@ -197,7 +206,9 @@ def modelfile(found: Recognised) -> str:
     if found.default_system:
         if '"""' in found.default_system:
             raise ModelError(
-                'the default system message holds """', hint="allhands export --to gguf"
+                'the default system message holds """',
+                code="system-message-unsupported",
+                hint="allhands export --to gguf",
             )
         lines.append(f'SYSTEM """{found.default_system}"""')
     lines += [f'PARAMETER stop "{text}"' for text in found.format.stop]

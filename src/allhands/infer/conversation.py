@@ -46,6 +46,7 @@ class Conversation:
         if not has_chat_template(loaded.tokenizer):
             raise ModelError(
                 "the model has no chat template: it continues texts, and does not talk",
+                code="chat-template-missing",
                 where=str(loaded.path),
                 hint=f"use `allhands generate`, name a chat template ({OPTION}), or choose a chat model",
             )

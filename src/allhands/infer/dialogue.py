@@ -114,9 +114,8 @@ class RemoteConversation:
                 word = self._next()
                 ends = "text" not in word
                 if "error" in word:
-                    raise AllhandsError(
-                        *word["error"][:1], where=word["error"][1], hint=word["error"][2]
-                    )
+                    message, code, where, hint = word["error"]
+                    raise AllhandsError(message, code=code, where=where, hint=hint)
                 if not ends:
                     yield word["text"]
         except RanksEnded:
@@ -151,7 +150,7 @@ def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[]
             if stops():
                 break
     except LINE_ERRORS as error:
-        told = {"error": [error.message, error.where, error.hint]}
+        told = {"error": [error.message, error.code, error.where, error.hint]}
     finally:
         pieces.close()
     if wire is not None:

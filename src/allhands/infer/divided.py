@@ -122,6 +122,7 @@ class AnsweringRanks:
         if not any(gather_json(self._communicator, wire is not None)):
             raise ConfigError(
                 "no rank can reach the terminal",
+                code="terminal-unreachable",
                 where="allhands chat",
                 hint="name this computer in --hosts, too",
             )
@@ -153,7 +154,7 @@ class AnsweringRanks:
             mine = [float(word is not None), float(bool(self._surroundings.stop_requested()))]
             said, stopped = numbers(self._communicator.all_sum(mx.array(mine)))
             if stopped:
-                raise Interrupted("the conversation was ended")
+                raise Interrupted("the conversation was ended", code="stopped")
             if said:
                 return next(
                     each for each in gather_json(self._communicator, word) if each is not None

@@ -145,6 +145,7 @@ def prompt_tokens(
     elif system_prompt:
         raise ConfigError(
             "a prompt that does not go through a chat template has no place for a system message",
+            code="system-prompt-without-template",
             where="--system-prompt",
             hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
             "choose a chat model",
@@ -173,6 +174,7 @@ def room_for_answer(
     if count >= positions:
         raise PromptTooLong(
             f"{what} has {count} tokens; prompt and answer together may have {positions}, the positions of this model",
+            code="prompt-too-long",
             where="--prompt",
             hint="shorten it, or choose a model with more positions",
         )

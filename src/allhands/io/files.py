@@ -28,6 +28,16 @@ CLAIMED = "ALLHANDS_CLAIMED"
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
 # Something else stands where it should be written.
 _TAKEN = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+_ERROR_CODES = {
+    errno.ENOSPC: "disk-full",
+    errno.EDQUOT: "disk-quota-used-up",
+    errno.EACCES: "permission-denied",
+    errno.EPERM: "permission-denied",
+    errno.EROFS: "file-system-read-only",
+    errno.ENOENT: "output-directory-missing",
+    errno.EFBIG: "file-too-large",
+    None: "file-not-written",
+}
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -51,8 +61,11 @@ def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error)
     hint = _REMEDY.get(number or 0, "check the free space and the rights of the directory")
-    kind = TakenError if number in _TAKEN else StorageError
-    return kind(f"cannot be written: {reason}", where=str(path), hint=hint)
+    message, where = f"cannot be written: {reason}", str(path)
+    if number in _TAKEN:
+        return TakenError(message, code="place-taken", where=where, hint=hint)
+    code = _ERROR_CODES.get(number, _ERROR_CODES[None])
+    return StorageError(message, code=code, where=where, hint=hint)
 
 
 def storage_error_of(error: OSError, otherwise: Path | str) -> StorageError:
@@ -180,6 +193,7 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
             except BlockingIOError:
                 raise ClaimedError(
                     "another run is writing into this directory",
+                    code="directory-in-use",
                     where=str(directory),
                     hint="wait until it has ended, or choose another directory: --adapter-path, or --log-dir of launch",
                 ) from None
@@ -262,6 +276,7 @@ def require_ours(
     if path.is_dir():
         raise ConfigError(
             "there is a directory of that name",
+            code="place-taken",
             where=str(path),
             hint=f"choose another file: {option}",
         )
@@ -275,12 +290,18 @@ def require_ours(
     except OSError as error:
         raise ConfigError(
             f"a file is there that cannot be read: {error.strerror}",
+            code="place-taken",
             where=str(path),
             hint=f"choose another: {option}",
         ) from None
     if not any(mark in content for mark in marks):
         hint = f"choose another file with {option}, or add --force to replace it"
-        raise ConfigError(f"a file is there already that is no {kind}", where=str(path), hint=hint)
+        raise ConfigError(
+            f"a file is there already that is no {kind}",
+            code="place-taken",
+            where=str(path),
+            hint=hint,
+        )
 
 
 def _require_name(path: Path) -> None:

@@ -60,6 +60,7 @@ def check_plain(value: Any, where: str) -> None:
     if type(value) is float:
         raise ConfigError(
             f"there is no {value} in JSON",
+            code="value-not-json",
             where=where,
             hint="use None, or an array: mx.array(value)",
         )
@@ -73,6 +74,7 @@ def check_plain(value: Any, where: str) -> None:
     else:
         raise ConfigError(
             f"a {type(value).__qualname__} of {type(value).__module__} cannot be kept",
+            code="value-not-json",
             where=where,
             hint="give MLX arrays (mx.array(...)) as arrays; numbers, texts, lists and dictionaries as values",
         )
@@ -118,5 +120,8 @@ def _check_keys(node: Mapping[Any, Any], where: str) -> None:
     for key in node:
         if type(key) is not str:
             raise ConfigError(
-                f"{key!r} is a key, and only texts can be keys", where=where, hint="use str(key)"
+                f"{key!r} is a key, and only texts can be keys",
+                code="value-not-json",
+                where=where,
+                hint="use str(key)",
             )

@@ -100,13 +100,19 @@ def picture_suffix(path: Path) -> str:
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise ConfigError(
             "this is a directory, not a picture's name",
+            code="output-name-invalid",
             where=str(path),
             hint="as in DIRECTORY/chart.png",
         )
     suffix = path.suffix.lower() or ".png"
     if suffix not in _FORMATS:
         hint = f"choose a name that ends in {', '.join(_FORMATS)}"
-        raise ConfigError(f"cannot draw a picture as {suffix!r}", where=str(path), hint=hint)
+        raise ConfigError(
+            f"cannot draw a picture as {suffix!r}",
+            code="output-name-invalid",
+            where=str(path),
+            hint=hint,
+        )
     return suffix
 
 

@@ -111,16 +111,23 @@ def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) 
         return
     if not out.is_dir():
         what = f"this is a file, not the directory of {kind}"
-        raise ConfigError(what, where=str(out), hint="choose another place: --out")
+        raise ConfigError(
+            what, code="place-taken", where=str(out), hint="choose another place: --out"
+        )
     there = sorted(entry.name for entry in out.iterdir())
     if others := [name for name in there if name not in files] or (
         there if files[0] not in there else []
     ):
         what = f"{others[0]} is there already: the directory does not hold {kind} alone"
-        raise ConfigError(what, where=str(out), hint="choose another directory: --out")
+        raise ConfigError(
+            what, code="place-taken", where=str(out), hint="choose another directory: --out"
+        )
     if there and not force:
         raise ConfigError(
-            f"{kind} is there already", where=str(out), hint="add --force to replace it"
+            f"{kind} is there already",
+            code="output-exists",
+            where=str(out),
+            hint="add --force to replace it",
         )
 
 
@@ -249,7 +256,7 @@ def _as_asked_for(error: StorageError, target: Path) -> StorageError:
     """
     if not (error.where or "").startswith(str(target.parent / _prefix(target))):
         return error
-    return StorageError(error.message, where=str(target), hint=error.hint)
+    return StorageError(error.message, code=error.code, where=str(target), hint=error.hint)
 
 
 def _lock_directory(path: Path) -> int:

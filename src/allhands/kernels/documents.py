@@ -114,6 +114,7 @@ def require_isolation(model: Any, name: str) -> None:
     if not kept_apart or follows_length(model):
         raise ConfigError(
             f"documents cannot be kept apart in this architecture ({name})",
+            code="option-unsuited-to-model",
             where="--isolate-documents",
             hint="leave it out: documents of a row then see each other, as in most pre-training",
         )

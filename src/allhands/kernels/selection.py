@@ -109,12 +109,16 @@ def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[
             requested[""] = PLAIN
         elif name in requested:
             raise ConfigError(
-                f"{name} is given twice: {text}", where=VARIABLE, hint="keep one of them"
+                f"{name} is given twice: {text}",
+                code="option-given-twice",
+                where=VARIABLE,
+                hint="keep one of them",
             )
         elif not equals or form not in here.get(name, ()):
             ways = "; ".join(f"{key}={'|'.join(values)}" for key, values in here.items())
             raise ConfigError(
                 f"{part!r} is not a choice on this device ({kind})",
+                code="value-unknown",
                 where=VARIABLE,
                 hint=f"write {AUTO}, {PLAIN}, or some of these with commas between: {ways}",
             )

@@ -78,11 +78,17 @@ class Checkpointer:
             if given is not None and (name == "random" or isinstance(given, type) or lacks):
                 hint = f"give {wanted}, or leave it out; plain values go into save(step, values={{...}})"
                 raise ConfigError(
-                    f"{name} ({given!r}) has no {' and '.join(has)}", where=_WHERE, hint=hint
+                    f"{name} ({given!r}) has no {' and '.join(has)}",
+                    code="argument-invalid",
+                    where=_WHERE,
+                    hint=hint,
                 )
         if keep_last < 1:
             raise ConfigError(
-                f"keep_last={keep_last} keeps no checkpoint", where=_WHERE, hint="give 1 or more"
+                f"keep_last={keep_last} keeps no checkpoint",
+                code="value-out-of-range",
+                where=_WHERE,
+                hint="give 1 or more",
             )
         self._directory, self._keep_last, self._frozen = directory, keep_last, frozen
         self._model, self._optimizer, self._others = model, optimizer, others
@@ -104,7 +110,12 @@ class Checkpointer:
             CheckpointError: the directory has later checkpoints, which were not restored from.
         """
         if every < 1:
-            raise ConfigError(f"every={every} steps", where=_WHERE, hint="give 1 or more")
+            raise ConfigError(
+                f"every={every} steps",
+                code="value-out-of-range",
+                where=_WHERE,
+                hint="give 1 or more",
+            )
         if whole_step(step, f"{_WHERE}.save") % every:
             return False
         import mlx.core as mx
@@ -240,5 +251,8 @@ def _names(names: set[str]) -> str:
 
 def _unfit(step: int, what: str, hint: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of step {step} does not fit: {what}", where=_WHERE, hint=hint
+        f"the checkpoint of step {step} does not fit: {what}",
+        code="checkpoint-mismatch",
+        where=_WHERE,
+        hint=hint,
     )

@@ -156,6 +156,7 @@ class DistributedLoader(Generic[B]):
         if self._indexable is None and self._shuffle:
             raise ConfigError(
                 "an iterable cannot be shuffled",
+                code="argument-invalid",
                 where=_LOADER,
                 hint="shuffle what it yields, or give a dataset with __len__ and __getitem__",
             )
@@ -197,7 +198,10 @@ class DistributedLoader(Generic[B]):
                 yield batch
             if empty:
                 raise DataError(
-                    "an epoch without a single batch", where=_LOADER, hint="give more data"
+                    "an epoch without a single batch",
+                    code="epoch-without-batch",
+                    where=_LOADER,
+                    hint="give more data",
                 )
 
     def state_dict(self) -> dict[str, int]:
@@ -233,6 +237,7 @@ class DistributedLoader(Generic[B]):
             raise CheckpointError(
                 f"the state {dict(state)} does not fit a loader of seed {self._seed} and batch_size {self._batch_size} "
                 "on this dataset: samples would be left out or come twice",
+                code="checkpoint-mismatch",
                 where=_LOADER,
                 hint="give the result of state_dict(), with the same seed, batch_size and dataset as then",
             )
@@ -257,6 +262,7 @@ class DistributedLoader(Generic[B]):
         if source is self._stream and self._passes:
             raise DataError(
                 "an iterator can be read once, and was read already",
+                code="iterator-exhausted",
                 where=_LOADER,
                 hint="give an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`",
             )
@@ -266,6 +272,7 @@ class DistributedLoader(Generic[B]):
         if skipped < start:
             raise CheckpointError(
                 f"the stream has {counted(skipped, 'sample')}, but {start} of them were consumed",
+                code="checkpoint-mismatch",
                 where=_LOADER,
                 hint="go on with the dataset that it began with",
             )
@@ -304,7 +311,7 @@ class DistributedLoader(Generic[B]):
         advice = f"batch_size={2 * size} or more, drop_last=True, more data, or fewer ranks"
         if self._drop_last:
             advice = f"a batch_size from {size} to the number of samples, drop_last=False, or fewer ranks"
-        return ConfigError(text, where=_LOADER, hint=advice)
+        return ConfigError(text, code="samples-too-few", where=_LOADER, hint=advice)
 
 
 class _RankSamples(Sequence[T]):
@@ -373,6 +380,7 @@ def _is_indexable(dataset: Any) -> bool:
 def _no_dataset(dataset: object, where: str) -> ConfigError:
     return ConfigError(
         f"a {type(dataset).__qualname__} is no dataset",
+        code="argument-invalid",
         where=where,
         hint="give a list, an array, anything with __len__ and __getitem__, or an iterable",
     )
@@ -393,6 +401,9 @@ def _whole(value: int, name: str, least: int) -> int:
         number = least - 1
     if number < least:
         raise ConfigError(
-            f"{name} is {value!r}", where=_LOADER, hint=f"give a whole number, {least} or more"
+            f"{name} is {value!r}",
+            code="value-out-of-range",
+            where=_LOADER,
+            hint=f"give a whole number, {least} or more",
         )
     return number

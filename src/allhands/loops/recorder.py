@@ -115,7 +115,12 @@ class Metrics:
         """
         step = self._checked(step, values)
         if reduce not in (None, "mean", "sum"):
-            raise ConfigError(f"reduce={reduce!r}", where=_WHERE, hint="use 'mean', 'sum' or None")
+            raise ConfigError(
+                f"reduce={reduce!r}",
+                code="value-unknown",
+                where=_WHERE,
+                hint="use 'mean', 'sum' or None",
+            )
         numbers = self._reduced(values, reduce, weight)
         if self._sink is not None:
             self._write(self._sink, step, numbers)
@@ -135,14 +140,20 @@ class Metrics:
         step = whole_step(step, _WHERE)
         if not isinstance(values, Mapping):
             hint = 'give numbers by name: {"loss": 1.5}'
-            raise ConfigError(f"{values!r} are no values", where=_WHERE, hint=hint)
+            raise ConfigError(
+                f"{values!r} are no values", code="argument-invalid", where=_WHERE, hint=hint
+            )
         if self._ended:
             raise ConfigError(
-                "it is closed", where=_WHERE, hint="log within the `with` block, before close()"
+                "it is closed",
+                code="argument-invalid",
+                where=_WHERE,
+                hint="log within the `with` block, before close()",
             )
         if step < self._step:
             raise ConfigError(
                 f"step {step} comes after step {self._step}",
+                code="argument-invalid",
                 where=_WHERE,
                 hint=f"count steps over all epochs; to go on from step {step} again: Metrics(..., first_step={step})",
             )
@@ -238,5 +249,8 @@ def _number(value: Number, name: str) -> float:
         return float(value if isinstance(value, int | float) else cast("Any", value).item())
     except (AttributeError, TypeError, ValueError):
         raise ConfigError(
-            f"{name} is not one number", where=_WHERE, hint="give numbers or arrays of one element"
+            f"{name} is not one number",
+            code="argument-invalid",
+            where=_WHERE,
+            hint="give numbers or arrays of one element",
         ) from None

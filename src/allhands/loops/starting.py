@@ -75,10 +75,13 @@ def launch(
             # The terminal has told the ranks' supervisor, too, which lets them save and end.
             interrupted = True
     if interrupted or code == Interrupted.exit_code:
-        raise Interrupted("stopped by Ctrl-C", where=_WHERE)
+        raise Interrupted("stopped by Ctrl-C", code="stopped", where=_WHERE)
     if code:
         raise DistributedError(
-            f"the ranks ended with code {code}", where=_WHERE, hint="see what was said before"
+            f"the ranks ended with code {code}",
+            code="ranks-failed",
+            where=_WHERE,
+            hint="see what was said before",
         )
 
 
@@ -91,7 +94,9 @@ def _check_names(options: Mapping[str, Any]) -> None:
                 if near
                 else f"there are num_ranks, {', '.join(_OPTIONS)}"
             )
-            raise ConfigError(f"there is no argument {name}", where=_WHERE, hint=hint)
+            raise ConfigError(
+                f"there is no argument {name}", code="argument-unknown", where=_WHERE, hint=hint
+            )
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -109,11 +114,16 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 def _script(target: object, arguments: Sequence[object] | Mapping[str, Any]) -> list[str]:
     if not isinstance(target, str | Path):
         raise ConfigError(
-            f"{target!r} cannot be started", where=_WHERE, hint="give a script's path or a function"
+            f"{target!r} cannot be started",
+            code="argument-invalid",
+            where=_WHERE,
+            hint="give a script's path or a function",
         )
     if isinstance(arguments, Mapping | str):
         hint = 'give its words: ["--steps", "100"]'
-        raise ConfigError("the arguments of a script are a list", where=_WHERE, hint=hint)
+        raise ConfigError(
+            "the arguments of a script are a list", code="argument-invalid", where=_WHERE, hint=hint
+        )
     return [sys.executable, local_path(target, _WHERE), *map(str, arguments)]
 
 
@@ -125,6 +135,7 @@ def _call(
     if name is None or file is None or not str(name).isidentifier():
         raise ConfigError(
             f"{name or function!r} is no function at the top level of a file",
+            code="function-not-importable",
             where=_WHERE,
             hint="each rank imports it: write it with `def` at the left margin of a script or module",
         )
@@ -135,7 +146,10 @@ def _call(
     except (TypeError, ValueError) as error:
         hint = "give texts, numbers, lists and dictionaries"
         raise ConfigError(
-            f"an argument is not a JSON value: {error}", where=_WHERE, hint=hint
+            f"an argument is not a JSON value: {error}",
+            code="value-not-json",
+            where=_WHERE,
+            hint=hint,
         ) from None
     # A module of a package is known by its name only, a script or single file by its path.
     place = str(module) if "." in str(module) else str(Path(file).resolve())

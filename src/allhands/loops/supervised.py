@@ -115,6 +115,7 @@ def save_checkpoint(
     if keep_last < 1:
         raise ConfigError(
             f"keep_last={keep_last} keeps no checkpoint",
+            code="value-out-of-range",
             where="save_checkpoint",
             hint="give 1 or more",
         )
@@ -348,6 +349,7 @@ class _Session:
         if not isinstance(found.state.get("program"), dict) or _ARRAYS not in found.files:
             raise CheckpointError(
                 "this checkpoint is not one of allhands.save_checkpoint",
+                code="checkpoint-of-other-run",
                 where=str(found.path),
                 hint="give the program a directory of its own: allhands launch --checkpoints DIR",
             )
@@ -394,6 +396,7 @@ def _refuse_later(directory: Path, step: int) -> None:
     if later:
         raise CheckpointError(
             f"{later[0].name} is there from another run, which this one does not go on from",
+            code="checkpoint-of-other-run",
             where=str(directory),
             hint="call allhands.last_checkpoint() first and go on from it, or choose another directory "
             "(allhands launch --checkpoints DIR)",
@@ -412,7 +415,10 @@ def whole_step(step: int, where: str) -> int:
         number = -1
     if number < 0:
         raise ConfigError(
-            f"step is {step!r}", where=where, hint="give the number of steps done: 0, 1, 2, ..."
+            f"step is {step!r}",
+            code="value-out-of-range",
+            where=where,
+            hint="give the number of steps done: 0, 1, 2, ...",
         )
     return number
 
@@ -422,6 +428,7 @@ def _directory(chosen: str | Path | None) -> Path:
     if not directory:
         raise ConfigError(
             "there is no directory for checkpoints",
+            code="checkpoint-directory-missing",
             where=DIRECTORY_VARIABLE,
             hint=f"start the program with allhands launch, set {DIRECTORY_VARIABLE}, or give directory=...",
         )

@@ -128,6 +128,7 @@ def init(size: int | None = None) -> World:
     if size is not None and size != launch.size:
         raise ConfigError(
             f"this program wants {size} process{'es' * (size != 1)}, but there {_are(launch)}",
+            code="launcher-conflict",
             where="allhands.init",
             hint=f"start it with allhands launch -n {size} -- python SCRIPT, or leave size out",
         )
@@ -144,6 +145,7 @@ def world_of(launch: LaunchPlace, communicator: Communicator) -> World:
         raise DistributedError(
             f"{launch.launcher} promised {counted(launch.size, 'process', 'processes')}, but the group has "
             f"{communicator.size}",
+            code="world-size-mismatch",
             where=f"rank {launch.rank}",
             hint="start with one launcher only, and call allhands.init() before anything of mx.distributed",
         )
@@ -163,11 +165,18 @@ def _check_tokens(num_tokens: object, reduction: str) -> None:
         raise _wrong(
             f"reduction={reduction!r}",
             "use 'mean' or 'sum', as the loss is over this rank's tokens",
+            code="value-unknown",
         )
     if num_tokens is None and reduction == "sum":
-        raise _wrong("a sum over tokens, but not of how many", "give num_tokens=...")
+        raise _wrong(
+            "a sum over tokens, but not of how many", "give num_tokens=...", code="argument-missing"
+        )
     if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
-        raise _wrong(f"num_tokens={num_tokens}", "give the number of this rank's tokens: 0 or more")
+        raise _wrong(
+            f"num_tokens={num_tokens}",
+            "give the number of this rank's tokens: 0 or more",
+            code="value-out-of-range",
+        )
 
 
 def average_gradients(
@@ -216,11 +225,16 @@ def average_gradients(
     from allhands.distributed.reduce import Exchange, mean_of_ranks, mean_of_tokens
 
     if isinstance(communication_stream, mx.Dtype):  # its place in earlier versions of MLX
-        raise _wrong("communication_stream is a dtype", "write communication_type=... before it")
+        raise _wrong(
+            "communication_stream is a dtype",
+            "write communication_type=... before it",
+            code="argument-invalid",
+        )
     if communication_type is not None and not mx.issubdtype(communication_type, mx.floating):
         raise _wrong(
             f"{communication_type} cannot hold gradients",
             "use mx.float32, mx.bfloat16 or mx.float16",
+            code="value-unknown",
         )
     _check_tokens(num_tokens, reduction)
     if isinstance(group, World):
@@ -242,14 +256,18 @@ def average_gradients(
             mx.eval(gradients, num_tokens)
         except ValueError:  # MLX's, of what is only traced
             hint = "leave communication_stream out, or give the stream that the first call gave"
-            raise _wrong("another stream than the one in use, within mx.compile", hint) from None
+            raise _wrong(
+                "another stream than the one in use, within mx.compile",
+                hint,
+                code="stream-in-compile",
+            ) from None
         found = averaged()
         mx.eval(found)
         return found
 
 
-def _wrong(what: str, hint: str) -> ConfigError:
-    return ConfigError(what, where="average_gradients", hint=hint)
+def _wrong(what: str, hint: str, *, code: str) -> ConfigError:
+    return ConfigError(what, code=code, where="average_gradients", hint=hint)
 
 
 def _are(launch: LaunchPlace) -> str:

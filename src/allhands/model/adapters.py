@@ -76,7 +76,10 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
             )
         except ValueError as error:
             raise ConfigError(
-                str(error), where="--lora-parameters", hint="choose other keys"
+                str(error),
+                code="adapter-layer-unsupported",
+                where="--lora-parameters",
+                hint="choose other keys",
             ) from None
     trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
@@ -110,7 +113,7 @@ def no_such_keys(
             if full is None or fails(full)
             else "train it in full: --fine-tune-type full"
         )
-        return ModelError(problem, where=config.model, hint=hint)
+        return ModelError(problem, code="no-adaptable-layer", where=config.model, hint=hint)
     blocks = (
         "any block"
         if config.num_layers in (None, -1)
@@ -118,6 +121,7 @@ def no_such_keys(
     )
     return ConfigError(
         f"adapter keys that name no layer of {blocks}: {', '.join(unmatched)}",
+        code="adapter-keys-unmatched",
         where="--lora-parameters",
         hint=f"remove or correct them; linear layers of a block: {', '.join(names)}",
     )
@@ -159,6 +163,7 @@ def resolve_layers(available: int, config: TrainConfig) -> int:
     if config.num_layers > available:
         raise ConfigError(
             f"{config.num_layers} layers asked for, but the model has {available}",
+            code="value-out-of-range",
             where="--num-layers",
             hint=f"give at most {available}, or -1 for all",
         )
@@ -169,6 +174,7 @@ def full_of_quantised(what: str) -> ConfigError:
     """Return the error for full training of quantised weights; ``what`` describes some of them."""
     return ConfigError(
         f"the model is quantised ({what}): its weights cannot be trained in full",
+        code="full-training-of-quantised",
         where="--fine-tune-type full",
         hint="use --fine-tune-type lora, or dequantise: allhands model get MODEL --dequantize --out DIR",
     )
@@ -197,7 +203,9 @@ def _require_rank(model: Any, num_layers: int, rank: int) -> None:
         hint = (
             "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
         )
-        raise ConfigError(problem, where="--lora-parameters", hint=hint)
+        raise ConfigError(
+            problem, code="adapter-rank-too-large", where="--lora-parameters", hint=hint
+        )
 
 
 def weight_shape(module: Any) -> tuple[int, int]:
@@ -244,6 +252,7 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
         reason = "no such file" if not path.exists() else f"it cannot be read ({error})"
         raise ModelError(
             f"adapter weights: {reason}",
+            code="adapter-torn" if path.exists() else "adapter-missing",
             where=str(path),
             hint=meant(path, "check --resume-adapter-file"),
         ) from None
@@ -258,7 +267,7 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
         if new:
             options = "--tokenizer, --vocabulary, --shape and its numbers (--layers, --dims, ...)"
         hint = f"use the options that the file of --resume-adapter-file was made with: {options}"
-        raise ModelError(problem, where=str(path), hint=hint)
+        raise ModelError(problem, code="adapter-mismatch", where=str(path), hint=hint)
     model.load_weights([(n, v.astype(trained[n].dtype)) for n, v in loaded.items()], strict=False)
 
 
@@ -278,7 +287,10 @@ def unfit(problem: str, directory: Path) -> ModelError:
     """Return the error for an adapter in ``directory`` that belongs to another model."""
     hint = "use the model that the adapter was trained on (see adapter_config.json)"
     return ModelError(
-        f"the adapter does not fit the model: {problem}", where=str(directory), hint=hint
+        f"the adapter does not fit the model: {problem}",
+        code="adapter-mismatch",
+        where=str(directory),
+        hint=hint,
     )
 
 
@@ -325,6 +337,7 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(
             f"this does not describe an adapter: {str(error).splitlines()[0]}",
+            code="adapter-invalid",
             where=str(file),
             hint="take the file from the run that the adapter came from",
         ) from None

@@ -125,7 +125,10 @@ def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
             "divide the model among computers (--strategy pipeline)"
         )
     return ModelError(
-        f"there is not enough memory: {first_line(error)}", where=use and use.model, hint=hint
+        f"there is not enough memory: {first_line(error)}",
+        code="out-of-memory",
+        where=use and use.model,
+        hint=hint,
     )
 
 
@@ -139,7 +142,9 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
         return None
     if _TRACED in str(error):  # tried again in this process, any model would fail so
         message = "a pass of this model cannot be compiled: it looks at numbers while it computes"
-        return ModelError(message, where=use.model, hint="add --compile off")
+        return ModelError(
+            message, code="model-not-compilable", where=use.model, hint="add --compile off"
+        )
     found = _failure(use, path, error)
     if found is None:
         return None
@@ -147,6 +152,7 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
     return ModelError(
         f"mlx_lm {version_of('mlx-lm')} itself, without allhands, cannot {use.words} this model (of type "
         f"{config.get('model_type')}): {type(found).__name__}: {first_line(found)}",
+        code="model-unsupported-by-mlx-lm",
         where=use.model,
         hint=_remedy(use, found),
     )

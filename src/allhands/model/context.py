@@ -36,6 +36,7 @@ def check_rows(model: nn.Module) -> None:
         return
     raise ModelError(
         f"rows of models of the kind {kind}, or with such rotations, cannot be divided by token positions",
+        code="model-not-divisible",
         where="--cp",
         hint=f"leave it out, or take a model of one of these kinds: {', '.join(sorted(CAN_DIVIDE_ROWS))}",
     )

@@ -117,6 +117,7 @@ class DropoutKeys:
         if rows == 0 or x.shape[0] != (len(keys.reshape(-1, 2)) if rows == 1 else len(keys)):
             raise ConfigError(
                 f"dropout cannot tell which example is where in {layer}, whose input has the shape {tuple(x.shape)}",
+                code="option-unsuited-to-model",
                 where="--lora-parameters",
                 hint='leave that layer out ("keys"), or set "dropout" to 0',
             )

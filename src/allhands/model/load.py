@@ -182,7 +182,10 @@ def build(
         elif "not supported" in str(error):
             hint = "mlx_lm has no such architecture; see its models folder for those it has"
         raise ModelError(
-            f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint
+            f"the model cannot be built: {first_line(error)}",
+            code="model-not-buildable",
+            where=str(path),
+            hint=hint,
         ) from error
 
 
@@ -200,6 +203,7 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
         )
         raise ModelError(
             f"weights are missing: {', '.join(sorted(missing)) or 'no model*.safetensors'}",
+            code="weights-missing",
             where=str(path),
             hint=part if listed else "fetch the model again, or convert it to safetensors first",
         )
@@ -211,12 +215,14 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
         except OSError as error:
             raise ModelError(
                 f"the file of weights cannot be read: {error.strerror or error}",
+                code="weights-unreadable",
                 where=str(file),
                 hint="allow reading it (chmod u+r), or fetch the model again",
             ) from error
         except RuntimeError as error:
             raise ModelError(
                 f"the file of weights is torn: {first_line(error)}",
+                code="weights-torn",
                 where=str(file),
                 hint="fetch the model again",
             ) from error
@@ -234,6 +240,7 @@ def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
     if known is not None and token >= known:
         raise ModelError(
             f"the tokenizer gives token {token}, but the model's vocabulary ends at {known - 1}",
+            code="vocabulary-mismatch",
             where=str(loaded.path),
             hint="the tokenizer is another model's: copy this model's own tokenizer files there, or fetch it again",
         )
@@ -254,6 +261,7 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
     if finer and target == mx.bfloat16:
         raise ModelError(
             "the quantization scales are finer than bfloat16: rounding them would change the answers",
+            code="dtype-loses-precision",
             where=str(path),
             hint="take float16 or float32, or unpack it first (model get --dequantize --dtype bfloat16)",
         )
@@ -274,7 +282,10 @@ def overflow(name: str, where: str, hint: str) -> ModelError:
     """Return the error of a weight that float16 cannot hold; ``hint``: what can."""
     largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
     return ModelError(
-        f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint
+        f"{name} has values that float16 cannot hold: {largest}",
+        code="dtype-overflow",
+        where=where,
+        hint=hint,
     )
 
 
@@ -282,7 +293,10 @@ def check_dtype(dtype: str | None) -> None:
     """Refuse a name that is not in DTYPES (ConfigError)."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(
-            f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}"
+            f"no dtype {dtype!r}",
+            code="value-unknown",
+            where="--dtype",
+            hint=f"choose one of {', '.join(DTYPES)}",
         )
 
 
@@ -314,18 +328,21 @@ class Conversion:
         if self.quantize_bits is not None and self.quantize_bits not in BITS:
             raise ConfigError(
                 f"cannot quantize to {self.quantize_bits} bits",
+                code="value-unknown",
                 where="--quantize",
                 hint=f"one of {BITS}",
             )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(
                 f"no group size {self.group_size}",
+                code="value-unknown",
                 where="--group-size",
                 hint=f"one of {GROUP_SIZES}",
             )
         if self.group_size is not None and self.quantize_bits is None:
             raise ConfigError(
                 "a group size without quantization does nothing",
+                code="option-without-effect",
                 where="--group-size",
                 hint="add --quantize 4",
             )
@@ -376,7 +393,10 @@ def get_model(
             say(f"{target} holds this model already")
         elif holds_files(target) and not force:
             raise ConfigError(
-                "another model is there already", where=str(out), hint="add --force to replace it"
+                "another model is there already",
+                code="output-exists",
+                where=str(out),
+                hint="add --force to replace it",
             )
         else:
             publish(staged, target)
@@ -390,18 +410,21 @@ def check_target(target: Path, source: Path, force: bool) -> None:
     if target == source or target in source.parents or source in target.parents:
         raise ConfigError(
             "the output overlaps the source",
+            code="output-place-unsuitable",
             where=str(target),
             hint="choose another output directory",
         )
     if target.exists() and not target.is_dir():
         raise ConfigError(
             "there is a file of that name",
+            code="place-taken",
             where=str(target),
             hint="choose another output directory",
         )
     if holds_files(target) and not (target / "config.json").is_file():
         raise ConfigError(
             "the directory holds something that is not a model",
+            code="place-taken",
             where=str(target),
             hint="choose another output directory"
             + (": --force replaces models only" if force else ""),
@@ -450,7 +473,10 @@ def unpack(model: nn.Module, path: Path) -> str:
     ]
     if not _is_quantized(model):
         raise ModelError(
-            "the model is not quantized", where=str(path), hint="leave --dequantize out"
+            "the model is not quantized",
+            code="model-not-quantised",
+            where=str(path),
+            hint="leave --dequantize out",
         )
     model.update(unflatten([(name, value.astype(mx.float32)) for name, value in floating]))
     mlx_lm.dequantize_model(model)
@@ -462,14 +488,19 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
     """Quantize what the group size divides, and say what it does not; returns the new config."""
     if _is_quantized(model):
         hint = "add --dequantize to unpack it first, or leave --quantize out"
-        raise ModelError("the model is quantized already", where=str(path), hint=hint)
+        raise ModelError(
+            "the model is quantized already", code="model-is-quantised", where=str(path), hint=hint
+        )
     group_size = wanted.group_size or DEFAULT_GROUP_SIZE
     with quantising(path), redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
         model, config = mlx_lm.quantize_model(model, config, group_size, wanted.quantize_bits)
     if not _is_quantized(model):
         hint = f"choose another of {GROUP_SIZES}"
         raise ModelError(
-            f"no layer can be cut into groups of {group_size}", where="--group-size", hint=hint
+            f"no layer can be cut into groups of {group_size}",
+            code="quantisation-unsupported",
+            where="--group-size",
+            hint=hint,
         )
     say(said.getvalue().strip().removeprefix("[INFO] "))
     dense = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]

@@ -165,7 +165,9 @@ def _recompute(model: Any, _: PassContext) -> int:
             "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
         )
         hint = "leave it out; a smaller --batch-size saves memory"
-        raise ConfigError(message, where="--grad-checkpoint", hint=hint)
+        raise ConfigError(
+            message, code="option-without-effect", where="--grad-checkpoint", hint=hint
+        )
     checkpoint_layers(model.layers, at_once=native.is_native(model))
     return len(model.layers)
 

@@ -46,6 +46,7 @@ def require_adapter(
     if kind not in ("lora", "dora"):
         raise ModelError(
             f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
+            code="adapter-is-full-weights",
             where=where,
             hint="PEFT holds LoRA and DoRA adapters" + (f"; {base.other_way}" if base else ""),
         )
@@ -69,7 +70,9 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
         module, _, leaf = name.rpartition(".")
         if leaf not in _PARTS or not module:
             raise ModelError(
-                f"{name} is not a part of an adapter", hint="PEFT holds LoRA and DoRA adapters"
+                f"{name} is not a part of an adapter",
+                code="adapter-invalid",
+                hint="PEFT holds LoRA and DoRA adapters",
             )
         by_module.setdefault(module, {})[leaf] = value
     base.require_adaptable(by_module)

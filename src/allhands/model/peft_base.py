@@ -100,6 +100,7 @@ class PeftBase:
         if module not in self.shapes:
             raise ModelError(
                 f"the model has no layer {module} that could be adapted",
+                code="layer-missing",
                 hint="use the model that the adapter was trained on: --model",
             )
         names = self._names(module)
@@ -108,6 +109,9 @@ class PeftBase:
                 f"the names of the weights of {self.kind} in transformers are not known here"
                 if self.architecture is None
                 else f"{module} is no layer of its own in transformers, which keeps these weights in another form",
+                code="architecture-unsupported"
+                if self.architecture is None
+                else "layer-not-adaptable",
                 hint=self.other_way,
             )
         return names
@@ -159,7 +163,9 @@ class PeftBase:
         for module, parts in adapted.items():
             self.names(module)
             if reason := self._reason(module, parts, adapted):
-                raise ModelError(f"{module}: {reason}", hint=self.other_way)
+                raise ModelError(
+                    f"{module}: {reason}", code="layer-not-adaptable", hint=self.other_way
+                )
 
     def _reason(self, module: str, parts: Collection[str], adapted: Collection[str]) -> str | None:
         if module in self.embeddings and "m" in parts:

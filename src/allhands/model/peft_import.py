@@ -63,6 +63,7 @@ class _Module:
         if found != shape:
             raise ModelError(
                 f"the adapter does not fit the model: {name} is for a weight of {found}, the model's is {shape}",
+                code="adapter-mismatch",
                 hint="use the model that the adapter was trained on: --model",
             )
 
@@ -170,6 +171,7 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
     if kind != "LORA":
         raise ModelError(
             f"it is of PEFT's type {kind}",
+            code="peft-setting-unsupported",
             where=CONFIG_FILE,
             hint="LORA can be read, DoRA included",
         )
@@ -178,6 +180,7 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
             reason = _REASONS.get(name, "a setting that is not known here")
             raise ModelError(
                 f"{reason} ({name}), which mlx_lm's adapters cannot hold",
+                code="peft-setting-unsupported",
                 where=CONFIG_FILE,
                 hint=_merge(base),
             )
@@ -192,7 +195,9 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
     ):
         if wrong:
             message = f"{what}, which mlx_lm's adapters cannot hold"
-            raise ModelError(message, where=CONFIG_FILE, hint=_merge(base))
+            raise ModelError(
+                message, code="peft-setting-unsupported", where=CONFIG_FILE, hint=_merge(base)
+            )
 
 
 def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
@@ -208,6 +213,7 @@ def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> di
         if not base.holds(match["module"], value):
             raise ModelError(
                 f"{name}: the embeddings saved with it are not the model's, as after adding tokens",
+                code="peft-embeddings-differ",
                 where=WEIGHTS_FILE,
                 hint=_merge(base),
             )
@@ -247,6 +253,7 @@ def _without_tied_head(
     raise ModelError(
         f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
         "alone (no ensure_weight_tying); in MLX one adapter reaches both",
+        code="peft-weights-tied",
         where=CONFIG_FILE,
         hint=_TIE,
     )
@@ -279,6 +286,9 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
                 f"the model has no layer {name}"
                 if base.architecture or base.proved
                 else f"the names of the weights of {base.kind} in transformers are not known here",
+                code="layer-missing"
+                if base.architecture or base.proved
+                else "architecture-unsupported",
                 where=WEIGHTS_FILE,
                 hint="use the model that the adapter was trained on: --model",
             )
@@ -286,6 +296,7 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
             what = "an embedding" if ours in base.embeddings else "experts"
             raise ModelError(
                 f"{name}: mlx_lm has no DoRA of {what} like PEFT's",
+                code="peft-setting-unsupported",
                 where=CONFIG_FILE,
                 hint=_merge(base),
             )
@@ -317,11 +328,16 @@ def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
         match = _TENSOR.match(name)
         if match is None:
             raise ModelError(
-                f"{name} is not a part of a LoRA adapter", where=WEIGHTS_FILE, hint=_HOW
+                f"{name} is not a part of a LoRA adapter",
+                code="adapter-invalid",
+                where=WEIGHTS_FILE,
+                hint=_HOW,
             )
         found.setdefault(match["module"], {})[match["part"].removeprefix("embedding_")] = value
     if not found:
-        raise ModelError("it holds no adapter", where=WEIGHTS_FILE, hint=_HOW)
+        raise ModelError(
+            "it holds no adapter", code="adapter-invalid", where=WEIGHTS_FILE, hint=_HOW
+        )
     return {
         name: _module(name, parts, config) for name, parts in sorted(found.items(), key=_in_order)
     }
@@ -334,23 +350,32 @@ def _in_order(item: tuple[str, Any]) -> tuple[Any, ...]:
 
 def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any]) -> _Module:
     if missing := {"A", "B"} - parts.keys():
-        raise ModelError(f"{name} has no lora_{missing.pop()}", where=WEIGHTS_FILE, hint=_HOW)
+        raise ModelError(
+            f"{name} has no lora_{missing.pop()}",
+            code="adapter-invalid",
+            where=WEIGHTS_FILE,
+            hint=_HOW,
+        )
     a, b, magnitudes = parts["A"], parts["B"], parts.get("magnitude_vector")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ModelError(
-            f"{name}: factors of shape {shapes} are none of a linear layer", where=WEIGHTS_FILE
+            f"{name}: factors of shape {shapes} are none of a linear layer",
+            code="adapter-invalid",
+            where=WEIGHTS_FILE,
         )
     if bool(config.get("use_dora")) != (magnitudes is not None):
         raise ModelError(
-            f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE
+            f"{name}: use_dora and lora_magnitude_vector contradict each other",
+            code="adapter-invalid",
+            where=CONFIG_FILE,
         )
     rank = _of_pattern(config.get("rank_pattern"), name, config.get("r", a.shape[0]))
     if rank != a.shape[0]:
         problem = (
             f"{name} is described as of rank {rank!r}, and its weights are of rank {a.shape[0]}"
         )
-        raise ModelError(problem, where=CONFIG_FILE, hint=_HOW)
+        raise ModelError(problem, code="adapter-rank-mismatch", where=CONFIG_FILE, hint=_HOW)
     flat = None if magnitudes is None else magnitudes.reshape(-1)
     scale = _scale(name, int(a.shape[0]), config)
     return _Module(mx.contiguous(a.T), mx.contiguous(b.T), scale, flat)
@@ -360,7 +385,12 @@ def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     """Return PEFT's scale of a module's update."""
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)
+        raise ModelError(
+            f"lora_alpha is not a number: {alpha!r}",
+            code="adapter-invalid",
+            where=CONFIG_FILE,
+            hint=_HOW,
+        )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -69,6 +69,7 @@ def _bare_model(config: Mapping[str, Any]) -> nn.Module:
     if family not in FAMILIES:
         raise ModelError(
             f"no model of type {family!r} is built anew",
+            code="architecture-unsupported",
             where="model_type",
             hint=f"{', '.join(FAMILIES)}",
         )
@@ -78,7 +79,10 @@ def _bare_model(config: Mapping[str, Any]) -> nn.Module:
     except (TypeError, ValueError, KeyError) as error:
         hint = "make it with allhands.model.shapes.model_config"
         raise ModelError(
-            f"no model can be built: {error}", where="config.json", hint=hint
+            f"no model can be built: {error}",
+            code="model-not-buildable",
+            where="config.json",
+            hint=hint,
         ) from error
 
 

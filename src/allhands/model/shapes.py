@@ -83,7 +83,10 @@ class Shape:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(
-                f"no family {self.family!r}", where="family", hint=f"one of {', '.join(FAMILIES)}"
+                f"no family {self.family!r}",
+                code="value-unknown",
+                where="family",
+                hint=f"one of {', '.join(FAMILIES)}",
             )
         for name in (*_INTEGERS, "experts", "experts_per_token"):
             _check_integer(name, getattr(self, name), 1 if name in _INTEGERS else 0)
@@ -99,31 +102,47 @@ class Shape:
             shared = counted(self.kv_heads, "head")
             queries = counted(self.heads, "query head")
             message = f"{shared} of keys and values cannot be shared equally by {queries}"
-            raise ConfigError(message, where="kv_heads", hint=hint)
+            raise ConfigError(message, code="heads-not-divisible", where="kv_heads", hint=hint)
         if self.head_dim % 2:
             hint = "rotary positions need pairs: choose dims and heads so that dims / heads is even, or give head_dim"
-            raise ConfigError(f"{self.head_dim} is odd", where="head_dim", hint=hint)
+            raise ConfigError(
+                f"{self.head_dim} is odd", code="value-invalid", where="head_dim", hint=hint
+            )
         if self.family == "mixtral" and self.heads * self.head_dim != self.dims:
             message = (
                 f"{self.heads} heads of {self.head_dim} are not the {self.dims} dims of a Mixtral"
             )
             raise ConfigError(
-                message, where="head_dim", hint="leave head_dim out: it is dims / heads"
+                message,
+                code="value-invalid",
+                where="head_dim",
+                hint="leave head_dim out: it is dims / heads",
             )
 
     def _check_experts(self) -> None:
         if self.family != "mixtral":
             if self.experts or self.experts_per_token:
                 hint = "take the family mixtral, or leave experts and experts_per_token out"
-                raise ConfigError(f"a {self.family} has no experts", where="experts", hint=hint)
+                raise ConfigError(
+                    f"a {self.family} has no experts",
+                    code="option-without-effect",
+                    where="experts",
+                    hint=hint,
+                )
         elif self.experts < 2:
             raise ConfigError(
-                f"{self.experts} is too few", where="experts", hint="give at least 2, usually 8"
+                f"{self.experts} is too few",
+                code="value-out-of-range",
+                where="experts",
+                hint="give at least 2, usually 8",
             )
         elif not 1 <= self.experts_per_token <= self.experts:
             message = f"{self.experts_per_token} of {self.experts} experts cannot compute a token"
             raise ConfigError(
-                message, where="experts_per_token", hint=f"give 1 to {self.experts}, usually 2"
+                message,
+                code="value-out-of-range",
+                where="experts_per_token",
+                hint=f"give 1 to {self.experts}, usually 2",
             )
 
 
@@ -131,6 +150,7 @@ def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
             f"{value!r} is not a number of {name}",
+            code="value-out-of-range",
             where=name,
             hint=f"give a whole number from {least}",
         )
@@ -144,6 +164,7 @@ def _check_positive(name: str, value: object) -> None:
     ):
         raise ConfigError(
             f"{value!r} is not a positive number",
+            code="value-out-of-range",
             where=name,
             hint=f"leave {name} out for the usual one",
         )
@@ -275,7 +296,12 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     known = [field.name for field in fields(Shape) if field.name != "family"]
     if unknown := sorted(set(given) - set(known)):
         hint = f"the numbers of a shape are {', '.join(known)}"
-        raise ConfigError(f"a shape has no {', '.join(unknown)}", where=unknown[0], hint=hint)
+        raise ConfigError(
+            f"a shape has no {', '.join(unknown)}",
+            code="option-unknown",
+            where=unknown[0],
+            hint=hint,
+        )
     if name not in NAMED and name not in FAMILIES:
         raise _unknown_name(name)
     family: str = NAMED[name]["family"] if name in NAMED else name
@@ -285,7 +311,10 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
         if "block_size" in missing:
             hint += "; block_size is the longest row that the model will read, and max_seq_length follows it"
         raise ConfigError(
-            f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint
+            f"there is no number of {', '.join(missing)}",
+            code="option-missing",
+            where=missing[0],
+            hint=hint,
         )
     return Shape(**_completed(values))
 
@@ -294,7 +323,9 @@ def _unknown_name(name: str) -> ConfigError:
     near = difflib.get_close_matches(name.lower(), [*NAMED, *FAMILIES], n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     hint = f"{meant}there are {', '.join(NAMED)}; or a family with numbers of your own: {', '.join(FAMILIES)}"
-    return ConfigError(f"no shape is called {name!r}", where="shape", hint=hint)
+    return ConfigError(
+        f"no shape is called {name!r}", code="value-unknown", where="shape", hint=hint
+    )
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -307,6 +338,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         message = f"{dims} dims cannot be divided among {counted(heads, 'head')}"
         raise ConfigError(
             message,
+            code="heads-not-divisible",
             where="heads",
             hint=f"take {near} or {near + heads} dims, or give head_dim, too",
         )
@@ -360,14 +392,20 @@ def model_config(
     shape = shape if vocabulary is None else replace(shape, vocabulary=vocabulary)
     if dtype not in DTYPES:
         raise ConfigError(
-            f"no dtype {dtype!r}", where="dtype", hint=f"choose one of {', '.join(DTYPES)}"
+            f"no dtype {dtype!r}",
+            code="value-unknown",
+            where="dtype",
+            hint=f"choose one of {', '.join(DTYPES)}",
         )
     tokens = asdict(ids or TokenIds())
     for name, number in tokens.items():
         if number is not None and not 0 <= number < shape.vocabulary:
             message = f"token {number} ({name}) is not in a vocabulary of {shape.vocabulary}"
             raise ConfigError(
-                message, where="vocabulary", hint="give the number of tokens that the tokenizer has"
+                message,
+                code="value-out-of-range",
+                where="vocabulary",
+                hint="give the number of tokens that the tokenizer has",
             )
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.family]],

@@ -28,7 +28,10 @@ def skeleton(values: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # a config that no class can be built from fails in any of its lines
         hint = "check config.json, or fetch the model again"
         raise ModelError(
-            f"the model cannot be built: {error}", where="config.json", hint=hint
+            f"the model cannot be built: {error}",
+            code="model-not-buildable",
+            where="config.json",
+            hint=hint,
         ) from error
     quantised: Any = values.get("quantization") or values.get("quantization_config")
     if isinstance(quantised, dict) and "bits" in quantised:

@@ -49,11 +49,15 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
         return path
     if path.exists():
         raise ModelError(
-            "this is a file, not a model directory", where=source, hint="give its directory"
+            "this is a file, not a model directory",
+            code="model-missing",
+            where=source,
+            hint="give its directory",
         )
     if is_path(source):
         raise ModelError(
             "there is no such directory",
+            code="model-missing",
             where=source,
             hint=meant(
                 path, "check the path; `demo` is a small model that allhands fetches itself"
@@ -97,28 +101,47 @@ def _hub_snapshot(repo: str) -> Path:
     except Exception as error:  # the client raises some thirty classes, of several libraries
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise storage_error_of(error, repo) from error
-        message, hint = _hub_failure(error)
-        raise ModelError(message, where=repo, hint=meant(repo, hint)) from error
+        raise _hub_failure(repo, error) from error
 
 
-def _hub_failure(error: Exception) -> tuple[str, str]:
-    """Return message and hint for an error of the Hub; subclasses come before their base classes."""
+def _hub_failure(repo: str, error: Exception) -> ModelError:
+    """Return the error for one of the Hub; subclasses come before their base classes."""
     here = "no such directory here, and "
     if isinstance(error, hub_errors.GatedRepoError):
-        return "the repository is gated", "accept its terms on huggingface.co, then `hf auth login`"
+        return ModelError(
+            "the repository is gated",
+            code="model-gated",
+            where=repo,
+            hint=meant(repo, "accept its terms on huggingface.co, then `hf auth login`"),
+        )
     if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return (
+        return ModelError(
             here + "no such repository on the Hub",
-            "check the name; a private one needs `hf auth login`",
+            code="model-missing",
+            where=repo,
+            hint=meant(repo, "check the name; a private one needs `hf auth login`"),
         )
     if isinstance(error, hub_errors.HFValidationError):
-        return here + "not a Hub repository id either", "give a directory, owner/name, or `demo`"
-    if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
-        return (
-            here + "the Hub cannot be reached",
-            "check the connection (and HF_HUB_OFFLINE), give a directory, or use `demo`",
+        return ModelError(
+            here + "not a Hub repository id either",
+            code="model-missing",
+            where=repo,
+            hint=meant(repo, "give a directory, owner/name, or `demo`"),
         )
-    return f"{here}the Hub answered: {first_line(error)}", "try again, or give a directory"
+    if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
+        hint = "check the connection (and HF_HUB_OFFLINE), give a directory, or use `demo`"
+        return ModelError(
+            here + "the Hub cannot be reached",
+            code="model-hub-unreachable",
+            where=repo,
+            hint=meant(repo, hint),
+        )
+    return ModelError(
+        f"{here}the Hub answered: {first_line(error)}",
+        code="model-not-downloaded",
+        where=repo,
+        hint=meant(repo, "try again, or give a directory"),
+    )
 
 
 def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
@@ -172,7 +195,10 @@ def importing(path: Path) -> Generator[None]:
             raise
         message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
         raise ModelError(
-            message, where=str(path), hint="install what mlx_lm names above"
+            message,
+            code="model-package-missing",
+            where=str(path),
+            hint="install what mlx_lm names above",
         ) from error
 
 
@@ -191,6 +217,7 @@ def quantising(path: Path) -> Generator[None]:
             raise
         raise ModelError(
             f"mlx_lm itself cannot quantise layers of this architecture: {first_line(error)}",
+            code="quantisation-unsupported",
             where=str(path),
             hint="take the model in full precision",
         ) from error

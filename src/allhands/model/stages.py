@@ -88,6 +88,7 @@ def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
     if len(split) != num_stages or min(split) < 1 or sum(split) != num_blocks:
         raise ConfigError(
             f"{told} does not divide the model's {counted(num_blocks, 'block')} among {num_stages} stages",
+            code="pp-split-mismatch",
             where="--pp-split",
             hint=f"give {num_stages} numbers above 0 whose sum is {num_blocks}, or auto",
         )
@@ -108,6 +109,7 @@ def check_cut(model: nn.Module) -> None:
     if kind not in CAN_BE_CUT:
         raise ModelError(
             f"models of the kind {kind} cannot be divided into stages",
+            code="model-not-divisible",
             where="--strategy pipeline",
             hint=f"use --strategy data, or a model of one of these kinds: {', '.join(sorted(CAN_BE_CUT))}",
         )
@@ -323,7 +325,9 @@ def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
             ):
                 return module, value
     raise ModelError(
-        f"the blocks of the kind {kind_of(model)} are not found", where="--strategy pipeline"
+        f"the blocks of the kind {kind_of(model)} are not found",
+        code="model-not-divisible",
+        where="--strategy pipeline",
     )
 
 

@@ -82,6 +82,7 @@ def load_bare_tokenizer(
             )
         raise ModelError(
             problem,
+            code="tokenizer-missing",
             where=path_or_repo,
             hint=meant(path, advice),
         )
@@ -191,14 +192,25 @@ def read_config(path: Path) -> Json:
         if made:
             hint = f"this is the directory of a run; its models are {' and '.join(map(str, made))}"
         raise ModelError(
-            "no config.json: this is not a model directory", where=str(path), hint=hint
+            "no config.json: this is not a model directory",
+            code="model-config-missing",
+            where=str(path),
+            hint=hint,
         ) from None
     except (ValueError, OSError) as error:
         raise ModelError(
-            f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"
+            f"this is not readable JSON: {error}",
+            code="model-config-invalid",
+            where=str(file),
+            hint="fetch the model again",
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError("no model_type given", where=str(file), hint="fetch the model again")
+        raise ModelError(
+            "no model_type given",
+            code="model-config-invalid",
+            where=str(file),
+            hint="fetch the model again",
+        )
     return config
 
 
@@ -251,6 +263,7 @@ def tokenizer_of(
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             "there is no tokenizer beside the weights",
+            code="tokenizer-missing",
             where=str(path),
             hint="copy tokenizer.json and tokenizer_config.json of the same model there",
         )
@@ -276,6 +289,7 @@ def _unread(path: Path, error: Exception) -> ModelError:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return ModelError(
             "tokenizer.json is missing, which says how texts are cut",
+            code="tokenizer-missing",
             where=str(path),
             hint="copy tokenizer.json of the same model there, or save it from transformers with save_pretrained",
         )
@@ -294,4 +308,9 @@ def _unread(path: Path, error: Exception) -> ModelError:
         else first_line(error)
     )
     where = path / "config.json" if isinstance(error, StrictDataclassError) else path
-    return ModelError(f"the tokenizer cannot be loaded: {said}", where=str(where), hint=hint)
+    return ModelError(
+        f"the tokenizer cannot be loaded: {said}",
+        code="tokenizer-unreadable",
+        where=str(where),
+        hint=hint,
+    )

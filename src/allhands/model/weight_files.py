@@ -86,7 +86,10 @@ def absent(path: Path) -> dict[str, WeightFile]:
     except (ValueError, TypeError, AttributeError, OSError) as error:
         hint = "remove it, and bring the model again: allhands cluster sync --stages"
         raise ModelError(
-            "the list of the model's files cannot be read", where=str(file), hint=hint
+            "the list of the model's files cannot be read",
+            code="weights-unreadable",
+            where=str(file),
+            hint=hint,
         ) from error
 
 
@@ -103,7 +106,10 @@ def indexed(path: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            "the index cannot be read", where=str(index), hint="fetch the model again"
+            "the index cannot be read",
+            code="weights-unreadable",
+            where=str(index),
+            hint="fetch the model again",
         ) from error
 
 
@@ -125,7 +131,10 @@ def names_in(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            "the file of weights is torn", where=str(file), hint="fetch the model again"
+            "the file of weights is torn",
+            code="weights-torn",
+            where=str(file),
+            hint="fetch the model again",
         ) from error
 
 
@@ -186,6 +195,7 @@ def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
     if not complete:
         raise ModelError(
             f"the arrays of the model's {counted(count, 'block')} are not found by their names",
+            code="blocks-not-found",
             hint="bring all files to every computer: allhands cluster sync without --stages",
         )
     return max(complete, key=lambda before: len(numbers[before]))
@@ -215,6 +225,7 @@ def require_files(path: Path, parts: Sequence[Blocks]) -> None:
     if told:
         raise ModelError(
             f"weights that this rank's stages need are not on this computer: {'; '.join(told)}",
+            code="stage-weights-missing",
             where=str(path),
             hint="allhands cluster sync --stages, with this run's --hostfile, --model and --pp-split, brings them",
         )

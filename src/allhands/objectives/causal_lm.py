@@ -74,7 +74,10 @@ class CausalLM:
         ):  # its sums may call the model without the cache that divides rows
             what = f"the objective {type(self).__name__} is not known to compute pieces of rows"
             raise ConfigError(
-                what, where="--cp", hint="leave it out, or take the loss of the next token"
+                what,
+                code="objective-unsupported",
+                where="--cp",
+                hint="leave it out, or take the loss of the next token",
             )
         return CausalLM(group)
 

@@ -34,7 +34,7 @@ class SupervisorEvent:
     """An event for a person: a message with its facts.
 
     ``failed`` has the rank that is the cause, its exit code, the last lines of its log, and the
-    message of its error file if it wrote one. ``explanation`` is the message of an expected error,
+    message and the code of its error file if it wrote one. ``explanation`` is the message of an expected error,
     with place and remedy. ``fault`` has the same facts, but the job goes on. ``killing`` says that
     ranks did not react to a stop.
     """
@@ -46,6 +46,7 @@ class SupervisorEvent:
     log_path: Path | None = None
     log_tail: tuple[str, ...] = ()
     error: str | None = None
+    code: str | None = None
     explanation: str | None = None
     host: str | None = None
     step: int | None = None

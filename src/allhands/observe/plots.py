@@ -87,7 +87,10 @@ def plot_losses(
     if not charts.keys() >= {"loss-steps", "loss-time"}:
         hint = "wait for the first report of the run, then plot again"
         raise DataError(
-            "no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint
+            "no run has a loss to draw yet",
+            code="samples-missing",
+            where=", ".join(run.name for run in runs),
+            hint=hint,
         )
     by_step = charts["loss-steps"]
     with picture(out, (12, 6), private=private) as figure:
@@ -215,7 +218,9 @@ def plot_memory(
     """
     if not can_be_drawn(samples):
         raise DataError(
-            "too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S"
+            "too few samples of memory for a picture",
+            code="samples-missing",
+            hint="lower ALLHANDS_MONITOR_EVERY_S",
         )
     began, ended = samples[0].time, max(sample.time for sample in samples)
     unit, unit_s = time_unit(ended - began)

@@ -178,6 +178,7 @@ def require_trackers(names: Sequence[str]) -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{package} is not installed",
+                code="package-missing",
                 where="--report-to",
                 hint=f"pip install {package}, or leave {name} out",
             )
@@ -211,6 +212,7 @@ def _start(
         if type(error).__name__ in _NOT_LOGGED_IN.get(name, ()):
             raise ConfigError(
                 f"{name} cannot be started: {why}",
+                code="tracker-not-started",
                 where="--report-to",
                 hint=f"log in first ({name} login), or leave --report-to out",
             ) from None

@@ -71,7 +71,10 @@ class ExpertParallel(Strategy):
         if type(passes.objective) is not CausalLM:
             what = f"the objective {type(passes.objective).__name__} is not known to compute a pass without rows"
             raise ConfigError(
-                what, where="--ep", hint="leave it out, or take the loss of the next token"
+                what,
+                code="objective-unsupported",
+                where="--ep",
+                hint="leave it out, or take the loss of the next token",
             )
         self._leaves = None if passes.flat is None else passes.flat.leaves
 

@@ -243,6 +243,7 @@ def mixtures_of(model: Any) -> Iterator[tuple[str, nn.Module, Mixture]]:
     if kind not in HAVE_EXPERTS:
         raise ModelError(
             f"models of the kind {kind} have no experts that can be divided",
+            code="model-without-experts",
             where="--ep",
             hint=hint,
         )
@@ -253,7 +254,12 @@ def mixtures_of(model: Any) -> Iterator[tuple[str, nn.Module, Mixture]]:
                 found += 1
                 yield known[id(part)], part, mixture
     if not found:
-        raise ModelError("no block of this model has experts", where="--ep", hint=hint)
+        raise ModelError(
+            "no block of this model has experts",
+            code="model-without-experts",
+            where="--ep",
+            hint=hint,
+        )
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:

@@ -212,6 +212,7 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
     if kind not in CAN_BE_DIVIDED:
         raise ModelError(
             f"the matrices of models of the kind {kind} cannot be divided",
+            code="model-not-divisible",
             where="--tp",
             hint=f"leave it out, or take a model of one of these kinds: {', '.join(sorted(CAN_BE_DIVIDED))}",
         )
@@ -227,6 +228,7 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
             if (cut := _CUTS.get(name_of(part))) is None:
                 raise ModelError(
                     f"{known[id(part)]} cannot be divided: {name_of(part)}",
+                    code="model-not-divisible",
                     where="--tp",
                     hint=_WITHOUT,
                 )
@@ -251,7 +253,12 @@ def check_matrices(
         found.append((path, module, _without_experts(cut, mixture), mixture))
         _check(path, module, found[-1][2], ranks)
     if whole_experts and all(mixture is None for *_, mixture in found):
-        raise ModelError("no block of this model has experts", where=f"--ep {ranks}", hint=_WITHOUT)
+        raise ModelError(
+            "no block of this model has experts",
+            code="model-without-experts",
+            where=f"--ep {ranks}",
+            hint=_WITHOUT,
+        )
     return found
 
 
@@ -286,12 +293,16 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
     for count in cut.counts:
         if (heads := getattr(module, count)) % ranks:
             raise ConfigError(
-                f"{path} has {counted(heads, 'head')} ({count})", where=where, hint=_DIVISOR
+                f"{path} has {counted(heads, 'head')} ({count})",
+                code="heads-not-divisible",
+                where=where,
+                hint=_DIVISOR,
             )
     for name, layer in _layers_of(path, module, (*cut.columns, *cut.rows)):
         if not isinstance(_base(layer), _LAYERS):
             raise ConfigError(
                 f"{name} is a {type(layer).__name__}, which is not divided",
+                code="option-unsuited-to-model",
                 where=where,
                 hint=_WITHOUT,
             )
@@ -299,7 +310,10 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
         outputs = _base(layer).weight.shape[-2]
         if outputs % ranks:
             raise ConfigError(
-                f"{name} has {counted(outputs, 'output')}", where=where, hint=_DIVISOR
+                f"{name} has {counted(outputs, 'output')}",
+                code="matrix-not-divisible",
+                where=where,
+                hint=_DIVISOR,
             )
     for name, layer in _layers_of(path, module, cut.rows):
         base = _base(layer)
@@ -308,7 +322,10 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
         if inputs % (ranks * group):
             told = f" in groups of {group}" if group > 1 else ""
             raise ConfigError(
-                f"{name} has {counted(inputs, 'input')}{told}", where=where, hint=_DIVISOR
+                f"{name} has {counted(inputs, 'input')}{told}",
+                code="matrix-not-divisible",
+                where=where,
+                hint=_DIVISOR,
             )
 
 

@@ -263,9 +263,14 @@ def check_layers(path: str, module: Any, mixture: Mixture, ranks: int) -> None:
         name = f"{path}.{mixture.experts}.{key}"
         if not isinstance(base, _BASES):
             what = f"{name} is a {type(layer).__name__}, whose experts are not divided"
-            raise ConfigError(what, where=where, hint="leave it out")
+            raise ConfigError(
+                what, code="option-unsuited-to-model", where=where, hint="leave it out"
+            )
         if base.num_experts % ranks:
             hint = "take a number of ranks that divides it, or leave --ep out"
             raise ConfigError(
-                f"{name} has {counted(base.num_experts, 'expert')}", where=where, hint=hint
+                f"{name} has {counted(base.num_experts, 'expert')}",
+                code="experts-not-divisible",
+                where=where,
+                hint=hint,
             )

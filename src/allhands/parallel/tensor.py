@@ -159,6 +159,7 @@ class WholeArrays:
         more = f" and of {counted(len(names) - 1, 'other array')}" if len(names) > 1 else ""
         raise NumericsError(
             f"the gradient of {names[0]}{more} differs between ranks that have the whole array",
+            code="gradients-differ-between-ranks",
             where=f"--tp {group.size}",
             hint="this is a defect of allhands: nothing was updated; leave --tp out, and report it",
         )

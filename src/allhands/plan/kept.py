@@ -238,30 +238,40 @@ def read_plan(file: Path) -> KeptPlan:
     hint = "plan again: allhands plan with the options of the training"
     try:
         if file.stat().st_size > _MOST_BYTES:
-            raise DataError("this is too large to be a plan", where=str(file), hint=hint)
+            raise DataError(
+                "this is too large to be a plan", code="plan-invalid", where=str(file), hint=hint
+            )
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
-            f"the plan cannot be read: {error.strerror}", where=str(file), hint=meant(file, hint)
+            f"the plan cannot be read: {error.strerror}",
+            code="plan-invalid",
+            where=str(file),
+            hint=meant(file, hint),
         ) from None
     except (ValueError, RecursionError):
         raise DataError(
-            "the plan is torn: it is no whole JSON", where=str(file), hint=hint
+            "the plan is torn: it is no whole JSON", code="plan-invalid", where=str(file), hint=hint
         ) from None
     if not isinstance(content, dict):
-        raise DataError("this is no plan: it holds no object", where=str(file), hint=hint)
+        raise DataError(
+            "this is no plan: it holds no object", code="plan-invalid", where=str(file), hint=hint
+        )
     version = cast("dict[str, Any]", content).get("version")
     if version != VERSION:
         told = "no version" if version is None else f"version {version!r}"
         message = f"the plan has {told}, and this allhands reads version {VERSION}"
-        raise DataError(message, where=str(file), hint=hint)
+        raise DataError(message, code="plan-of-other-version", where=str(file), hint=hint)
     try:
         return _reader().validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"the plan has a fault at {place}: {first['msg']}", where=str(file), hint=hint
+            f"the plan has a fault at {place}: {first['msg']}",
+            code="plan-invalid",
+            where=str(file),
+            hint=hint,
         ) from None
 
 

@@ -119,7 +119,10 @@ def link_of(text: str) -> Link:
     delay = _DELAY.fullmatch(rest)
     if delay is None or delay[1].startswith("-"):
         raise ConfigError(
-            f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms"
+            f"{rest!r} is no delay",
+            code="value-out-of-range",
+            where="--link",
+            hint=f"give one from 0 on, as {head},5ms",
         )
     seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
     return Link(asked, found.bytes_per_s, seconds, "as described")
@@ -136,7 +139,12 @@ def _rated(head: str, asked: str) -> Link | None:
     rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
     if not 0 < rate < float("inf"):
         hint = "give a rate above 0, as 400Mbit/s"
-        raise ConfigError(f"nothing gets through a link of {head}", where="--link", hint=hint)
+        raise ConfigError(
+            f"nothing gets through a link of {head}",
+            code="value-out-of-range",
+            where="--link",
+            hint=hint,
+        )
     return Link(asked, rate / 8, 150e-6, "as described")
 
 
@@ -145,7 +153,9 @@ def _unknown(text: str, name: str) -> ConfigError:
     known = ", ".join(link.name for link in _LINKS.values())
     meant = f"did you mean {near[0]}? " if near else ""
     hint = f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms"
-    return ConfigError(f"{text!r} is not a link that is known", where="--link", hint=hint)
+    return ConfigError(
+        f"{text!r} is not a link that is known", code="value-unknown", where="--link", hint=hint
+    )
 
 
 def faster_than(link: ExchangeTimes) -> str:

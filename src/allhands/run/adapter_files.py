@@ -42,22 +42,27 @@ def check_adapter(adapter_path: Path) -> None:
     for file in (config, weights):
         if not file.is_file():
             found, hint = what_is(adapter_path)
-            raise ModelError(f"{file.name} is missing: {found}", where=str(adapter_path), hint=hint)
+            raise ModelError(
+                f"{file.name} is missing: {found}",
+                code="adapter-missing",
+                where=str(adapter_path),
+                hint=hint,
+            )
     try:
         described: Any = json.loads(config.read_text(encoding="utf-8"))
         wrong = _wrong_in(described)
     except (ValueError, RecursionError, OSError) as error:
-        raise _torn(config, f"the file is torn: {error}") from None
+        raise _torn(config, f"the file is torn: {error}", code="adapter-torn") from None
     if wrong:
-        raise _torn(config, f"this does not describe an adapter: {wrong}")
+        raise _torn(config, f"this does not describe an adapter: {wrong}", code="adapter-invalid")
     if torn := _torn_by(weights):
-        raise _torn(weights, f"the file is torn: {torn}")
+        raise _torn(weights, f"the file is torn: {torn}", code="adapter-torn")
 
 
-def _torn(file: Path, problem: str) -> ModelError:
+def _torn(file: Path, problem: str, *, code: str) -> ModelError:
     other = instead_of(file.parent)
     missing = "train again, or take the file from the run that the adapter came from"
-    return ModelError(problem, where=str(file), hint=other or missing)
+    return ModelError(problem, code=code, where=str(file), hint=other or missing)
 
 
 def _wrong_in(described: Any) -> str | None:
@@ -104,13 +109,19 @@ def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
     if not {"shape", "tokenizer"} <= set(config):
         if isinstance(below, str):
             return below
-        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+        raise ConfigError(
+            "adapter_config.json names no model",
+            code="adapter-without-model-name",
+            where=str(adapter_path),
+            hint=hint,
+        )
     written = run_of(adapter_path) / MODEL
     if (written / "config.json").is_file():
         return str(written)
     hint = "let the training end, with --resume if it was broken off; it writes its model then"
     raise ConfigError(
         f"a checkpoint of pre-training, and {written} is not there",
+        code="base-model-missing",
         where=str(adapter_path),
         hint=hint,
     )

@@ -70,6 +70,7 @@ def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> 
         raise ConfigError(
             "on these GPUs passes overlap each other and NCCL's exchange, so that the speed of a rank cannot be "
             "measured without slowing it down",
+            code="option-unsuited-to-device",
             where="--rank-weights auto",
             hint="give numbers, for example --rank-weights '[2, 1]', or leave it out",
         )

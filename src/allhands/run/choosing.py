@@ -402,6 +402,7 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
             )
     return ModelError(
         f"no strategy fits this training into the ranks' memory: with --strategy {least} {_short_of(told, least)}",
+        code="memory-too-small",
         where=config.model,
         hint="; or ".join(hints),
     )

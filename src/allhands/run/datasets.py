@@ -193,7 +193,10 @@ def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]
     ):
         hint = "leave it out, or give the data as messages, or as prompt and completion"
         raise ConfigError(
-            "all records are plain texts, which go through no chat template", where=flag, hint=hint
+            "all records are plain texts, which go through no chat template",
+            code="option-without-effect",
+            where=flag,
+            hint=hint,
         )
 
 
@@ -275,12 +278,16 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
         elif required:
             raise DataError(
                 f"no {split} split of the dataset is named",
+                code="split-missing",
                 where=config.data if config.hf_dataset is None else "hf_dataset",
                 hint=f'name it: hf_dataset with {split}_split, for example "{split}"',
             )
     if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
         raise DataError(
-            "early stopping needs validation data", where=config.data, hint="add valid.jsonl"
+            "early stopping needs validation data",
+            code="split-missing",
+            where=config.data,
+            hint="add valid.jsonl",
         )
     return found
 
@@ -304,7 +311,10 @@ def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
     except DataError as error:
         message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
         raise DataError(
-            message, where=config.data, hint=meant(config.data, f"check the path; or {error.hint}")
+            message,
+            code="data-missing",
+            where=config.data,
+            hint=meant(config.data, f"check the path; or {error.hint}"),
         ) from error
 
 
@@ -345,7 +355,10 @@ def _refuse_features(config: TrainConfig, feature: str) -> None:
     else:
         return
     raise ConfigError(
-        f"it has no effect on {what}", where=f"--{feature.replace('_', '-')}", hint=hint
+        f"it has no effect on {what}",
+        code="option-without-effect",
+        where=f"--{feature.replace('_', '-')}",
+        hint=hint,
     )
 
 
@@ -358,6 +371,7 @@ def _builder(
         if source.identity() != identity:
             raise DataError(
                 "the data changed while they were read",
+                code="data-changed",
                 hint="wait until whatever writes them is done, then start again",
             )
         return report

@@ -116,6 +116,7 @@ def split_agreed(
         ):  # ranks of another kind may count bytes in another way
             raise ModelError(
                 refusal,
+                code="memory-too-small",
                 where=f"--pp-split {config.pp_split}",
                 hint="leave it out: memory divides them",
             )
@@ -212,6 +213,7 @@ def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_r
     if num_blocks < num_ranks * per_rank:
         raise ConfigError(
             f"{counted(num_blocks, 'block')}: too few for {num_ranks * per_rank} stages",
+            code="stages-exceed-blocks",
             where="--strategy pipeline",
             hint="take fewer ranks"
             + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
@@ -375,6 +377,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
         f"no division of the model's {counted(blocks, 'block')} fits these ranks: "
         f"{format_bytes(sum(found.missing))} of memory are missing in all. "
         f"The best one, {_told(found.sizes)}: {_lacking(found, seats)}",
+        code="memory-too-small",
         where="--strategy pipeline",
         hint="add a computer, or take less: --grad-checkpoint, fewer --micro-batch-tokens, a quantised model",
     )

@@ -64,7 +64,10 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     windows: Windows | None = getattr(ready.data, config.split)
     if windows is None or not len(windows):
         raise DataError(
-            f"the {config.split} split is empty", where=config.data, hint="name another: --split"
+            f"the {config.split} split is empty",
+            code="split-empty",
+            where=config.data,
+            hint="name another: --split",
         )
     piping = (
         piping_of(config, ready.stages, ready.communicator, surroundings.mesh)

@@ -444,6 +444,7 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
         return
     raise ModelError(
         f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
+        code="memory-too-small",
         where=str(path),
         hint="divide the model among computers: with a second one (--hosts) --strategy auto takes --strategy fsdp or "
         "--strategy pipeline; or quantise it",

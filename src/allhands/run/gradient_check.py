@@ -129,6 +129,7 @@ class GradientVerdict:
             f"on a row of {row.tokens} tokens this step's gradient differs from that of mlx_lm's own model by "
             f"{row.difference:.2g} of its norm (up to {row.limit:.2g} is rounding), most in {name} ({share:.2g}); "
             f"the loss is {row.loss:.4f} and mlx_lm's {row.expected_loss:.4f}",
+            code="gradient-differs",
             where=model,
             hint="please report it with the model's config.json; ALLHANDS_KERNELS=plain computes more of the model as "
             "mlx_lm does, and --gradient-check off goes on regardless",
@@ -346,6 +347,7 @@ class GradientCheck:
         except Exception as error:  # as above: mlx_lm's own model has computed it
             raise ModelError(
                 f"this step cannot compute the gradient that mlx_lm's own model computes: {_in_short(error)}",
+                code="gradient-not-computed",
                 where="--gradient-check",
                 hint="please report it with the model's config.json",
             ) from error

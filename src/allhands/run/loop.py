@@ -155,7 +155,7 @@ class TrainLoop:
             before, settled = settled, state.iteration
             state.validation_due = self._due(before, self.config.steps_per_eval)
             if stops:
-                raise Interrupted("stopped")
+                raise Interrupted("stopped", code="stopped")
             if self._settle(before):
                 return self._ended("stopped early")
         return self._ended("finished")
@@ -241,7 +241,9 @@ class TrainLoop:
             failed = True
             self.sink.emit(Warned(self.state.step, not_saved(error)))
         if not self._any_rank(failed or bool(self.copies.trouble and not before)):
-            raise Regroup(f"stopped after step {self.state.step} to go on with other ranks")
+            raise Regroup(
+                f"stopped after step {self.state.step} to go on with other ranks", code="regrouping"
+            )
 
     # --- the end before the end -------------------------------------------------------------------
 
@@ -257,17 +259,21 @@ class TrainLoop:
         """Save a run that was asked to stop; the error to raise says where it is."""
         place = self._place()
         if self.state.iteration == 0:
-            return Interrupted("stopped before the first update; nothing was trained")
+            return Interrupted(
+                "stopped before the first update; nothing was trained", code="stopped-before-start"
+            )
         try:
             path = self._save_now("last")
         except StorageError as failure:
             message = f"{failure.message}; the run was stopped after {place}, which is not saved"
             hint = f"{failure.hint}; to go on from the last checkpoint, if there is one: the same command with --resume"
-            return StorageError(message, where=failure.where, hint=hint)
+            return StorageError(message, code=failure.code, where=failure.where, hint=hint)
         hint = "to go on exactly from there: the same command with --resume"
         if not self.config.keep_last:
             hint = f"to begin a new run from these weights (--keep-last 0): --resume-adapter-file {path}"
-        return Interrupted(f"stopped after {place}; the weights are saved in {path}", hint=hint)
+        return Interrupted(
+            f"stopped after {place}; the weights are saved in {path}", code="stopped", hint=hint
+        )
 
     def _keep_suspect(self, error: NumericsError) -> NumericsError:
         """Save the weights after which a number was not finite; the error to raise says where they
@@ -277,6 +283,7 @@ class TrainLoop:
         if self.state.iteration == 0:
             return NumericsError(
                 f"{error.message} before any training",
+                code=error.code,
                 hint="the model's own weights or their precision are at fault: fetch the model again, "
                 "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
             )
@@ -290,6 +297,7 @@ class TrainLoop:
             kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
         return NumericsError(
             f"after {place}: {error.message}",
+            code=error.code,
             hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
             f"--warmup-steps; --non-finite skip leaves such updates out; {kept}",
         )
@@ -380,7 +388,10 @@ class TrainLoop:
             StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits))
         )
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
-            raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
+            raise NumericsError(
+                f"{result.skipped}, {state.skipped_in_row} updates in a row",
+                code="too-many-skipped-updates",
+            )
 
     # --- reports ----------------------------------------------------------------------------------
 

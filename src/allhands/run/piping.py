@@ -208,6 +208,7 @@ def require_pipelines(
     if config.train and config.pp_schedule == "zb" and accelerator.runs_natively(config.compile):
         raise ConfigError(
             "on a CPU one pass computes the gradients of inputs and of weights, so that none of them can wait",
+            code="option-unsuited-to-device",
             where="--pp-schedule zb",
             hint="add --compile on, or leave it out",
         )

@@ -459,6 +459,7 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     if not has_order:
         raise ConfigError(
             "MLX has computed before in this process, and keeps its order of sums",
+            code="deterministic-too-late",
             where="--deterministic",
             hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
         )
@@ -490,7 +491,10 @@ def pass_context(
     if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
         message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
         raise ConfigError(
-            message, where="--compile", hint="leave it out; the step is then computed, not compiled"
+            message,
+            code="option-unsuited-to-model",
+            where="--compile",
+            hint="leave it out; the step is then computed, not compiled",
         )
     return PassContext(
         accelerator,

@@ -98,7 +98,7 @@ def run_finetune(
         AllhandsError: one of its classes for every kind of wrong input or failure.
     """
     if not (config.train or config.test):
-        raise ConfigError("nothing to do", hint="add --train, --test or both")
+        raise ConfigError("nothing to do", code="nothing-to-do", hint="add --train, --test or both")
     require_place_of_run(config)
     callbacks = checked(callbacks)
     directory = Path(config.adapter_path)

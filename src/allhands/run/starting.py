@@ -38,13 +38,19 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: RunCont
             hint = meant(resumed, f"give the {weights} of an earlier run")
             if kept:
                 hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
-            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
+            raise ModelError(
+                f"{problem} (--resume-adapter-file)",
+                code="adapter-missing",
+                where=str(resumed),
+                hint=hint,
+            )
         return resumed
     if config.test and not config.train:
         saved = directory / "adapters.safetensors"
         if not saved.exists():
             raise ConfigError(
                 f"there is no adapter to test in {directory}",
+                code="adapter-to-test-missing",
                 where="--adapter-path",
                 hint="train first (--train), or name the directory of an earlier run",
             )

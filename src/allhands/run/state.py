@@ -122,6 +122,7 @@ class LoopState:
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"it does not say where the training stood ({error})",
+                code="checkpoint-incomplete",
                 where="state.json",
                 hint="give a checkpoint of allhands train",
             ) from None

@@ -72,7 +72,7 @@ def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
 def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: str) -> None:
     for name, flag in asked:
         if problem := STRATEGIES[name].unfit(wanted):
-            raise ConfigError(problem, where=flag, hint=hint)
+            raise ConfigError(problem, code="strategy-unsuitable", where=flag, hint=hint)
 
 
 def _asked_for(config: TrainConfig) -> tuple[str, str]:
@@ -109,6 +109,7 @@ def chosen_codec(
         hint = f"leave it out, or take --strategy {able}"
         raise ConfigError(
             f"strategy {strategy} exchanges gradients as they are",
+            code="strategy-unsuitable",
             where=f"--compress {codec.name}",
             hint=hint,
         )

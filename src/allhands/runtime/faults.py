@@ -179,6 +179,7 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
         ):
             raise ConfigError(
                 f"the notes of what has happened are of another schedule (entry {note.index})",
+                code="fault-schedule-invalid",
                 where=str(_notes(path)),
                 hint="remove that directory, so that the failures of this schedule can happen",
             )
@@ -331,7 +332,10 @@ def _notes(path: Path) -> Path:
 def _wrong(path: Path, problem: str) -> ConfigError:
     joint = ", " if problem.startswith("entry") else " "
     return ConfigError(
-        f"the schedule of failures{joint}{problem}", where=f"{VARIABLE}={path}", hint=_HINT
+        f"the schedule of failures{joint}{problem}",
+        code="fault-schedule-invalid",
+        where=f"{VARIABLE}={path}",
+        hint=_HINT,
     )
 
 

@@ -133,13 +133,18 @@ def origin_of(text: str) -> str:
     if lower == "null":
         hint = "serve the page over HTTP, and name its address; or allow every page: --allow-origin '*'"
         raise ConfigError(
-            "null is the origin of every page that hides its own", where=where, hint=hint
+            "null is the origin of every page that hides its own",
+            code="origin-invalid",
+            where=where,
+            hint=hint,
         )
     found = _ORIGIN.fullmatch(lower)
     scheme, host, port = found.groups() if found else ("", "", None)
     if found is None or scheme == "file" or (port is not None and not 0 < int(port) < 65536):
         hint = "write scheme, host and port as the browser shows them, without a path: http://localhost:3000"
-        raise ConfigError("this is no web page's origin", where=where, hint=hint)
+        raise ConfigError(
+            "this is no web page's origin", code="origin-invalid", where=where, hint=hint
+        )
     return f"{scheme}://{host}" + (
         f":{int(port)}" if port is not None and port != _PORTS.get(scheme) else ""
     )
@@ -240,7 +245,7 @@ def _check_token(token: str) -> None:
     elif not (token.isascii() and token.isprintable() and " " not in token):
         problem = "a token is made of ASCII letters, digits and signs"
     if problem:
-        raise ConfigError(problem, where="--token", hint="leave it out")
+        raise ConfigError(problem, code="access-token-unsafe", where="--token", hint="leave it out")
 
 
 def _addresses() -> list[str]:
@@ -272,6 +277,9 @@ def _bound(host: str, port: int) -> socket.socket:
             listener.close()
         trouble = cannot_listen(error, host, port, _SETTINGS)
         raise ConfigError(
-            f"cannot listen: {trouble.message}", where=f"{host}:{port}", hint=trouble.hint
+            f"cannot listen: {trouble.message}",
+            code="server-port-unavailable",
+            where=f"{host}:{port}",
+            hint=trouble.hint,
         ) from None
     return listener

@@ -93,7 +93,9 @@ def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
     """
     if not isinstance(callbacks, list | tuple):
         hint = "give a list of them: callbacks=[MyCallback()]"
-        raise ConfigError(f"{_shown(callbacks)} is no list", where=_WHERE, hint=hint)
+        raise ConfigError(
+            f"{_shown(callbacks)} is no list", code="argument-invalid", where=_WHERE, hint=hint
+        )
     return tuple(_checked(callback) for callback in callbacks)
 
 
@@ -143,7 +145,7 @@ def _like(gradients: Any, found: Any) -> Any:
         hint = (
             "return a tree like the one that was given, or None to leave the gradients as they are"
         )
-        raise ConfigError(problem, where="after_backward", hint=hint)
+        raise ConfigError(problem, code="argument-invalid", where="after_backward", hint=hint)
     return unflatten([(name, there[name].astype(array.dtype)) for name, array in expected])
 
 
@@ -155,6 +157,7 @@ def _checked(callback: Any) -> Callback:
     if isinstance(callback, type):
         raise ConfigError(
             f"{_shown(callback)} is a class",
+            code="argument-invalid",
             where=_WHERE,
             hint=f"give an instance: {callback.__name__}()",
         )
@@ -166,7 +169,9 @@ def _checked(callback: Any) -> Callback:
         return _OfMlxLm(callback)
     _require_known(callback, (*_OURS, *_OF_MLX_LM))
     hint = f"subclass allhands.Callback, or mlx_lm's TrainingCallback; methods: {', '.join(_OURS)}"
-    raise ConfigError(f"{_shown(callback)} is no callback", where=_WHERE, hint=hint)
+    raise ConfigError(
+        f"{_shown(callback)} is no callback", code="argument-invalid", where=_WHERE, hint=hint
+    )
 
 
 def _require_known(callback: Any, known: Sequence[str]) -> None:
@@ -182,7 +187,12 @@ def _require_known(callback: Any, known: Sequence[str]) -> None:
                 else f"methods that are called: {', '.join(known)}"
             )
             what = f"{type(callback).__name__}.{name} would never be called"
-            raise ConfigError(what, where=_WHERE, hint=f"{hint}; a helper's name begins with _")
+            raise ConfigError(
+                what,
+                code="callback-method-unknown",
+                where=_WHERE,
+                hint=f"{hint}; a helper's name begins with _",
+            )
 
 
 def _shown(value: Any) -> str:

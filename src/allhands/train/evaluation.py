@@ -161,16 +161,18 @@ class Evaluator:
             # A rank that was asked to stop is of one group, and all groups stop.
             votes = number(self.communicator.all_sum(mx.array([votes])))
         if votes:
-            raise Interrupted("stopped during the evaluation: there is no result")
+            raise Interrupted("stopped during the evaluation: there is no result", code="stopped")
         if num_targets == 0:
             raise DataError(
                 "there is no example to evaluate",
+                code="split-empty",
                 where="--val-batches",
                 hint="raise it, or add examples",
             )
         if not math.isfinite(loss_sum):
             raise NumericsError(
                 f"the evaluation's loss is {loss_sum}",
+                code="loss-not-finite",
                 hint="look for NaN in the model and the adapter",
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))

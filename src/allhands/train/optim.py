@@ -72,6 +72,7 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{config.optimizer} does not take these arguments: {error}",
+            code="optimizer-arguments-invalid",
             where="--optimizer-config",
             hint=f"see mlx.optimizers, {config.optimizer}",
         ) from None
@@ -93,6 +94,7 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     if warmup >= total_updates and warmup:
         raise ConfigError(
             f"the warm-up of {counted(warmup, 'update')} is not shorter than the training of {total_updates}",
+            code="warmup-too-long",
             where="--warmup-steps",
             hint="shorten it or train longer",
         )
@@ -117,11 +119,13 @@ def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
         }
     except (TypeError, ValueError, ArithmeticError) as error:
         message = f"{chosen.name} does not take the arguments {chosen.arguments}: {error}"
-        raise ConfigError(message, where=where, hint=hint) from None
+        raise ConfigError(
+            message, code="schedule-arguments-invalid", where=where, hint=hint
+        ) from None
     for at, rate in rates.items():
         if not (math.isfinite(rate) and rate >= 0):
             message = f"{chosen.name} with the arguments {chosen.arguments} gives update {at} a rate of {rate:g}"
-            raise ConfigError(message, where=where, hint=hint)
+            raise ConfigError(message, code="schedule-arguments-invalid", where=where, hint=hint)
     return made
 
 

@@ -250,7 +250,9 @@ class TrainStep:
             what = "packed row" if self.options.packed else "training example"
             look = "look at the examples named, " if blame.examples else ""
             raise NumericsError(
-                reason + blame.named(what), hint=f"the update was not applied: {look}{_REMEDIES}"
+                reason + blame.named(what),
+                code="update-not-finite",
+                hint=f"the update was not applied: {look}{_REMEDIES}",
             )
         return replace(
             result, loss_sum=0.0, num_targets=0, further=(), skipped=reason, culprits=blame.examples

@@ -363,6 +363,7 @@ class NetworkFailure(Fact):
     hosts: tuple[str, ...]
     message: str
     hint: str | None = None
+    code: str | None = None
 
 
 class Network(Fact):

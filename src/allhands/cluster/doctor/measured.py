@@ -37,7 +37,11 @@ def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], 
         names = tuple(host.name for host in hosts)
         return Network(
             backend=backend,
-            failures=(NetworkFailure(hosts=names, message=error.message, hint=error.hint),),
+            failures=(
+                NetworkFailure(
+                    hosts=names, message=error.message, hint=error.hint, code=error.code
+                ),
+            ),
         )
     exchanges = {
         what: found.seconds_per_step(BYTES_A_PARAMETER * parameters)

@@ -43,6 +43,7 @@ class Failed(AllhandsError):
         by_hand = f"by hand: {shown(step)}"
         super().__init__(
             f"{step.why}: {cause}",
+            code="setup-step-failed",
             hint=f"{mend}, then run this again; {by_hand}" if mend else f"run it {by_hand}",
         )
 

@@ -234,7 +234,10 @@ class SetUp:
             )
         except Failed as failed:
             raise ConfigError(
-                failed.message, where="--from", hint="name a wheel or a release with --from"
+                failed.message,
+                code="install-source-invalid",
+                where="--from",
+                hint="name a wheel or a release with --from",
             ) from None
         found = find_source(str(scratch / source.wheel.name), scratch)
         return (

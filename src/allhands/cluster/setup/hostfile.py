@@ -112,8 +112,11 @@ def check_output(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(
             f"{path.parent} is no directory",
+            code="path-missing",
             where="--hostfile",
             hint="make it, or choose another one",
         )
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file", where="--hostfile", hint="choose another name")
+        raise ConfigError(
+            f"{path} is no file", code="place-taken", where="--hostfile", hint="choose another name"
+        )

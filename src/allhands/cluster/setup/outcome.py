@@ -164,6 +164,7 @@ def hosts_of(text: str) -> list[tuple[str, Host]]:
         if one[1].ssh == other[1].ssh:
             raise ConfigError(
                 f"{one[0]} and {other[0]} are the same computer",
+                code="host-given-twice",
                 where="--hosts",
                 hint="name it once",
             )

@@ -64,7 +64,9 @@ def _digest(content: bytes) -> str:
 if __name__ == "__main__":
     try:
         if len(sys.argv) != 2:
-            raise StorageError("the wheel to write is missing", hint="give its path")
+            raise StorageError(
+                "the wheel to write is missing", code="wheel-path-missing", hint="give its path"
+            )
         pack(Path(sys.argv[1]))
     except AllhandsError as error:
         sys.exit(str(error))

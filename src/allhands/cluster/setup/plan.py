@@ -126,7 +126,10 @@ def _copy_id_options() -> list[str]:
     if PurePosixPath(program).name != "ssh" or not known:
         hint = "put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p"
         raise ConfigError(
-            f"ssh-copy-id cannot use {shlex.join(words)}", where="ALLHANDS_SSH", hint=hint
+            f"ssh-copy-id cannot use {shlex.join(words)}",
+            code="ssh-command-invalid",
+            where="ALLHANDS_SSH",
+            hint=hint,
         )
     return options
 
@@ -255,11 +258,16 @@ def _check_place(state: SetupHostState) -> None:
     ):
         raise CannotSetUp(
             f"{state.env_dir} is no place for an environment",
+            code="environment-place-unusable",
             hint="name another one with --env-dir",
         )
     if state.place == "foreign":
         message = f"{state.env_dir} is there, but was not made by allhands"
-        raise CannotSetUp(message, hint="name another place with --env-dir, or remove it yourself")
+        raise CannotSetUp(
+            message,
+            code="environment-place-unusable",
+            hint="name another place with --env-dir, or remove it yourself",
+        )
 
 
 def _make(state: SetupHostState, wanted: WantedSetup) -> tuple[str, ...]:
@@ -285,12 +293,14 @@ def _make(state: SetupHostState, wanted: WantedSetup) -> tuple[str, ...]:
         )
         raise CannotSetUp(
             f"there is no {named or f'Python {wanted.minor}'} (found: {have}) and no uv",
+            code="python-missing",
             hint=f"install it or uv ({_UV}) there, or name another version for all hosts with --python",
         )
     maker = next((one for one in fit if one.makes), None)
     if maker is None:
         raise CannotSetUp(
             f"{fit[0].path} cannot make environments: venv or ensurepip is missing",
+            code="venv-missing",
             hint=f"install it there: sudo apt install python{wanted.minor}-venv, or uv: {_UV}",
         )
     return (maker.path, "-m", "venv", state.env_dir)

@@ -43,7 +43,12 @@ def find_source(text: str | None, store: Path) -> SetupSource:
         return _checkout(path.resolve(), store)
     if _VERSION.fullmatch(text):
         return SetupSource(text)
-    raise ConfigError(f"{text!r} is no version, wheel or checkout", where="--from", hint=_HINT)
+    raise ConfigError(
+        f"{text!r} is no version, wheel or checkout",
+        code="install-source-invalid",
+        where="--from",
+        hint=_HINT,
+    )
 
 
 def package_root() -> Path:
@@ -63,7 +68,10 @@ def _own(store: Path) -> SetupSource:
     except importlib.metadata.PackageNotFoundError:
         hint = "give the directory of its checkout, or a version: --from"
         raise ConfigError(
-            "allhands runs here without being installed", where="--from", hint=hint
+            "allhands runs here without being installed",
+            code="install-source-invalid",
+            where="--from",
+            hint=hint,
         ) from None
     if found.read_text("direct_url.json") is None:
         return SetupSource(found.version, code=fingerprint(str(package_root())))
@@ -74,7 +82,12 @@ def _own(store: Path) -> SetupSource:
 
 def _wheel(path: Path) -> SetupSource:
     if not _WHEEL.fullmatch(path.name):
-        raise ConfigError(f"{path.name} is no wheel of allhands", where="--from", hint=_HINT)
+        raise ConfigError(
+            f"{path.name} is no wheel of allhands",
+            code="install-source-invalid",
+            where="--from",
+            hint=_HINT,
+        )
     total = hashlib.sha256()
     try:
         size = path.stat().st_size
@@ -91,7 +104,12 @@ def _wheel(path: Path) -> SetupSource:
                 total.update(file_line(name, archive.read(f"allhands/{name}")))
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no wheel"
-        raise ConfigError(f"cannot be read: {reason}", where=f"--from {path}", hint=_HINT) from None
+        raise ConfigError(
+            f"cannot be read: {reason}",
+            code="install-source-invalid",
+            where=f"--from {path}",
+            hint=_HINT,
+        ) from None
     return SetupSource(str(version), path, total.hexdigest(), size=size)
 
 
@@ -103,7 +121,12 @@ def _checkout(path: Path, store: Path) -> SetupSource:
         name = version = None
     package = path / "src" / "allhands"
     if name != "allhands" or not package.is_dir():
-        raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
+        raise ConfigError(
+            "this is no checkout of allhands",
+            code="install-source-invalid",
+            where=f"--from {path}",
+            hint=_HINT,
+        )
     code = fingerprint(str(package))
     settings: tuple[str, ...] = ()
     if not isinstance(version, str):  # git knows it, but the name of the wheel must be known before

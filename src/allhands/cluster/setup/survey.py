@@ -159,6 +159,7 @@ def state_from(
         message = "its shell does not run commands as a POSIX shell does"
         raise CannotSetUp(
             message,
+            code="host-shell-unusable",
             hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`",
         )
     pythons = [value.split(" ", 2) for word, value in lines if word == "python"]
@@ -202,10 +203,16 @@ def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
         CannotSetUp: there is no answer.
     """
     if done.code is None:
-        raise CannotSetUp("it has not answered in time", hint="is it overloaded? try again")
+        raise CannotSetUp(
+            "it has not answered in time",
+            code="host-survey-timeout",
+            hint="is it overloaded? try again",
+        )
     if not (marked := _marked(done, token)):
         raise CannotSetUp(
-            f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work"
+            f"it does not run commands: {done.last_line}",
+            code="host-shell-unusable",
+            hint="make `ssh HOST echo hello` work",
         )
     return [(word, value) for word, _, value in (line.partition(" ") for line in marked)]
 
@@ -276,8 +283,15 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     elif python is not None:
         hint = "give for example 3.12 or /usr/bin/python3.12"
         raise ConfigError(
-            f"{python!r} is neither a version nor a path", where="--python", hint=hint
+            f"{python!r} is neither a version nor a path",
+            code="value-invalid",
+            where="--python",
+            hint=hint,
         )
     if version < _OLDEST:
-        raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
+        raise ConfigError(
+            f"allhands needs Python 3.11 or newer, not {python}",
+            code="python-too-old",
+            where="--python",
+        )
     return WantedSetup(source, tuple(version), path, packages, mpi)

@@ -75,7 +75,7 @@ def read_wiring(path: Path) -> Wiring:
     content: Any = json.loads(path.read_text(encoding="utf-8"))
     entries: Any = content["hosts"] if isinstance(content, dict) else content
     if len(hosts) != len(entries):
-        raise ConfigError("a host is in it twice", where=str(path))
+        raise ConfigError("a host is in it twice", code="host-given-twice", where=str(path))
     envs = tuple(f"{name}={value}" for name, value in (hosts[0].envs.items()))
     found = {
         entry["ssh"]: (host.ips, host.rdma) for entry, host in zip(entries, hosts, strict=True)

@@ -61,7 +61,9 @@ class Member:
             self.session = Session(self.host, _CONNECT_S, words)
             if self._over.is_set():  # it has been closed before there was a session
                 self.session.close()
-                raise DistributedError(f"host {name} is not needed any more")
+                raise DistributedError(
+                    f"host {name} is not needed any more", code="host-not-needed"
+                )
             self.session.wait_until_ready()
         except SessionRefused as refused:
             trouble = refused.trouble
@@ -74,7 +76,9 @@ class Member:
                 HostReport(name=name, ssh=self.host.ssh, addresses=self.host.ips), trouble
             )
             raise DistributedError(
-                f"host {name} {way}: {trouble.reason or 'no answer'}", hint=hint
+                f"host {name} {way}: {trouble.reason or 'no answer'}",
+                code="host-unreachable",
+                hint=hint,
             ) from None
         threading.Thread(
             target=self._keep, args=(self.session,), name=f"sync-keep-{name}", daemon=True
@@ -93,7 +97,7 @@ class Member:
         except Untold as untold:
             hint = f"look whether it is switched on and connected, then {RETRY}"
             raise DistributedError(
-                f"host {self.host.name} has been lost: {untold.reason}", hint=hint
+                f"host {self.host.name} has been lost: {untold.reason}", code="host-lost", hint=hint
             ) from None
         if (error := answer.get("error")) is not None:
             raise self.storage_error(error["path"], error["number"], error["reason"])

@@ -84,7 +84,9 @@ def make_plan(words: Sequence[str]) -> SyncPlan:
             found.setdefault(file.key, file)
     if not found:
         raise ConfigError(
-            "there is nothing to bring", hint="give --model, --data, --config, or paths with files"
+            "there is nothing to bring",
+            code="nothing-to-do",
+            hint="give --model, --data, --config, or paths with files",
         )
     files = tuple(sorted(found.values(), key=lambda file: file.key))
     notes += _alike(files)
@@ -95,7 +97,10 @@ def _found(word: str, notes: list[str]) -> Iterator[FoundFile]:
     path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
         raise ConfigError(
-            "there is no such file or directory", where=word, hint=meant(path, "check the path")
+            "there is no such file or directory",
+            code="path-missing",
+            where=word,
+            hint=meant(path, "check the path"),
         )
     base, at = _place(word, path)
     first, *rest = Path(at).parts if base == "hub" else ("",)
@@ -143,7 +148,10 @@ def _below(
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
         raise DataError(
-            f"cannot be read: {error.strerror}", where=str(directory), hint="check its rights"
+            f"cannot be read: {error.strerror}",
+            code="data-unreadable",
+            where=str(directory),
+            hint="check its rights",
         ) from None
     own = (status.st_dev, status.st_ino)
     if own in above:

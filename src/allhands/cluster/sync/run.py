@@ -73,11 +73,15 @@ def synchronise(
     others = [host for host in hosts if host.ssh is not None]
     if not others:
         raise ConfigError(
-            "all hosts are this computer", hint="name the others in --hosts or --hostfile"
+            "all hosts are this computer",
+            code="nothing-to-do",
+            hint="name the others in --hosts or --hostfile",
         )
     if program_path("rsync") is None:
         raise ConfigError(
-            "there is no rsync on this computer", hint=install_command("rsync") or _BY_HAND
+            "there is no rsync on this computer",
+            code="rsync-missing",
+            hint=install_command("rsync") or _BY_HAND,
         )
     run = _SyncRun(plan, others, options, show, wanted or {})
     try:
@@ -177,7 +181,12 @@ class _SyncRun:
         for path, each in zip(self._state.names, found, strict=True):
             if isinstance(each, OSError):
                 hint = "check its rights, then sync again"
-                raise DataError(f"cannot be read: {each.strerror}", where=path, hint=hint)
+                raise DataError(
+                    f"cannot be read: {each.strerror}",
+                    code="data-unreadable",
+                    where=path,
+                    hint=hint,
+                )
             self._entries.append(each)
         self._state.sizes = tuple(status.st_size for status, _ in self._entries)
         self._state.total = sum(self._state.sizes)
@@ -201,7 +210,11 @@ class _SyncRun:
                     if command
                     else _BY_HAND
                 )
-                raise DistributedError(f"there is no rsync on host {member.host.name}", hint=remedy)
+                raise DistributedError(
+                    f"there is no rsync on host {member.host.name}",
+                    code="host-without-rsync",
+                    hint=remedy,
+                )
         except AllhandsError as error:
             member.fail(error)
             return
@@ -224,7 +237,9 @@ class _SyncRun:
         )
         if len(told["roots"]) != len(self._roots) or max(told["lacking"], default=-1) >= len(files):
             raise DistributedError(
-                f"host {member.host.name} sent an unknown answer", hint="report this"
+                f"host {member.host.name} sent an unknown answer",
+                code="message-not-understood",
+                hint="report this",
             )
         member.told, member.arrived, member.before = told, told["partial"], told["partial"]
         member.lacking = frozenset(files[index] for index in told["lacking"])
@@ -303,7 +318,9 @@ class _SyncRun:
         right = [way for way, login in zip(ways, tried, strict=False) if login["code"] == 0]
         if not right:
             said = _last_line("\n".join(login["said"] for login in reversed(tried)))
-            raise DistributedError(said or "ssh from there leads elsewhere, or gets no answer")
+            raise DistributedError(
+                said or "ssh from there leads elsewhere, or gets no answer", code="ssh-login-failed"
+            )
         return right[0]
 
     # --- one transfer -----------------------------------------------------------------------------
@@ -362,7 +379,7 @@ class _SyncRun:
             transfers = [self._order(sender, receiver, root, files) for root in roots]
             rsync = own.told["rsync"] if sender else program_path("rsync")
             if rsync is None:  # it had everything already
-                raise DistributedError("there is no rsync")
+                raise DistributedError("there is no rsync", code="host-without-rsync")
             ended = own.ask("send", rsync=rsync, transfers=transfers)
         finally:
             if sender is None:
@@ -411,7 +428,9 @@ class _SyncRun:
             else:
                 said = _last_line(reason) or f"{path} has not arrived as it was sent"
                 raise DistributedError(
-                    f"host {receiver.host.name}: {said}", hint=f"see what it says, then {RETRY}"
+                    f"host {receiver.host.name}: {said}",
+                    code="copy-failed",
+                    hint=f"see what it says, then {RETRY}",
                 )
 
 

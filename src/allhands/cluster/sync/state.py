@@ -80,7 +80,7 @@ class SyncState:
         found = [host.error for host in self.hosts if host.error is not None]
         hint = "sync again when nothing writes to it"
         return found + [
-            DataError("it changed while it was sent", where=name, hint=hint)
+            DataError("it changed while it was sent", code="data-changed", where=name, hint=hint)
             for name in self.withdrawn
         ]
 

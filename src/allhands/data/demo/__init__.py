@@ -79,6 +79,7 @@ def write_demo_data(directory: Path) -> dict[str, int]:
         if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
             raise ConfigError(
                 f"there is another {name}",
+                code="place-taken",
                 where=f"--out {directory}",
                 hint="choose another directory",
             )

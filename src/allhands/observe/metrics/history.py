@@ -101,12 +101,20 @@ def read_metrics(path: Path | str) -> RunHistory:
         if (file.parent / PLAN_FILE).is_file():
             hint = f"it is planned, and nothing trained yet: train it with --adapter-path {file.parent}"
         raise DataError(
-            f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)
+            f"no metrics: {error.strerror or error}",
+            code="metrics-missing",
+            where=str(file),
+            hint=meant(path, hint),
         ) from error
     decoded = [(line, decode_event(line)) for line in text.split("\n")]
     events = [event for _, event in decoded if event is not None]
     if not events:
-        raise DataError("this file holds no training metrics", where=str(file), hint=hint)
+        raise DataError(
+            "this file holds no training metrics",
+            code="metrics-invalid",
+            where=str(file),
+            hint=hint,
+        )
     history = _replay(events, name=file.resolve().parent.name)
     if file.name == METRICS_FILE:
         # A copy of a run is called by its own directory: by the name that the file remembers, both

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
-from allhands.errors import StorageError
+from allhands.io.files import storage_error
 from allhands.observe.lines import LineFile
 from allhands.observe.metrics.events import Event, encode_event
 
@@ -65,11 +65,12 @@ class JsonlSink:
         except OSError as error:
             if lines is not None:
                 lines.close()
-            raise StorageError(
-                f"cannot write the training metrics: {error.strerror or error}",
-                where=str(path),
-                hint="free disk space or choose a directory that can be written to, then start again",
-            ) from error
+            told = storage_error(Path(path), error)
+            told.message = f"cannot write the training metrics: {error.strerror or error}"
+            told.hint = (
+                "free disk space or choose a directory that can be written to, then start again"
+            )
+            raise told from error
 
     def close(self) -> None:
         self._lines.close()  # a later write fails as "bad file descriptor" and is warned about

@@ -182,6 +182,7 @@ def require_run(run: Path) -> None:
     if not run.is_dir():
         raise DataError(
             "there is no such directory",
+            code="run-missing",
             where=str(run),
             hint=meant(run, "give the directory of a run"),
         )
@@ -193,6 +194,7 @@ def no_samples(run: Path, reasons: str = "") -> DataError:
     hint += "a few seconds after the start"
     return DataError(
         f"no process of a run has left samples of its memory here{reasons}",
+        code="samples-missing",
         where=str(run),
         hint=hint,
     )

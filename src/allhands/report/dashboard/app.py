@@ -141,7 +141,8 @@ class _Guard:
 
 
 def _failure(told: object, status: int) -> Response:
-    return JSONResponse({"error": str(told)}, status)
+    code = {"code": told.code} if isinstance(told, AllhandsError) else {}
+    return JSONResponse({"error": str(told), **code}, status)
 
 
 async def _told(_request: Request, error: Exception) -> Response:
@@ -201,7 +202,7 @@ def _named(settings: Settings, request: Request) -> Path:
     """The directory of the run that a request names."""
     directory = find_runs(settings.root).get(request.query_params.get("run", ""))
     if directory is None:
-        raise DataError("there is no such run")
+        raise DataError("there is no such run", code="run-missing")
     return directory
 
 

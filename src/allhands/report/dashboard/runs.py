@@ -184,13 +184,16 @@ def ask_to_stop(directory: Path) -> str:
     process, hint = head_of(read_facts(directory)), "stop it where it was started, with Ctrl-C"
     if process is None:
         raise DataError(
-            "no process of this run lives on this computer", where=str(directory), hint=hint
+            "no process of this run lives on this computer",
+            code="run-not-stoppable",
+            where=str(directory),
+            hint=hint,
         )
     try:
         process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
     except (psutil.Error, OSError) as error:
         reason = f"it cannot be asked ({error}): it has just ended, or is another user's"
-        raise DataError(reason, where=str(directory), hint=hint) from None
+        raise DataError(reason, code="run-not-stoppable", where=str(directory), hint=hint) from None
     return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
 
 
@@ -214,7 +217,9 @@ def tail_of(directory: Path, name: str) -> str:
         DataError: there is no such log.
     """
     if name not in logs_of(directory):
-        raise DataError("there is no such log", where=name, hint="take one of the list")
+        raise DataError(
+            "there is no such log", code="log-missing", where=name, hint="take one of the list"
+        )
     with (directory / LOGS / name).open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         size = stream.tell()
