@@ -113,8 +113,8 @@ def test_a_row_that_is_left_out_has_the_code(tmp_path: Path) -> None:
 def test_the_dialogue_of_ranks_hands_on_the_code() -> None:
     class Refusing:
         def ask(self, text: str) -> Generator[str]:
+            yield text[:0]
             raise ConfigError("too long", code="prompt-too-long", where="--prompt")
-            yield text
 
         def reset(self) -> None: ...
 

@@ -225,17 +225,11 @@ def average_gradients(
     from allhands.distributed.reduce import Exchange, mean_of_ranks, mean_of_tokens
 
     if isinstance(communication_stream, mx.Dtype):  # its place in earlier versions of MLX
-        raise _wrong(
-            "communication_stream is a dtype",
-            "write communication_type=... before it",
-            code="argument-invalid",
-        )
+        hint = "write communication_type=... before it"
+        raise _wrong("communication_stream is a dtype", hint, code="argument-invalid")
     if communication_type is not None and not mx.issubdtype(communication_type, mx.floating):
-        raise _wrong(
-            f"{communication_type} cannot hold gradients",
-            "use mx.float32, mx.bfloat16 or mx.float16",
-            code="value-unknown",
-        )
+        what = f"{communication_type} cannot hold gradients"
+        raise _wrong(what, "use mx.float32, mx.bfloat16 or mx.float16", code="value-unknown")
     _check_tokens(num_tokens, reduction)
     if isinstance(group, World):
         communicator = group.communicator
@@ -256,11 +250,8 @@ def average_gradients(
             mx.eval(gradients, num_tokens)
         except ValueError:  # MLX's, of what is only traced
             hint = "leave communication_stream out, or give the stream that the first call gave"
-            raise _wrong(
-                "another stream than the one in use, within mx.compile",
-                hint,
-                code="stream-in-compile",
-            ) from None
+            what = "another stream than the one in use, within mx.compile"
+            raise _wrong(what, hint, code="stream-in-compile") from None
         found = averaged()
         mx.eval(found)
         return found

@@ -271,6 +271,20 @@ def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
     return bool(config.get("ensure_weight_tying")) and named and same
 
 
+def _absent(name: str, base: PeftBase) -> ModelError:
+    """Return the error for a module of which the model has no counterpart."""
+    hint = "use the model that the adapter was trained on: --model"
+    if base.architecture or base.proved:
+        what = f"the model has no layer {name}"
+        return ModelError(what, code="layer-missing", where=WEIGHTS_FILE, hint=hint)
+    return ModelError(
+        f"the names of the weights of {base.kind} in transformers are not known here",
+        code="architecture-unsupported",
+        where=WEIGHTS_FILE,
+        hint=hint,
+    )
+
+
 def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
     """Modules by mlx_lm's names, experts stacked.
 
@@ -282,16 +296,7 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
     for name, each in modules.items():
         ours = base.modules_of_transformers.get(name)
         if not ours:
-            raise ModelError(
-                f"the model has no layer {name}"
-                if base.architecture or base.proved
-                else f"the names of the weights of {base.kind} in transformers are not known here",
-                code="layer-missing"
-                if base.architecture or base.proved
-                else "architecture-unsupported",
-                where=WEIGHTS_FILE,
-                hint="use the model that the adapter was trained on: --model",
-            )
+            raise _absent(name, base)
         if each.magnitudes is not None and (ours in base.embeddings or ours in base.experts):
             what = "an embedding" if ours in base.embeddings else "experts"
             raise ModelError(
