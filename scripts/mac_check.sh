@@ -49,7 +49,8 @@ done
 case $total in '' | *[!0-9]*) echo "mac_check: --limit needs whole seconds" >&2; exit 2 ;; esac
 out=${out:-mac-check-$(date +%Y%m%d-%H%M%S).txt}
 : >"$out" || exit 2
-work=$(mktemp -d "${TMPDIR:-/tmp}/mac-check.XXXXXX") || exit 2
+temporary=${TMPDIR:-/tmp}
+work=$(mktemp -d "${temporary%/}/mac-check.XXXXXX") || exit 2
 on_mac=no
 [ "$(uname -s)" = Darwin ] && on_mac=yes
 
@@ -98,7 +99,7 @@ without_private() {
   ' "$work/private" - | LC_ALL=C sed -E \
     -e "s/$escape\[[0-9;]*m//g" \
     -e 's#(/Users|/home)/[^/ :"]+#\1/USER#g' \
-    -e 's#/var/folders/[^ :"]*/T#TMP#g' \
+    -e 's#(/private)?/var/folders/[^ :"]*/T#TMP#g' \
     -e 's/[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+/USER@HOST/g' \
     -e 's/([0-9A-Fa-f]{1,2}:){5}[0-9A-Fa-f]{1,2}/ADDRESS/g' \
     -e 's/[0-9A-Fa-f]{1,4}(:[0-9A-Fa-f]{1,4}){4,7}/ADDRESS/g' \

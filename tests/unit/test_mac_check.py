@@ -26,7 +26,7 @@ import getpass, os, socket, subprocess, sys, time
 print("home", os.path.expanduser("~/models"), "user", getpass.getuser(), "host", socket.gethostname())
 print("at 192.168.17.4 and fe80::1c2b:33ff:fe44:5566%en0 and 2001:db8:1:2:3:4:5:6, ether 5c:1b:f4:00:00:01")
 print("mail some.body@example.org, key hf_abcdefghijklmnop, token=qwertz and", os.environ["HF_TOKEN"])
-print("file /Users/somebody/run and /home/another/run and /var/folders/zz/zyx_n0000/T/run")
+print("file /Users/somebody/run and /home/another/run and /private/var/folders/zz/zyx_n0000/T/run")
 print("\\x1b[31mred\\x1b[0m", "words", sys.argv[1:])
 if sys.argv[1:3] == ["model", "check"]:
     print("the gradient is wrong", file=sys.stderr)
@@ -97,7 +97,15 @@ def test_parts_fail_and_hang_and_nothing_private_is_told(stub: Path, tmp_path: P
     assert gone(child_of(report))
     host = socket.gethostname()
     private = [home, token, host, "192.168", "fe80", "2001:db8", "5c:1b", "example.org", "hf_"]
-    private += ["qwertz", "somebody", "another", "zyx_n0000", "\x1b", str(SCRIPT.parents[1])]
+    private += [
+        "qwertz",
+        "somebody",
+        "another",
+        "/private",
+        "zyx_n0000",
+        "\x1b",
+        str(SCRIPT.parents[1]),
+    ]
     assert [each for each in private if each in report] == []
     assert not re.search(rf"\b{re.escape(psutil.Process().username())}\b", report)
 
