@@ -19,7 +19,7 @@ from allhands.config.call_words import as_call, named_as_arguments
 from allhands.config.options import PretrainOptions, TrainOptions
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
-from allhands.io.notebook import Page, in_notebook
+from allhands.io.notebook import NotebookOutput, in_notebook
 from allhands.io.terminal import progress_console, tell
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _run(
         if note := slower_than_ours(launch, f"allhands launch -n {launch.size} --"):
             print(f"allhands: note: {note}", file=sys.stderr)
         words = partial(as_call, schema=type(chosen))
-        stream: Any = Page(words) if in_notebook() else sys.stdout
+        stream: Any = NotebookOutput(words) if in_notebook() else sys.stdout
         surroundings = replace(surroundings, console=progress_console(stream, highlight=False))
     with nullcontext() if supervised or not in_main_thread else stops.heard():
         return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from rich.console import Console
 
-from allhands.io.notebook import Page, in_notebook
+from allhands.io.notebook import NotebookOutput, in_notebook
 from allhands.observe.metrics.console import ConsoleSink
 from allhands.observe.metrics.events import Warned
 
@@ -60,7 +60,7 @@ def test_this_process_is_no_notebook() -> None:
 
 
 def test_warnings_stay_and_html_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Page(lambda line: line.replace("--iters", "iters"))
+    page = NotebookOutput(lambda line: line.replace("--iters", "iters"))
     monkeypatch.setattr(page, "_update", lambda: None)
     sink = ConsoleSink(Console(file=page))  # type: ignore[arg-type]
     for number in range(9):

@@ -20,7 +20,7 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class Page:
+class NotebookOutput:
     """Lines that stay, a state that changes, and the latest events, as one output of a cell.
 
     It is the file of a console: printed lines stay. The output appears with the first line.

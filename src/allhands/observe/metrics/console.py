@@ -26,7 +26,7 @@ from allhands.io.formatting import (
     format_shares,
     format_size,
 )
-from allhands.io.notebook import Page
+from allhands.io.notebook import NotebookOutput
 from allhands.io.terminal import print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
@@ -78,7 +78,7 @@ class ConsoleSink:
         self._live_wanted = terminal if is_terminal is None else is_terminal
         self._live: Live | None = None
         file: object = console.file
-        self._page = file if isinstance(file, Page) else None
+        self._page = file if isinstance(file, NotebookOutput) else None
         self._board = _Board(total_steps)
         self._before_s = 0.0
         self._pace: deque[tuple[int, float]] = deque(maxlen=20)
