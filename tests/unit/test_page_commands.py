@@ -7,18 +7,15 @@ tokenizer and trained adapters.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import call_allhands
 from runs import read_run
-from test_readme import ROOT, blocks, shorten, small
+from test_readme import ROOT, blocks, run_in_shell, shorten, small
 from tiny import run_allhands, write_model, write_tokenizer
 
 DOCS = ROOT / "docs"
@@ -109,21 +106,8 @@ def commands_of(page: Path) -> list[str]:
 
 def run(lines: list[str], work: Path, small_ones: Path) -> None:
     """Run each line as a shell does; all of them must succeed."""
-    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for line in lines:
-        command = shrunk(line, small_ones)
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=work,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        run_in_shell(shrunk(line, small_ones), work)
         if line.startswith("allhands data demo"):
             shorten(work / "data" / "pirate")
 

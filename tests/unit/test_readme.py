@@ -176,6 +176,25 @@ def small(command: str, model: Path) -> str:
     return re.sub(r"--max-tokens \d+", "--max-tokens 8", command)
 
 
+def run_in_shell(command: str, folder: Path) -> None:
+    """Run a line of a page as a shell does, with this environment's programs; it must succeed."""
+    # One thread: a product of tiny matrices is slower on two, and much slower where the other is at
+    # work.
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
 def shorten(data: Path) -> None:
     """The first rows of each split are enough for commands that are only to end well."""
     for file in data.glob("*.jsonl"):
@@ -185,10 +204,6 @@ def shorten(data: Path) -> None:
 @pytest.mark.long
 def test_the_readmes_commands_run_in_order(tmp_path: Path) -> None:
     model = write_model(tmp_path / "small", layers=2)
-    # One thread: a product of tiny matrices is slower on two, and much slower where the other is at
-    # work.
-    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ran: list[str] = []
     for block in blocks(ROOT / "README.md", *SHELL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -199,17 +214,7 @@ def test_the_readmes_commands_run_in_order(tmp_path: Path) -> None:
             command = small(line, model)
             if command.startswith("allhands demo"):
                 continue
-            done = subprocess.run(
-                command,
-                shell=True,
-                cwd=tmp_path,
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            run_in_shell(command, tmp_path)
             ran.append(program[0])
             if command.startswith("allhands data demo"):
                 shorten(tmp_path / "data" / "pirate")
