@@ -14,7 +14,7 @@ JOBS ?= 3
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak lint format docs bench dist clean
+.PHONY: help install demo test test-slow test-long soak lint format docs bench dist clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,9 +37,12 @@ TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbe
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
 # A part of the suite: make test TESTS="tests/unit tests/parity".
 TESTS ?=
-test: $(STAMP) ## the whole test suite (30 to 50 minutes on 2 cores)
+test: $(STAMP) ## tests of every part and of every way of training (9 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(TESTS),$(addprefix --ignore=,$(TIMED)))
-	$(if $(TESTS),,$(BIN)/python -m pytest $(TIMED))
+
+test-slow: $(STAMP) ## more cases, and trainings in processes of their own (20 minutes)
+	$(BIN)/python -m pytest -m "slow and not long" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest -m "not long" $(TIMED)
 
 # Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
 TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \

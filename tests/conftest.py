@@ -23,15 +23,6 @@ for _name in ("CI", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"):
     os.environ.pop(_name, None)
 
 
-# Tests of real processes and their seconds: on a busy machine one of hundreds may be late.
-_ON_THE_CLOCK = (
-    "tests/distributed/",
-    "tests/fault/",
-    "tests/unit/test_container_runs.py",
-    "tests/unit/test_sync_run.py",
-)
-
-
 def pytest_collection() -> None:
     """Thousands of tests are millions of objects, through which the garbage collector would look
     again and again.
@@ -42,15 +33,6 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give those one more try; the summary names each that needed it (``RERUN``), and two failures
-    are a failure.
-    """
-    for item in items:
-        if item.nodeid.startswith(_ON_THE_CLOCK):
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
 
 
 @pytest.fixture(scope="session", autouse=True)

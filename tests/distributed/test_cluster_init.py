@@ -241,6 +241,7 @@ def test_an_unknown_host_key(
     assert known_lines(ready) == [*before, line]
 
 
+@pytest.mark.slow
 def test_a_changed_host_key_is_never_accepted(
     ready: Computers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,6 +399,7 @@ def test_a_computer_that_is_not_there_does_not_stop_the_others(
     assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0"]
 
 
+@pytest.mark.slow
 def test_the_same_computer_twice(ready: Computers, capsys: pytest.CaptureFixture[str]) -> None:
     address = ready.cluster.nodes["node0"].address
     assert init("--hosts", f"node0,{address}") == 7

@@ -15,6 +15,7 @@ from dashboards import dashboard
 from allhands.checkpoints import checkpoints_in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_asked_to_stop_saves_and_ends(
     ranks: int, tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,6 @@ from allhands.runtime.accelerator import detect
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.slow,
     pytest.mark.skipif(detect().kind != "cpu", reason="compared with processes on a CPU"),
 ]
 ROOMY = 100 * 10**9

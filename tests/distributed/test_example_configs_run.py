@@ -28,6 +28,7 @@ def test_every_file_is_run() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_file_trains_at_demo_size(
     name: str, tiny_model: Path, tiny_data: Path, tmp_path: Path

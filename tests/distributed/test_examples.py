@@ -83,6 +83,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(place, both[0].stdout, [one.stdout for one in both[1:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "steps"), [("mnist", 20), ("finetune", 16), ("llama", LLAMA_STEPS)]
 )
@@ -134,6 +135,7 @@ def test_the_page_of_the_library_runs_and_goes_on(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "run").train) == 60
 
 
+@pytest.mark.slow
 def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(
     tmp_path: Path, tiny_data: Path
 ) -> None:

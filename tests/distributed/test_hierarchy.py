@@ -29,7 +29,6 @@ def places(firsts: Sequence[int], size: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("firsts", "size"),
     [((0, 2), 4), ((0, 3), 4), ((0, 1), 4), ((0, 1, 3), 6), ((0, 2, 3, 4), 5)],
@@ -59,7 +58,6 @@ def test_sums_have_the_same_bits_everywhere(firsts: tuple[int, ...], size: int) 
             )
 
 
-@pytest.mark.slow
 def test_ranks_that_share_no_computer_or_only_one_are_a_ring() -> None:
     for at in (
         [(0, 1)] * 3,
@@ -103,7 +101,8 @@ def summed(cluster: Cluster, tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(each) for each in told]
 
 
-@pytest.mark.slow
+# Times over a limited cable: another process on the computer can change them.
+@pytest.mark.flaky(reruns=1, reruns_delay=2)
 def test_a_slow_cable_between_computers_is_spared(cluster: Cluster, tmp_path: Path) -> None:
     """Two thirds of what a ring of four sends over it."""
     cluster.slow("node1", "100mbit", burst="64kb")

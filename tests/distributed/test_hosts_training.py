@@ -112,7 +112,6 @@ def slow(rank: int, step: int, attempt: int, seconds: float = 2.0) -> dict[str, 
     return {"rank": rank, "step": step, "kind": "slow", "seconds": seconds, "attempt": attempt}
 
 
-@pytest.mark.slow
 def test_three_computers_compute_what_one_does(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -142,7 +141,6 @@ def test_three_computers_compute_what_one_does(
     assert {path.name for path in trial.out.iterdir()} == {"logs", "events.jsonl"}
 
 
-@pytest.mark.slow
 def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -177,7 +175,6 @@ def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
     assert_same_weights(out, alone)
 
 
-@pytest.mark.slow
 def test_a_copy_in_another_directory_is_no_less_the_runs(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -222,7 +219,6 @@ def test_a_copy_in_another_directory_is_no_less_the_runs(
         assert_same_weights(out, alone)
 
 
-@pytest.mark.slow
 def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -257,7 +253,6 @@ def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
     assert digest(best[0]) == digest(best[1])
 
 
-@pytest.mark.slow
 def test_one_rank_is_left_and_then_its_supervisor_is_killed(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:

@@ -277,6 +277,7 @@ def _write_start(directory: Path, scale: float) -> None:
     shutil.rmtree(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_every_rank_is_told_the_difference(
     told: tuple[Path, dict[str, list[str]]], difference: str

@@ -122,6 +122,7 @@ def assert_computed(place: Path, out: str, expected: Sequence[float], texts: Seq
 # --- MPIs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @_needs_mpi
 def test_mpirun_with_a_hostfile_as_it_stands(place: Path, expected: list[float]) -> None:
     """Without ``--train``: that it is to train is what it was started for."""
@@ -211,6 +212,7 @@ def test_mlx_launch(place: Path, expected: list[float], how: str) -> None:
 # --- variables of torch ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variables_of_torchrun_on_one_computer(place: Path, expected: list[float]) -> None:
     common = {
         "WORLD_SIZE": "2",

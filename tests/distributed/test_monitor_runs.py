@@ -91,7 +91,6 @@ def test_a_run_tells_of_its_ranks_and_of_who_started_them(
     assert f"memory: {tmp_path / 'memory.png'}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_whose_memory_cannot_be_recorded_is_trained_all_the_same(
     material: list[str], tmp_path: Path
 ) -> None:
@@ -117,7 +116,6 @@ for step in range(20):
 """
 
 
-@pytest.mark.slow
 def test_programs_of_ones_own_are_seen_too(tmp_path: Path) -> None:
     script, logs = tmp_path / "program.py", tmp_path / "logs"
     script.write_text(PROGRAM)

@@ -30,7 +30,6 @@ from allhands.runtime.accelerator import detect
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.slow,
     pytest.mark.skipif(detect().kind != "cpu", reason="compared with processes on a CPU"),
 ]
 TIMES = bool(os.environ.get("ALLHANDS_TEST_TIMES"))  # on a quiet computer only

@@ -88,6 +88,7 @@ def gone(*processes: psutil.Process) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("then", "code"), [("end,end", 0), ("wait,fail", 3)])
 def test_daemons_end_with_the_job(

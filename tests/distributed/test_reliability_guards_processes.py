@@ -132,6 +132,7 @@ def test_under_a_plain_mpirun_all_keepers_write_the_same_run(trial: Trial) -> No
 # --- a regroup needs a checkpoint -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_code_of_a_regroup_after_a_save_that_succeeds(trial: Trial) -> None:
     """They are told at once; the disk is full at the first boundary, after five batches."""
     trial.plan({"rank": 0, "step": 5, "kind": "disk-full", "write": 1})

@@ -118,6 +118,7 @@ def only_job(made: Slurm) -> str:
 # --- tasks of srun --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_tasks_compute_what_one_process_does(
     alone_here: Slurm, trial: Trial, bench: Bench, one: Run, two: Result
 ) -> None:
@@ -162,6 +163,7 @@ def test_every_task_knows_its_place(
     assert ranks[0]["meeting"] == ranks[1]["meeting"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pmix")
 def test_open_mpi_over_pmix_ends_well(
     alone_here: Slurm,

@@ -103,6 +103,7 @@ allhands.finetune(model=sys.argv[1], data=sys.argv[2], iters=3, batch_size=2, va
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 def test_a_callback_that_raises_under_a_plain_mpirun_ends_all(
     tmp_path: Path, tiny_model: Path, tiny_data: Path

@@ -124,6 +124,7 @@ def listening(cluster: Cluster, name: str) -> list[str]:
     raise AssertionError(f"nobody listens on {name}")
 
 
+@pytest.mark.slow
 def test_a_stranger_on_a_third_computer_ends_nothing(
     cluster: Cluster, tmp_path: Path, started: list[Process], tiny_model: Path, tiny_data: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_stranger_on_a_third_computer_ends_nothing(
     assert read_run(tmp_path / "pestered").losses == losses
 
 
+@pytest.mark.slow
 def test_a_recorded_hello_is_no_key_at_the_next_start(
     cluster: Cluster, tmp_path: Path, started: list[Process], tiny_model: Path, tiny_data: Path
 ) -> None:

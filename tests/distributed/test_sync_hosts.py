@@ -87,6 +87,7 @@ def once(number: int, what: Callable[[], object]) -> Callable[[SyncState], None]
     return when
 
 
+@pytest.mark.slow
 def test_in_a_chain_everything_is_sent_once_over_each_cable(site: Site) -> None:
     state = site.bring(topology="chain")
     assert state.errors == []
@@ -102,6 +103,7 @@ def test_in_a_chain_everything_is_sent_once_over_each_cable(site: Site) -> None:
     assert (again.sent, [host.received for host in again.hosts]) == (0, [0, 0, 0])
 
 
+@pytest.mark.slow
 def test_in_a_tree_those_who_have_it_help(site: Site) -> None:
     state = site.bring()
     assert state.errors == []
@@ -110,6 +112,7 @@ def test_in_a_tree_those_who_have_it_help(site: Site) -> None:
     assert all(site.got(name) == site.files for name in site.cluster.names)
 
 
+@pytest.mark.slow
 def test_killed_on_the_way_it_goes_on_where_it_was(site: Site) -> None:
     for name in site.cluster.names:
         site.cluster.slow(name, "100mbit")
@@ -213,6 +216,7 @@ def test_a_disk_that_fills_up_is_told_and_gone_on_with(site: Site) -> None:
     assert there.stdout == here.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["DROP", "REJECT"])
 def test_a_firewall_between_the_hosts_is_no_trouble(site: Site, rule: str) -> None:
     closed = [
@@ -263,6 +267,7 @@ def test_a_shell_that_talks_and_a_host_without_a_key(site: Site) -> None:
     assert (site.got("node0"), site.got("node1"), site.got("node2")) == (site.files, {}, site.files)
 
 
+@pytest.mark.slow
 def test_the_command_in_json(site: Site) -> None:
     argv = [
         sys.executable,

@@ -19,7 +19,7 @@ from tiny import in_files
 
 from allhands.model.weight_files import LIST_FILE
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, needs_rsync]
+pytestmark = [pytest.mark.long, needs_rsync]
 
 # Of four blocks: the second file has the end of the first stage and the beginning of the second
 # one.

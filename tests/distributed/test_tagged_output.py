@@ -135,6 +135,7 @@ def test_training_shows_all_ranks_if_asked(
     assert losses["0"] == losses["1"]
 
 
+@pytest.mark.slow
 def test_several_ranks_of_one_other_computer_are_joined_by_the_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
@@ -181,7 +182,6 @@ def test_hosts_by_name_are_joined_shown_and_tagged(
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_training_on_several_computers_shows_all_ranks_and_tells_an_error_once(
     tmp_path: Path, tiny_model: Path, tiny_data: Path
 ) -> None:

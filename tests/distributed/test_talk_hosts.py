@@ -19,7 +19,7 @@ from hostile import until
 from namespaces import Cluster, namespaces
 from tiny import run_allhands, write_model
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 LINES = "What is dew?\nAnd fog?\n/reset\nWhat is dew?\n"
 PIPELINE = ("--strategy", "pipeline")

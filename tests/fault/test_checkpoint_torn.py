@@ -210,6 +210,7 @@ def assert_the_run_goes_on(scenario: str, records: list[dict[str, Any]]) -> None
         assert (record["next"], record["next_litter"], record["left"]) == (NEXT, [], left), record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "half"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed_at_every_call_it_leaves_the_old_or_the_new(

@@ -104,6 +104,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, tiny_model
     assert "huggingface" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["eval", "generate", "fuse", "plan"])
 def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None:
     """None of them trains, so none of them stops before a step."""

@@ -107,6 +107,7 @@ def same(one: Path, other: Path) -> bool:
 # --- asked to stop --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "number"),
     [
@@ -144,6 +145,7 @@ def test_a_stopped_run_keeps_what_it_trained(
         assert same(out / "adapters.safetensors", tmp_path / "short/adapters.safetensors")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) -> None:
     data = write_chat_data(tmp_path / "much", train=4000, longest=200)
     job = runs.start("--data", data, "--batch-size", "4000", "--val-batches", "0")
@@ -160,6 +162,7 @@ def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) ->
     assert read_facts(tmp_path / "out").status == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("delay_s", [0.2, 1.0])
 def test_ctrl_c_while_starting(runs: Runs, tmp_path: Path, backend: str, delay_s: float) -> None:
@@ -178,6 +181,7 @@ def _busy_s(job: Any) -> float:
     return times.user + times.system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", MOSTLY_RING)
 def test_a_frozen_rank_and_two_ctrl_c(runs: Runs, tmp_path: Path, backend: str) -> None:
     job = runs.start("-n", "2", "--backend", backend)
@@ -190,6 +194,7 @@ def test_a_frozen_rank_and_two_ctrl_c(runs: Runs, tmp_path: Path, backend: str) 
     assert read_facts(tmp_path / "out").status == "interrupted"
 
 
+@pytest.mark.slow
 @_needs_mpi
 def test_usr1_to_a_plain_mpirun_keeps_the_adapter(runs: Runs, tmp_path: Path) -> None:
     """Which it passes on; after a SIGINT it kills ranks a quarter of a second later, whatever they
@@ -319,6 +324,7 @@ def test_a_rank_that_cannot_start(
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_can_never_start_is_not_tried_for_ever(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(_SITE)

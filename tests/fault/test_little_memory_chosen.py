@@ -21,7 +21,6 @@ from allhands.errors import ModelError
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's control groups"),
 ]
 # 29 million weights, of which gradients and two states are as large each: a rank with all of it

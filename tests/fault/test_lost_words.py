@@ -56,6 +56,7 @@ def test_a_run_whose_words_are_lost_has_finished(
     assert ("note:" in done.stderr) == (redirected == ">/dev/full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirected", [">/dev/full", ">/dev/full 2>/dev/full"])
 def test_so_has_one_of_several_ranks_and_its_supervisor_says_so(
     inputs: list[str], tmp_path: Path, redirected: str
@@ -80,6 +81,7 @@ def test_a_command_whose_result_is_its_words_fails_without_them(tmp_path: Path) 
     assert "standard output" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_read_enough_is_no_failure(inputs: list[str]) -> None:
     model, data = inputs[inputs.index("--model") + 1], inputs[inputs.index("--data") + 1]
     for words in (

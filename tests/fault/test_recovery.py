@@ -58,7 +58,6 @@ def _restart_steps(trial: Trial) -> list[int]:
 # --- ranks that end -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ranks_that_die_in_every_way(trial: Trial, undisturbed: Result) -> None:
     """One after the other: before anything is saved, in the data, at the exchange, and after it."""
     trial.plan(
@@ -101,7 +100,6 @@ def test_ranks_that_die_in_every_way(trial: Trial, undisturbed: Result) -> None:
     before.assert_gone()
 
 
-@pytest.mark.slow
 def test_a_failure_that_comes_again_is_not_tried_for_ever(trial: Trial) -> None:
     entry = {"rank": 1, "step": 7, "kind": "raise", "text": "this sample is unreadable"}
     trial.plan(entry, entry, entry)
@@ -119,7 +117,6 @@ def test_a_failure_that_comes_again_is_not_tried_for_ever(trial: Trial) -> None:
 # --- ranks that hang ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None:
     """Stopped, asleep where its peers wait for it in the exchange, busy for ever, and without its
     data.
@@ -143,7 +140,6 @@ def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None
     assert trial.result() == undisturbed
 
 
-@pytest.mark.slow
 def test_a_hang_is_found_without_being_told_how_long_a_step_takes(
     trial: Trial, undisturbed: Result
 ) -> None:
@@ -158,7 +154,6 @@ def test_a_hang_is_found_without_being_told_how_long_a_step_takes(
     assert trial.result() == undisturbed
 
 
-@pytest.mark.slow
 def test_a_pause_is_no_hang(trial: Trial, undisturbed: Result) -> None:
     trial.plan(
         {"rank": 1, "step": 8, "kind": "slow", "seconds": 3},
@@ -173,7 +168,6 @@ def test_a_pause_is_no_hang(trial: Trial, undisturbed: Result) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_for_want_of_memory(trial: Trial, undisturbed: Result) -> None:
     trial.plan({"rank": 1, "step": 8, "kind": "oom"})
     with memory_group(1 << 30) as prefix:
@@ -199,7 +193,6 @@ def _stop(trial: Trial, job: Job, code: int) -> None:
     assert "--resume" in job.err
 
 
-@pytest.mark.slow
 def test_asked_to_stop_it_saves_and_goes_on_when_told_to(trial: Trial, undisturbed: Result) -> None:
     """By SIGTERM, by a scheduler that wants one rank's computer, and by Ctrl-C: one after the
     other.
@@ -224,7 +217,6 @@ def test_asked_to_stop_it_saves_and_goes_on_when_told_to(trial: Trial, undisturb
     assert trial.result() == undisturbed
 
 
-@pytest.mark.slow
 def test_a_launcher_that_ends_at_once_leaves_nothing_and_the_next_one_goes_on(
     trial: Trial, undisturbed: Result
 ) -> None:
@@ -275,7 +267,6 @@ def _assert_close(mine: Result, theirs: Result) -> None:
         np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_three_ranks_then_two_then_three(trial: Trial, undisturbed: Result) -> None:
     for ranks, more in (
         (3, ("--iters", "10")),
@@ -287,7 +278,6 @@ def test_three_ranks_then_two_then_three(trial: Trial, undisturbed: Result) -> N
     _assert_close(trial.result(), undisturbed)
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_again_and_again_is_done_without(
     trial: Trial, undisturbed: Result
 ) -> None:
@@ -319,7 +309,6 @@ def _chosen_at_random(seed: int, count: int) -> list[dict[str, Any]]:
     return entries
 
 
-@pytest.mark.slow
 def test_failures_at_random(trial: Trial, undisturbed: Result) -> None:
     """A few of many more: see scripts/soak.py."""
     trial.plan(*_chosen_at_random(seed=1, count=4))

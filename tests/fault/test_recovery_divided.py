@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from faulty import ITERS, Bench, Result
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 WAYS = {
     "pipeline": ("--strategy", "pipeline"),

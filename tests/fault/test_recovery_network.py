@@ -66,7 +66,6 @@ def _assert_close(losses: list[tuple[int, float]], expected: Result) -> None:
     np.testing.assert_allclose([loss for _, loss in losses], theirs, rtol=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("rounds", [(), ("--sync-every", "5")], ids=["steps", "rounds"])
 def test_a_host_joins_is_cut_off_and_comes_back(
@@ -113,7 +112,6 @@ def test_a_host_joins_is_cut_off_and_comes_back(
     assert found.trained_tokens == undisturbed.trained_tokens
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_host_that_writes_is_cut_off_and_nobody_else_sees_its_files(
     trial: Trial, cluster: Cluster, undisturbed: Result, tmp_path: Path
@@ -143,7 +141,6 @@ def test_the_host_that_writes_is_cut_off_and_nobody_else_sees_its_files(
     assert max(map(len, told)) == ITERS
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_launcher_killed_leaves_nothing_anywhere(
     trial: Trial, cluster: Cluster, undisturbed: Result, tmp_path: Path

@@ -17,7 +17,7 @@ from hostile import until
 from hosts import sharing_compiled, trial_among
 from namespaces import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 PIPELINE = ("--strategy", "pipeline")
 FOUND_S = 5.0  # from the cut to the word that a computer is lost

@@ -44,7 +44,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("rounds"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_ranks_that_die_in_every_phase_of_a_round(bench: Bench, name: str, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def _restarted_from(trial: Trial) -> list[int]:
     return [record["step"] for record in _records(trial) if record["event"] == "started"][1:]
 
 
-@pytest.mark.slow
 def test_killed_at_every_point_of_a_save(trial: Trial, undisturbed: Result) -> None:
     """Before and after the checkpoint, between the files beside it, and before old ones are
     removed.
@@ -82,7 +81,6 @@ def test_killed_at_every_point_of_a_save(trial: Trial, undisturbed: Result) -> N
     assert [found.error for found in survey(trial.out)] == [None] * len(survey(trial.out))
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while(trial: Trial, undisturbed: Result) -> None:
     trial.plan(
         # Not at step 10, of which there is also the best adapter, a checkpoint like the others.
@@ -100,7 +98,6 @@ def test_a_disk_that_is_full_for_a_while(trial: Trial, undisturbed: Result) -> N
     assert "training goes on" in job.out + job.err
 
 
-@pytest.mark.slow
 def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
     """The save of step 10 fails when the one of step 11, after which the run is to stop, has been
     asked for.
@@ -116,7 +113,6 @@ def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
     assert "stopped after step 11" in job.err
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_really_full(trial: Trial, undisturbed: Result) -> None:
     trial.plan(
         {"rank": 1, "step": 9, "kind": "hang"},
@@ -148,7 +144,6 @@ def test_a_disk_that_is_really_full(trial: Trial, undisturbed: Result) -> None:
     assert (ended.weights, ended.optimizer) == (undisturbed.weights, undisturbed.optimizer)
 
 
-@pytest.mark.slow
 def test_a_slow_disk_does_not_hold_up_the_training(trial: Trial, undisturbed: Result) -> None:
     trial.plan({"rank": 0, "step": 10, "kind": "slow", "seconds": 1.5, "at": "save"})
     trial.run(ranks=2)
@@ -163,7 +158,6 @@ def test_a_slow_disk_does_not_hold_up_the_training(trial: Trial, undisturbed: Re
     assert trial.result() == undisturbed
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_named(trial: Trial, undisturbed: Result) -> None:
     trial.plan({"rank": 1, "step": 12, "kind": "slow", "seconds": 2})
     job = trial.start(ranks=2)

@@ -19,6 +19,7 @@ from allhands.export.fusing import FuseOptions, fuse_model
 _KB = 8  # a file may have no more; the adapter alone has more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["fuse --save-path", "export --to peft --out", "export --to hf --out", "import --out"]
 )

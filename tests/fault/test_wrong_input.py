@@ -125,6 +125,7 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         yield {key: pool.submit(finished, a) for key, a in wanted.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -228,6 +229,7 @@ def test_training(
         ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -288,6 +290,7 @@ def test_what_all_ranks_find_is_said_once(place: Path, backend: str) -> None:
     assert "last lines" not in message
 
 
+@pytest.mark.slow
 def test_mpi_without_open_mpi_is_refused_and_auto_takes_the_ring(
     place: Path, tmp_path: Path
 ) -> None:
@@ -340,6 +343,7 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
     assert started.num_train_examples == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -382,6 +386,7 @@ def test_what_is_refused_leaves_the_run_before_as_it_was(
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

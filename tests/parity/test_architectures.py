@@ -51,6 +51,7 @@ def test_every_architecture_has_a_configuration() -> None:
     assert set(architectures.SAMPLE) <= set(architectures.every())
 
 
+@pytest.mark.slow
 def test_a_thousandth_of_one_array_is_noticed(compare: Compare) -> None:
     assert {
         verdict.kind for verdict in compare(["llama~tied"], spoil=True, ways=("lora", "full"))

@@ -26,7 +26,7 @@ CASES = [
         for n in (2, 3, 4)
     ),
 ]
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize(("backend", "size"), CASES)]
+pytestmark = pytest.mark.parametrize(("backend", "size"), CASES)
 
 
 @cache
@@ -72,6 +72,7 @@ def largest(backend: str, size: int, begins: str) -> float:
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["", " compiled"])
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 4e-2)])
 @pytest.mark.parametrize("pair", PAIRS)

@@ -86,7 +86,6 @@ def test_all_ranks_have_the_same_bits(backend: str, size: int, case: str) -> Non
     assert len(told(backend, size)) == size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 def test_sums_are_those_of_numpy(backend: str, size: int, compress: str) -> None:
@@ -104,7 +103,6 @@ def test_sums_are_those_of_numpy(backend: str, size: int, compress: str) -> None
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("case", ["int8", "int4", "passed int8", "passed int4"])
 def test_nothing_is_lost(backend: str, size: int, case: str) -> None:
@@ -116,7 +114,6 @@ def test_nothing_is_lost(backend: str, size: int, case: str) -> None:
         assert 1e-7 < each[case]["apart"] < size * (0.05 if case.endswith("int8") else 1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 def test_a_number_that_is_not_finite_is_not_hidden(backend: str, size: int, compress: str) -> None:
@@ -124,7 +121,6 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: str, size: int, comp
         assert each[f"spoilt {compress}"] == [[False, True, True]] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 def test_bytes_are_those_of_the_formulae(backend: str, size: int, compress: str) -> None:
@@ -157,7 +153,6 @@ def _in_parts(codec: Codec, row: int, size: int) -> int:
     return size * codec.packed_bytes(-(-row // (64 * size)) * 64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 def test_what_gains_nothing_travels_as_it_is(backend: str, size: int) -> None:
     """In the type that it has: as float32 it would take twice the bytes."""
@@ -240,6 +235,7 @@ def saved(directory: Path) -> list[Checkpoint]:
     return [open_checkpoint(path) for path in checkpoints_in(directory)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "compress", "shared", "more"),
     [

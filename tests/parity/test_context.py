@@ -32,7 +32,6 @@ OTHERS = tuple(
     if architecture(name).module in CAN_DIVIDE_ROWS and name not in OFTEN and "dynamic" not in name
 )
 RING, MPI = ("--backend", "ring"), ("--backend", "mpi")
-pytestmark = pytest.mark.slow
 
 
 @cache
@@ -54,6 +53,7 @@ def assert_right(errors: dict[str, Any]) -> None:
     assert errors["gradient"] < max(5e-6, 2 * errors["noise"]), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [False, True], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("name", OFTEN)
 def test_gradients_of_all_ranks_add_up_to_those_of_one_process(name: str, documents: bool) -> None:
@@ -73,6 +73,7 @@ def test_other_architectures_are_refused_by_name() -> None:
             check_rows(model_of(name)[0])
 
 
+@pytest.mark.slow
 def test_twice_the_row_fits_on_two_ranks() -> None:
     one, two = found(1, "memory=1024")["memory=1024"], found(2, "memory=2048")["memory=2048"]
     assert two["bytes"] < 1.2 * one["bytes"]
@@ -99,6 +100,7 @@ def alone(place: Path) -> Path:
     return place / "alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -120,6 +122,7 @@ def test_ranks_with_pieces_of_rows_train_as_one_process(
     assert_same(alone, place / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "more"),
     [
@@ -145,6 +148,7 @@ def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ..
     assert_same(place / one, place / other)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
     adam = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
     train(place, "adam", *adam)
@@ -156,6 +160,7 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
         assert_same(place / "adam", place / name)
 
 
+@pytest.mark.slow
 def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(place: Path) -> None:
     write_poisoned(place)
     more = (
@@ -179,6 +184,7 @@ def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(p
     assert len(texts) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -193,6 +199,7 @@ def test_what_cannot_be_divided_is_refused(place: Path, more: tuple[str, ...], w
     assert words in train(place, "refused", *more, code=2)
 
 
+@pytest.mark.slow
 def test_routers_that_learn_balance_need_whole_rows(tmp_path: Path) -> None:
     """A new model without experts has none: its rows can be divided as they are."""
     write_tokenizer(tmp_path / "tokenizer")

@@ -112,6 +112,7 @@ def one_process(
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "backend"),
     [
@@ -130,6 +131,7 @@ def test_local_processes_compute_the_run_of_one(
     assert_same_run(one_process, read_run(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @_needs_mpi
 def test_same_command_line_under_mpirun(
     command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
@@ -145,6 +147,7 @@ def test_same_command_line_under_mpirun(
     assert_same_run(one_process, read_run(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_same_command_line_under_mlx_launch(
     command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
 ) -> None:
@@ -345,6 +348,7 @@ def _beside(model: Path, data: Path, root: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_ranks_compute_the_run_of_one(
     alone: dict[str, Run], together: tuple[int, Path], scenario: str

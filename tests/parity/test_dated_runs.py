@@ -136,6 +136,7 @@ def test_other_data_and_another_template_are_other_data_still(
     train(flags, MORNING, resume="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_ranks_of_any_clock_train_on_rank_0s_date(
@@ -170,6 +171,7 @@ def test_ranks_of_any_clock_train_on_rank_0s_date(
     assert datetime.fromisoformat(found.state["data"]["template_date"]) == EVENING
 
 
+@pytest.mark.slow
 def test_ranks_with_other_templates_are_told_so(
     flags: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:

@@ -258,6 +258,7 @@ def demo(cache: Path) -> LoadedModel:
     return load_model("demo")
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_share_one_conversion(cache: Path) -> None:
     script = "from allhands.model.sources import demo_model\nprint(demo_model(report=lambda s: print('made')))"
     started = [
@@ -370,6 +371,7 @@ def test_special_tokens_and_chat_template(gguf: Gguf, demo: LoadedModel) -> None
     )
 
 
+@pytest.mark.slow
 def test_the_model_answers(demo: LoadedModel) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = demo.tokenizer.apply_chat_template(question, add_generation_prompt=True)

@@ -67,6 +67,7 @@ def peak(blocks: int, trained: int, compiled: str, form: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["compiled", "graph"])
 @pytest.mark.parametrize(("trained", "form"), [(0, "none"), (2, "some"), (2, "all")])
 def test_memory_does_not_grow_with_the_number_of_frozen_blocks(

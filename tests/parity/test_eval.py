@@ -77,6 +77,7 @@ def test_the_loss_is_that_of_a_plain_loop(
         assert found["bits_per_byte"] is None
 
 
+@pytest.mark.slow
 def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data: Path) -> None:
     words = [
         "--model",
@@ -96,6 +97,7 @@ def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data
     assert "2 batches of 3 rows" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_number_of_one_and_leave_the_run_alone(
     tiny_model: Path, tiny_data: Path, adapter: Path
 ) -> None:

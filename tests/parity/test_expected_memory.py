@@ -87,6 +87,7 @@ def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
     return peak_and_expected(out)
 
 
+@pytest.mark.slow
 @needs_native
 def test_full_training(place: Path, tmp_path: Path) -> None:
     peak, expected = pretrain(place, tmp_path / "kept")
@@ -97,6 +98,7 @@ def test_full_training(place: Path, tmp_path: Path) -> None:
     assert again < 0.7 * peak
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     ("optimizer", "head"),
@@ -144,6 +146,7 @@ def test_what_ranks_keep_from_one_exchange_to_the_next(
     assert expected == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
@@ -168,6 +171,7 @@ def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
     assert expected == pytest.approx(peak, rel=0.12)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     "more",

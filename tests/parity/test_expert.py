@@ -80,6 +80,7 @@ def with_tensor() -> dict[Case, Any]:
     return said_by("tensor_ranks.py", 2, WITH_TENSOR, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
 def test_gradients_are_those_of_the_whole_model_for_all_rows(
     of_two: dict[Case, Any], case: Case
@@ -94,6 +95,7 @@ def test_a_rank_sends_what_its_costs_say(of_two: dict[Case, Any], case: Case) ->
     assert 1 < of_two[case][-1] < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_TENSOR[:-1], ids=" ".join)
 def test_ranks_that_divide_matrices_have_whole_experts(
     with_tensor: dict[Case, Any], case: Case
@@ -101,6 +103,7 @@ def test_ranks_that_divide_matrices_have_whole_experts(
     assert_right(with_tensor[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [4, 2], ids=["one group", "two groups"])
 def test_four_ranks_divide_experts_too(each: int) -> None:
     for found in said_by("expert_ranks.py", 4, OF_FOUR, each).values():

@@ -193,6 +193,7 @@ def beside_gradients(
     return mx.get_peak_memory() - before - gradients, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -263,6 +264,7 @@ def trained(
     return losses, dict(tree_flatten(model.trainable_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scatters", [False, True], ids=["summed", "scattered"])
 @pytest.mark.parametrize("make", [lambda: KernelAdamW(1e-3), lambda: SGD(1e-2), decaying_matrices])
 def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: bool) -> None:

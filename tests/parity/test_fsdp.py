@@ -25,7 +25,6 @@ from trained import (
 )
 
 SHARDED = ("--strategy", "fsdp")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +38,10 @@ def alone(place: Path) -> Path:
     return place / "alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
-        ("-n", "2", "--backend", "ring"),
         ("-n", "2", "--backend", "mpi", "--reshard", "off"),
         # Kernels may have to be built, for a minute.
         pytest.param(("-n", "3", "--backend", "ring", "--compile", "on"), marks=pytest.mark.long),
@@ -59,7 +58,7 @@ def alone(place: Path) -> Path:
             "96",
         ),
     ],
-    ids=["ring", "kept", "in a graph", "two copies", "two copies on a ring", "unlike shares"],
+    ids=["kept", "in a graph", "two copies", "two copies on a ring", "unlike shares"],
 )
 def test_ranks_with_a_part_of_every_array_train_as_one_process(
     place: Path, alone: Path, more: tuple[str, ...]
@@ -69,6 +68,7 @@ def test_ranks_with_a_part_of_every_array_train_as_one_process(
     assert_same(alone, place / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "more"),
     [
@@ -100,6 +100,7 @@ def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ..
     assert_same(place / one, place / other)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
     adam = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
     train(place, "adam", *adam)
@@ -119,10 +120,12 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
         assert_same(place / "adam", place / name)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_one_process(place: Path) -> None:
     assert_same_samples(place, ("-n", "2", "--backend", "ring", *SHARDED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -137,6 +140,7 @@ def test_what_cannot_be_sharded_is_refused(place: Path, more: tuple[str, ...], w
     assert words in train(place, "refused", *more, code=2)
 
 
+@pytest.mark.slow
 def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
     write_poisoned(place)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
@@ -176,6 +180,7 @@ BLOCK = 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256)
 WEIGHTS = 12 * BLOCK
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_part_and_a_few_blocks(place: Path) -> None:
     """Weights, gradients and Adam's two numbers are divided; four blocks are whole at the most."""
     two = ("-n", "2", "--backend", "ring")

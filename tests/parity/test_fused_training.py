@@ -56,6 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_in_fast_forms_is_the_plain_run(
     place: Path, method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

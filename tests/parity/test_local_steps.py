@@ -252,6 +252,7 @@ def streamed(size: int, steps: int, rounds: Rounds) -> list[list[Weights]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu_native", [True, False])
 @pytest.mark.parametrize(
     "rounds", STREAMED, ids=["two", "two-nesterov", "three-delayed", "two-delayed", "delayed"]

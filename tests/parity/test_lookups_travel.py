@@ -116,6 +116,7 @@ def all_cases() -> dict[tuple[Any, ...], Any]:
     return told_by_two(PROGRAM, CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("shard", [True, False])

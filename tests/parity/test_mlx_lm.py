@@ -129,6 +129,7 @@ def run_mlx_lm(*arguments: str | Path) -> str:
 # --- ours in mlx_lm -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), CASES)
 def test_mlx_lm_loads_the_adapter_and_computes_the_same(
     models: dict[str, Path], data: Path, adapter: Adapter, method: str, kind: str
@@ -216,6 +217,7 @@ def test_mlx_lm_fuse(
 # --- mlx_lm's in ours -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapter_of_mlx_lm_in_allhands(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     common: list[str | Path] = [
@@ -319,6 +321,7 @@ def test_every_flag_of_mlx_lm_lora_is_a_flag_of_allhands_train() -> None:
     assert theirs <= ours
 
 
+@pytest.mark.slow
 def test_the_whole_command_line(
     models: dict[str, Path], data: Path, adapter: Adapter, tmp_path: Path
 ) -> None:

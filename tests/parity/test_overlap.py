@@ -170,6 +170,7 @@ def ran(
     return all_cases()[overlap, ahead, poisoned, sole, shard, clipped]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "ahead"), [(True, False), (False, True), (True, True)])
 def test_what_travels_beside_the_passes_is_the_same(overlap: bool, ahead: bool) -> None:
     steps, weights, begun = ran(overlap, ahead, False)
@@ -240,6 +241,7 @@ def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> No
     assert steps != ran(True, True, False, True, True, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", ["bf16", "int4"])
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize(("overlap", "sole", "shard"), PACKED[1:])

@@ -15,7 +15,6 @@ from tiny import run_allhands, write_chat_data, write_model
 from trained import arrays, assert_same, assert_same_samples, told, train, write_poisoned
 
 PIPELINE = ("--strategy", "pipeline")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +33,10 @@ def alone(place: Path) -> Path:
     return place / "alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
-        ("-n", "2", "--backend", "ring"),
         ("-n", "2", "--backend", "mpi"),
         ("-n", "2", "--backend", "ring", "--compile", "on"),
         ("-n", "3", "--backend", "ring", "--pp-split", "1,3,2"),
@@ -47,7 +46,6 @@ def alone(place: Path) -> Path:
         ("-n", "2", "--backend", "ring", "--batch-size", "8", "--micro-batch-tokens", "4096"),
     ],
     ids=[
-        "ring",
         "mpi",
         "compiled",
         "uneven",
@@ -71,6 +69,7 @@ def last_alone(place: Path) -> Path:
     return place / "last"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -92,6 +91,7 @@ def test_stages_that_train_nothing_pass_on_alone(
     assert_same(last_alone, place / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "more"),
     [
@@ -128,6 +128,7 @@ def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ..
     assert_same(place / one, place / other)
 
 
+@pytest.mark.slow
 def test_two_pipelines_train_all_weights(place: Path) -> None:
     """Ranks with the same blocks add up their gradients before any rank adds up the numbers of all."""
     how = ("--fine-tune-type", "full", "--max-restarts", "0")
@@ -148,6 +149,7 @@ def test_two_pipelines_train_all_weights(place: Path) -> None:
     assert_same(place / "full", place / "full-twice")
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, alone: Path) -> None:
     train(place, "whole", "-n", "2", *PIPELINE)
     train(place, "half", "-n", "2", *PIPELINE, "--iters", "2")
@@ -162,6 +164,7 @@ def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, al
         assert_same(alone, place / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -182,6 +185,7 @@ def test_what_makes_no_pipeline_is_refused(place: Path, more: tuple[str, ...], w
     assert words in train(place, "refused", *more, code=2)
 
 
+@pytest.mark.slow
 def test_a_pipeline_evaluates_and_answers_as_one_process(place: Path, alone: Path) -> None:
     where = ("--model", place / "model", "--adapter-path", alone)
     ranks = ("-n", "2", "--backend", "ring", *PIPELINE)
@@ -200,10 +204,12 @@ def test_a_pipeline_evaluates_and_answers_as_one_process(place: Path, alone: Pat
     assert len(found[0][1]) > 10
 
 
+@pytest.mark.slow
 def test_samples_of_a_pipeline_are_those_of_one_process(place: Path) -> None:
     assert_same_samples(place, ("-n", "2", "--backend", "ring", *PIPELINE))
 
 
+@pytest.mark.slow
 def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
     write_poisoned(place)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")

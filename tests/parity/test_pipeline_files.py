@@ -30,7 +30,6 @@ model, tokenizer = load(sys.argv[1])
 mx.save_safetensors(sys.argv[2], dict(tree_flatten(model.parameters())))
 assert "allhands" not in sys.modules
 """
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +70,7 @@ def as_mlx_lm_loads(model: Path, out: Path) -> dict[str, mx.array]:
     return arrays(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [("--no-tied",), ("--tied", "--compile", "off")], ids=["untied", "tied"]
 )
@@ -96,6 +96,7 @@ def test_a_model_in_parts_is_one_that_mlx_lm_loads(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [1, 2, 3])
 def test_a_kill_in_a_save_leaves_the_model_before(place: Path, tmp_path: Path, write: int) -> None:
     plan = tmp_path / "faults.json"
@@ -136,6 +137,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--keep-last", "0")], ids=["checkpoints", "none"])
 def test_full_training_is_saved_alike_with_and_without_shared_files(
     place: Path, tmp_path: Path, more: tuple[str, ...]

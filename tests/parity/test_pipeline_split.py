@@ -47,7 +47,6 @@ sys.meta_path.insert(0, Finder())
 """
 # Bytes that the last stage and a block or two fit into.
 SMALL = 2_600_000
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +97,7 @@ def recorded(run: Path) -> list[int]:
     return json.loads(newest.read_text())["stages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
@@ -124,6 +124,7 @@ def test_a_rank_has_no_more_than_it_has_memory_for(place: Path) -> None:
     assert losses(place / "small") == pytest.approx(losses(place / "alone"), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_unlike_stages_have_a_reason(place: Path) -> None:
     said = train(place, "last", *PIPELINE, "--num-layers", "2")
     assert stages(said) == [4, 2]
@@ -133,6 +134,7 @@ def test_unlike_stages_have_a_reason(place: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zb"])
 def test_other_schedules_are_divided_by_memory_too(place: Path, schedule: str) -> None:
     said = train(
@@ -163,6 +165,7 @@ def test_other_schedules_are_divided_by_memory_too(place: Path, schedule: str) -
     assert re.search(r"rank 1 .* would need [1-9]", refused)
 
 
+@pytest.mark.slow
 def test_stages_that_were_asked_for_have_to_have_room(place: Path) -> None:
     said = train(place, "asked", *PIPELINE, "--pp-split", "2,4", rooms=[10**9, SMALL // 2])
     assert re.search(r"rank 1 with .* would need", said)
@@ -180,6 +183,7 @@ def test_what_fits_no_ranks_is_refused_with_what_is_missing(place: Path) -> None
     assert re.search(r"rank 1 .* would need [1-9]", refused)
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_its_split_and_other_ranks_have_their_own(place: Path) -> None:
     train(place, "again", *PIPELINE, "--iters", "2", speeds=[1.0, 0.5])
     before = recorded(place / "again")

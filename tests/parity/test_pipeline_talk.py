@@ -22,7 +22,6 @@ from tiny import run_allhands, write_chat_data, write_model
 
 PIPELINE = ("--strategy", "pipeline", "-n", "2", "--backend", "ring")
 LINES = "What is dew?\n\nAnd fog?\n/reset\n/what\nWhat is dew?\n/exit\nnever asked\n"
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +134,7 @@ def piped(place: Path, *more: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -152,6 +152,7 @@ def test_ranks_say_what_one_process_says(place: Path, more: tuple[str, ...]) -> 
         assert words in two.stderr
 
 
+@pytest.mark.slow
 def test_a_comparison_is_that_of_one_process(place: Path, tmp_path: Path) -> None:
     where = ("--model", place / "model", "--data", place / "data", "--adapter-path", place / "run")
     how = ("--num-prompts", "5", "--max-tokens", "16")
@@ -168,6 +169,7 @@ def test_a_comparison_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
     assert answers["before"] != answers["after"]
 
 
+@pytest.mark.slow
 def test_keys_at_a_terminal_mean_what_they_mean_in_one_process(place: Path) -> None:
     with talking(place, "--max-tokens", "1000000", *PIPELINE) as session:
         for _ in range(2):
@@ -192,6 +194,7 @@ def test_keys_at_a_terminal_mean_what_they_mean_in_one_process(place: Path) -> N
         assert session.end()[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in an answer"])
 def test_a_rank_that_dies_ends_the_session(place: Path, rank: int, answering: bool) -> None:
@@ -209,6 +212,7 @@ def test_a_rank_that_dies_ends_the_session(place: Path, rank: int, answering: bo
         assert "--grad-checkpoint" not in told  # an option of training
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_gone_ends_all_ranks(place: Path) -> None:
     with talking(place, "--max-tokens", "1000000", *PIPELINE) as session:
         session.type("What is dew?\n")

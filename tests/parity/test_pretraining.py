@@ -199,6 +199,7 @@ def test_a_dataset_of_the_hub_by_its_name(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_processes_train_the_same_model(
     place: Path, alone: Path, tmp_path: Path, optimizer: str

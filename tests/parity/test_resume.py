@@ -178,6 +178,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "optimizer"),
     [
@@ -214,6 +215,7 @@ def test_stopped_and_resumed_is_never_stopped(
     assert content(train(flags, resume="auto")) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 1])
 def test_stopped_at_a_validation_that_decides(
     at: int, flags: dict[str, Any], tmp_path: Path
@@ -235,6 +237,7 @@ def test_stopped_at_a_validation_that_decides(
     assert ended.reason == ("stopped early" if patience else "finished")
 
 
+@pytest.mark.slow
 def test_without_accumulation_and_with_a_constant_rate(
     flags: dict[str, Any], tmp_path: Path
 ) -> None:

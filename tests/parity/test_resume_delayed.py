@@ -33,6 +33,7 @@ def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return run_flags(inputs, tmp_path, iters=STEPS, sync_delay=1, save_every=3, keep_last=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"compress": "int4"}, {"grad_accumulation_steps": 2}])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_killed_and_resumed_is_never_killed(

@@ -109,6 +109,7 @@ def pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), pairs())
 def test_saved_in_one_way_and_resumed_in_another(
     saved: Way, resumed: Way, flags: dict[str, Any], undisturbed: dict[Way, Path], tmp_path: Path

@@ -131,6 +131,7 @@ def saved_steps(directory: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [{}, DILOCO], ids=["mean", "nesterov"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_killed_and_resumed_is_never_killed(
@@ -162,6 +163,7 @@ FRAGMENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{}, DILOCO, {"compress": "int8"}], ids=["mean", "nesterov", "packed"]
 )

@@ -211,6 +211,7 @@ def test_who_reads_the_run_says_the_same(run: Path) -> None:
     assert dict(times_of([history])[1])["steps"] == ["3"]
 
 
+@pytest.mark.slow
 def test_the_plan_counts_as_the_run_does(trainings: Trainings) -> None:
     words = [
         "plan",
@@ -260,6 +261,7 @@ def test_resumed_in_the_middle(run: Path, trainings: Trainings) -> None:
     assert bits(again / "adapters.safetensors") == bits(run / "adapters.safetensors")
 
 
+@pytest.mark.slow
 def test_more_batches_after_a_smaller_last_step(trainings: Trainings) -> None:
     """Updates of before count as they were: 4 + 4 + 2 batches, then 4 + 1."""
     trainings("more", 1)
@@ -273,6 +275,7 @@ def test_more_batches_after_a_smaller_last_step(trainings: Trainings) -> None:
     assert math.isfinite(history.train[-1].loss)
 
 
+@pytest.mark.slow
 def test_failures_on_purpose_and_restarts_count_steps(trainings: Trainings) -> None:
     plan = [{"rank": 1, "step": 2, "kind": "kill"}]
     run = trainings("killed", 2, faults=plan)

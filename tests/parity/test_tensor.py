@@ -81,6 +81,7 @@ def of_four() -> dict[tuple[str, str, str], Any]:
     return said_by(4, OF_FOUR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
 def test_gradients_are_those_of_the_whole_model(
     of_two: dict[Any, Any], case: tuple[str, str, str]
@@ -93,6 +94,7 @@ def test_gradients_are_those_of_the_whole_model(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OF_FOUR[:2], ids=" ".join)
 def test_four_ranks_divide_a_model_too(of_four: dict[Any, Any], case: tuple[str, str, str]) -> None:
     loss, gradients, squares = of_four[case]

@@ -119,6 +119,7 @@ def test_few_modules_are_in_no_room() -> None:
     assert len(list((SOURCE / "allhands").glob("*.py"))) <= 6
 
 
+@pytest.mark.slow
 def test_mlx_waits_until_a_command_or_a_loop_needs_it() -> None:
     rooms = ("allhands.cli", "allhands.api", "allhands.loops", "allhands.__main__")
     for module in sources():
@@ -425,6 +426,7 @@ def _patches(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_set_on_a_module_and_no_import_is_hooked() -> None:
     for path in (SOURCE / "allhands").rglob("*.py"):
         text = path.read_text(encoding="utf-8")

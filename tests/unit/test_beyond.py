@@ -195,6 +195,7 @@ def test_layers_that_mlx_lm_cannot_quantise(train: Callable[..., Any], tmp_path:
         train(model)
 
 
+@pytest.mark.slow
 def test_a_pass_that_cannot_be_compiled(
     tiny_data: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:

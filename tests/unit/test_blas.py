@@ -81,6 +81,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_copy_is_made_in_the_cache_with_mlxs_names(cache: Path) -> None:
     state, reason, library = status(cache)
     assert state == "fast"
@@ -206,6 +207,7 @@ def test_the_run_says_that_it_is_slow_and_why(tmp_path: Path) -> None:
     assert "30 times slower (switched off by ALLHANDS_BLAS)" in warning
 
 
+@pytest.mark.slow
 def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Path) -> None:
     code = (
         "import allhands\n"
@@ -274,6 +276,7 @@ print(first is not None, native_library() is first)
     assert run_python(code, cache).split() == ["True", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
 def test_native_code_for_a_lesser_processor_is_another_library(cache: Path) -> None:
     """As valgrind needs it, which knows nothing wider than AVX2."""
@@ -302,6 +305,7 @@ def put_compiler(place: Path, script: str) -> str:
     return f"{compiler.parent}:/usr/bin:/bin"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_costs_no_training(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def rest(one: socket.socket) -> bytes:
     return heard
 
 
+@pytest.mark.slow
 def test_who_is_called_sends_a_new_number_first_and_nothing_else() -> None:
     with listening(talk_s=1.0) as address:
         found = set[bytes]()
@@ -399,6 +400,7 @@ def test_what_is_read_is_what_was_written_or_nothing(value: object) -> None:
     assert found is None or found == value
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_hellos_are_none() -> None:
     """No HMAC fits, and no words that a rank would not say are taken for a rank's."""
     conversation = Handshake(KEY, b"0" * 64, b"1" * 64)

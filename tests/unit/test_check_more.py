@@ -303,6 +303,7 @@ def test_rows_beyond_the_models_positions_are_said(tmp_path: Path) -> None:
     assert "beyond-positions" not in codes(folder, with_positions(model, 600))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("healthy", [True, False])
 def test_training_says_so_at_its_start(tmp_path: Path, healthy: bool) -> None:
     model = with_positions(write_model(tmp_path / "model"), 600 if healthy else 60)

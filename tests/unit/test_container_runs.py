@@ -126,6 +126,7 @@ def flags(values: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
+@pytest.mark.slow
 def test_sagemaker_trains_as_the_command_line_does(
     tmp_path: Path, containers: Callable[..., Any]
 ) -> None:
@@ -349,6 +350,9 @@ def pods(
     return started
 
 
+# It waits for four processes, which may all be late on a busy computer.
+@pytest.mark.flaky(reruns=1, reruns_delay=2)
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_both_pods_with_a_reason(
     tmp_path: Path, pods: list[subprocess.Popen[str]]
 ) -> None:
@@ -365,6 +369,7 @@ def test_a_rank_that_dies_ends_both_pods_with_a_reason(
     assert not [p for p in ranks if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_pod_that_has_to_go_leaves_a_checkpoint_of_all(
     tmp_path: Path, pods: list[subprocess.Popen[str]]
 ) -> None:

@@ -274,6 +274,7 @@ def most_off(actual: mx.array, expected: mx.array) -> float:
     return number((difference / (mx.abs(expected) + 1e-3)).max()) * 2**8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 8, 2), (32, 4, 16), (20, 24, 32)], ids=str)
 @pytest.mark.parametrize(("rows", "features"), [(5, 32), (83, 288)])
 def test_swiglu_of_adapted_products(

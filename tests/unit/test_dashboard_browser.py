@@ -22,6 +22,7 @@ from written_runs import HOSTILE, write_run, write_samples
 from allhands.observe.monitor import encode_sample, monitor_file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_shows_runs_as_they_go_on(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:  # noqa: F811
@@ -91,6 +92,7 @@ SEEN = """element => {
 }"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 390, 800, 1200])
 def test_losses_and_stop_are_in_sight(browser: Any, tmp_path: Path, width: int) -> None:  # noqa: F811
     for name in ("older-1", "older-2"):

@@ -125,6 +125,7 @@ def test_garbage_over_the_network(served: Dashboard) -> None:
     assert served.json("/api/runs")[0]["name"] == "one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
 @pytest.mark.parametrize("path", ["/", "/api/page?run=one", "/api/stop"])
 def test_what_comes_behind_a_request_and_is_none_is_no_trouble(
@@ -285,6 +286,7 @@ def test_names_and_pages(served: Dashboard) -> None:
     assert served.ask("/api/stop?run=one", method="POST", headers=own)[0] == 404
 
 
+@pytest.mark.slow
 def test_an_address_of_version_6(root: Path) -> None:
     with dashboard(root, "--host", "::1") as running:
         assert running.address.startswith("http://[::1]:")

@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from tiny import run_allhands
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ def test_configuration_page_is_up_to_date() -> None:
     )
 
 
+@pytest.mark.slow
 def test_reference_pages_are_up_to_date() -> None:
     pages = runpy.run_path(str(ROOT / "scripts" / "write_reference_docs.py"))["PAGES"]
     for name, page in pages.items():

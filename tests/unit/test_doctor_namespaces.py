@@ -104,6 +104,7 @@ def test_names_without_addresses_are_those_of_ssh(computers: Computers) -> None:
     assert [finding for finding in findings if finding.severity == "stop"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "first"),
     [

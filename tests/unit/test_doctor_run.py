@@ -154,6 +154,7 @@ def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
     assert cluster.host("babbles").clock_offset_s == pytest.approx(0.0, abs=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize(
     "what", ["time", "nan", "deep", "ports", "reach", "less", "trees", "logins"]
@@ -175,6 +176,7 @@ def test_a_computer_whose_answers_are_of_other_types_is_told_of_and_the_others_a
     assert {("good1", "good2"), ("good2", "good1")} <= reached
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize(
     ("name", "words"),

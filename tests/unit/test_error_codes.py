@@ -26,6 +26,7 @@ from allhands.io.files import storage_error
 _WELL_FORMED = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+){0,4}")
 
 
+@pytest.mark.slow
 def test_each_error_of_the_source_has_a_code() -> None:
     found = error_codes.constructions()
     assert len(found) > 700

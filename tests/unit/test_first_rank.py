@@ -118,6 +118,8 @@ def test_strangers_are_seen_off() -> None:
     assert all(isinstance(each, float) for each in found[0].values()), found
 
 
+# On a busy computer a thread may not have its turn in three seconds.
+@pytest.mark.flaky(reruns=1)
 def test_ranks_that_do_not_come_are_named() -> None:
     found = ends(f"127.0.0.1:{free_port()}", {0: 0, 2: 0}, 4, timeout_s=3.0)
     assert isinstance(found[0], DistributedError)
@@ -147,6 +149,7 @@ def test_a_first_rank_that_listens_and_cannot_be_called(
     assert "cluster check" in str(blocked.value)
 
 
+@pytest.mark.slow
 def test_without_a_supervisor_a_way_that_is_blocked_is_told_and_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -291,6 +291,7 @@ def test_a_kind_of_step_is_checked_once_unless_asked_for(
     assert (len(counted), len(list(cache.iterdir()))) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_check_that_could_not_compare_every_row_is_made_again(
     run: Any, counted: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch, fails: int

@@ -76,6 +76,7 @@ def gone(process: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_parts_fail_and_hang_and_nothing_private_is_told(stub: Path, tmp_path: Path) -> None:
     home, token = str(tmp_path / "home"), "a-token-of-mine"
     options = ("--parts", "doctor gradient demo tests", "--limit", "5")
@@ -110,6 +111,7 @@ def test_parts_fail_and_hang_and_nothing_private_is_told(stub: Path, tmp_path: P
     assert not re.search(rf"\b{re.escape(psutil.Process().username())}\b", report)
 
 
+@pytest.mark.slow
 def test_a_check_that_is_stopped_still_writes_its_report(stub: Path, tmp_path: Path) -> None:
     process = check(tmp_path, "--parts", "demo doctor tests", allhands=stub, HF_TOKEN="x")
     report, deadline = tmp_path / "report.txt", time.monotonic() + 20

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -142,13 +143,14 @@ def test_a_mistake_in_asking_is_an_error_of_the_roster(world: World) -> None:
 
 
 def test_hosts_are_asked_at_the_same_time(world: World) -> None:
-    def slow(host: str, timeout_s: float) -> None:
-        time.sleep(0.3)
+    all_asked = threading.Barrier(3, timeout=20)
 
-    members = HostfileMembers(world.path, trouble=slow)
-    began = time.monotonic()
+    def wait(host: str, timeout_s: float) -> None:
+        all_asked.wait()
+
+    members = HostfileMembers(world.path, trouble=wait)
     assert _who(members.roster()) == "a2 b2 c2"
-    assert time.monotonic() - began < 0.6
+    assert not all_asked.broken
 
 
 def test_this_computer_is_not_asked(world: World) -> None:

@@ -277,6 +277,7 @@ def test_what_cannot_be_is_refused(
         measure(hosts, backend, options)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\nif os.environ.get('ALLHANDS_RANK') == '1':\n    time.sleep(60)\n"

@@ -38,6 +38,7 @@ def executed(*cells: str) -> list[list[Any]]:
     return [cell.outputs for cell in notebook.cells]
 
 
+@pytest.mark.slow
 def test_thirty_reports_are_one_output(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     source = RUN.format(model=str(tiny_model), data=str(tiny_data), run=str(tmp_path / "run"))
     progress, error = executed(source, ERROR)

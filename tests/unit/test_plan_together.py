@@ -257,7 +257,6 @@ def test_plans_refuse_what_training_refuses(
     assert where in told(done.stderr)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ranks", "model", "words", "where"), REFUSED)

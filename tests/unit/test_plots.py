@@ -201,6 +201,7 @@ def test_restarts_have_the_colour_of_their_run(tmp_path: Path, drawn: list[Figur
     assert len(solid) == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_off_and_no_label_lies_on_another(
     tmp_path: Path, drawn: list[Figure]
 ) -> None:

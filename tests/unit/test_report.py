@@ -575,6 +575,7 @@ def contrast(one: str, other: str) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 def test_long_runs_stay_small_enough_to_draw_and_to_read(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "adapters",

@@ -30,7 +30,6 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'"
 )
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None, reason="no Chromium here: scripts/install_test_tools.sh installs it"
     ),

@@ -262,6 +262,7 @@ def silent(where: tuple[str, int]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refused", "timed out"])
 def test_a_neighbour_that_listens_and_cannot_be_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -468,6 +468,7 @@ def wrong_modes(place: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_is_for_its_owner_alone(observed: Observed) -> None:
     # That it was a whole run, on which nothing was spared.
     names = set(modes(observed.place / "run"))

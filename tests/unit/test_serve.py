@@ -190,6 +190,7 @@ def served_for_all(tiny_model: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_costs_one_line_at_the_most(tiny_model: Path, stream: bool) -> None:
     with served("--model", tiny_model) as (address, process):

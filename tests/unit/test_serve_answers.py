@@ -536,6 +536,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"seed": 3, "temperature": 0.5}])
 @pytest.mark.parametrize("phase", ["prompt", "answer"])
 def test_a_client_that_leaves_stops_its_computing(

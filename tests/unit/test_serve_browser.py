@@ -88,6 +88,7 @@ def opened(browser: Any, address: str) -> Any:
     return page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 def test_a_page_of_another_origin_gets_nothing(
     browser: Any, elsewhere: int, tiny_model: Path, name: str

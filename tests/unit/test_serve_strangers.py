@@ -54,6 +54,7 @@ def opened(tiny_model: Path) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "body"), ROUTES)
 def test_every_route_is_guarded(
     closed: Served, opened: Served, method: str, path: str, body: object
@@ -309,6 +310,7 @@ def test_however_many_wait_one_that_asks_is_answered(impatient: Served) -> None:
         client.close()
 
 
+@pytest.mark.slow
 def test_where_all_wait_for_answers_another_is_told_so(impatient: Served) -> None:
     never = {"logit_bias": {"2": -100}}  # the token at which it would end
     endless = json.dumps({**CHAT, **never, "max_tokens": 10**6, "stream": True}).encode()

@@ -177,6 +177,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_run_is_ended_with_all_that_it_has_started(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool

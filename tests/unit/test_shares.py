@@ -113,6 +113,7 @@ def test_a_rank_that_slows_down_and_recovers_is_followed(
     assert len(found.moves) <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_noise_of_equal_ranks_moves_nothing(size: int, noise: float) -> None:

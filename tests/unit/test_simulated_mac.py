@@ -235,6 +235,7 @@ print(json.dumps(codes))
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_over_the_ring(
     mac: Mac, inputs: Sequence[str], tmp_path: Path, linux_losses: list[float]
 ) -> None:

@@ -445,6 +445,7 @@ print(json.dumps([4 * EACH, peak() - base - there, mx.get_peak_memory() - mlx - 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measured by Linux's /proc")
 @pytest.mark.parametrize("way", ["whole", "shared", "sent"])
 def test_saving_and_reading_take_no_more_memory_than_the_largest_array(

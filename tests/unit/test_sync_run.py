@@ -328,6 +328,7 @@ def test_who_cannot_log_in_leaves_it_to_this_computer(hosts: Hosts) -> None:
     assert hosts.got("shy") == hosts.has()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_on_the_way_is_left_out_and_goes_on_later(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +360,7 @@ def test_a_host_that_is_lost_on_the_way_is_left_out_and_goes_on_later(
     assert hosts.got("b") == hosts.got("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_ends_everywhere_when_it_is_stopped_and_goes_on_where_it_was(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, number: int

@@ -73,6 +73,7 @@ def test_templates_by_name_render_as_the_models_do(
     assert text(tokenizer, asked, template, prompt=prompt) == wanted
 
 
+@pytest.mark.slow
 def test_a_name_needs_its_tokens_and_the_way_out_fits() -> None:
     tokenizer = from_npm("gemma2")
     with pytest.raises(ModelError) as caught:

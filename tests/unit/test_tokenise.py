@@ -194,6 +194,7 @@ def helper_processes() -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_helpers_give_the_same_in_the_same_order(
     helpers: None, tokenizer_path: Path, tmp_path: Path
 ) -> None:
@@ -449,6 +450,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HELPED], stdout=subprocess.PIPE, text=True

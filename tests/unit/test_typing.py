@@ -108,6 +108,7 @@ def test_pyright_finds_wrong_options_and_knows_the_types(sources: Path) -> None:
     assert errors == EXPECTED
 
 
+@pytest.mark.slow
 def test_mypy_finds_wrong_options_and_knows_the_types(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

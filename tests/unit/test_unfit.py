@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tiny import run_allhands, write_adapter, write_model
 
 
+@pytest.mark.slow
 def test_all_commands_say_the_same_of_an_adapter_of_another_model(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(actual[name], value, rtol=2e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "compiled"])
 @pytest.mark.parametrize("name", OURS)

@@ -139,6 +139,7 @@ def test_a_public_repository_gets_nothing_that_should_be_private(tmp_path: Path)
         assert server.files == {}
 
 
+@pytest.mark.slow
 def test_what_the_hub_and_we_refuse_is_one_message(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     with hub() as server:

@@ -55,6 +55,7 @@ def test_programs_that_import_allhands_are_left_alone(with_torch: dict[str, str]
     assert (found.stdout, found.stderr.strip()[-18:]) == ("", "torch was imported")
 
 
+@pytest.mark.slow
 def test_commands_do_without_it(with_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Once upon a time there was a dragon. " * 50)
     out = str(tmp_path / "tokenizer")

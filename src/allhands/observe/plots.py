@@ -101,7 +101,14 @@ def plot_losses(
         left.locator_params(integer=True, axis="x")
         right.tick_params(labelleft=True)
         right.set_ylabel("")
-        right.legend(handles=_styles(by_step), frameon=True, facecolor="white", edgecolor="none")
+        # matplotlib's best place takes long to find among many points, and it warns of that.
+        right.legend(
+            handles=_styles(by_step),
+            loc="upper right",
+            frameon=True,
+            facecolor="white",
+            edgecolor="none",
+        )
         figure.legend(handles=_names(labels, by_step), loc="outside lower center", ncols=2)
     return out
 
