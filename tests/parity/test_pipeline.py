@@ -15,6 +15,7 @@ from tiny import run_allhands, write_chat_data, write_model
 from trained import arrays, assert_same, assert_same_samples, told, train, write_poisoned
 
 PIPELINE = ("--strategy", "pipeline")
+DROPOUT = ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +101,11 @@ def test_stages_that_train_nothing_pass_on_alone(
         ("model", ("--fine-tune-type", "full", "--compile", "on")),
         (
             "quantised",
-            (
-                "--fine-tune-type",
-                "dora",
-                "--lora-parameters",
-                '{"rank": 4, "scale": 4.0, "dropout": 0.3}',
-            ),
+            ("--fine-tune-type", "dora", *DROPOUT),
         ),
         ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
-        ("model", ("--grad-checkpoint",)),
-        ("model", ("--grad-checkpoint", "--compile", "on")),
+        ("model", ("--grad-checkpoint", *DROPOUT)),
+        ("model", ("--grad-checkpoint", "--compile", "on", *DROPOUT)),
     ],
     ids=[
         "full",

@@ -66,11 +66,11 @@ class DropoutKeys:
         """Let the layers draw from ``keys`` inside of the block, in its forward and its backward
         pass.
         """
-        self._keys = keys
+        before, self._keys = self._keys, keys
         try:
             yield
         finally:
-            self._keys = None
+            self._keys = before
 
     @contextmanager
     def routed(self, indices: mx.array) -> Generator[None]:

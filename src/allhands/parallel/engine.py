@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -235,23 +235,26 @@ class StageCompute:
         # Further sums have no gradient.
         count = 1 + (len(self._objective.further) if self.stage.blocks.is_last else 0)
         cotangents = [cotangent, *[mx.zeros(())] * (count - 1)]
-        outputs, gradients = (
-            mx.vjp(run, [received, *trained], cotangents)
-            if self._goes_on
-            else mx.vjp(run_alone, trained, cotangents)
-        )
+        # With --grad-checkpoint the backward pass computes blocks again, after ``run``.
+        with self._using_keys(arguments):
+            outputs, gradients = (
+                mx.vjp(run, [received, *trained], cotangents)
+                if self._goes_on
+                else mx.vjp(run_alone, trained, cotangents)
+            )
         return outputs, list(gradients)
+
+    def _using_keys(self, arguments: tuple[mx.array, ...]) -> AbstractContextManager[object]:
+        """Let dropout draw by the keys of a micro-batch, the first of its ``arguments``."""
+        dropout = self._computing.dropout
+        return nullcontext() if dropout is None else dropout.using(arguments[0])
 
     def computed(
         self, received: mx.array | None, arguments: tuple[mx.array, ...]
     ) -> list[mx.array]:
         """Return the outputs of the stage with the arrays that the model has."""
-        dropout = self._computing.dropout
-        keys, arrays = (None, arguments) if dropout is None else (arguments[0], arguments[1:])
-        with (
-            self.stage.computing(received),
-            nullcontext() if keys is None else cast("Any", dropout).using(keys),
-        ):
+        arrays = arguments if self._computing.dropout is None else arguments[1:]
+        with self.stage.computing(received), self._using_keys(arguments):
             if self._sums is not None:
                 return [each.astype(mx.float32) for each in self._sums(*arrays)]
             inputs, more = self._objective.model_inputs(self.stage.blocks.count, *arrays)
