@@ -558,13 +558,15 @@ def test_other_units() -> None:
         "1 GB",
         "80 GB",
     ]
-    sizes = (0, 999, 182_000, 999_949, 999_950, 80e9)
+    sizes = (0, 999, 182_000, 999_949, 999_950, 9.94e6, 9.96e6, 80e9)
     assert [format_size(n) for n in sizes] == [
         "0 B",
         "999 B",
         "182.0 kB",
         "999.9 kB",
-        "1 MB",
+        "1.0 MB",
+        "9.9 MB",
+        "10 MB",
         "80 GB",
     ]
     assert [format_memory(m) for m in ((), (612_100_000, 612_000_000))] == ["?", "612 MB"]

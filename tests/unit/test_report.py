@@ -338,6 +338,9 @@ def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
     text = to_markdown(page_of(run))
     assert "| What is tea? | A drink. | Aye, a drink. |" in text
     assert "| 60 | Once | upon a time |" in text
+    # Words begin at the left, numbers end at the right.
+    assert "| step | prompt | text |\n| --- | --- | --- |\n" in text
+    assert "|  | adapters (1 rank) |\n| --- | ---: |\n| ranks | 1 |\n" in text
     assert "other.json" not in text
     assert "earlier run" not in text
 

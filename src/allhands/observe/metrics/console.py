@@ -258,7 +258,7 @@ def banner(started: RunStarted) -> list[str]:
         f"ranks       {started.num_ranks}{backend}{cores}",
         f"batch size  {counted(started.batch_size, 'sample')} {of_step}",
         f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, 'example')}"
-        f" ({epochs:.1f} epochs)",
+        f" ({epochs:{'.1f' if epochs >= 0.095 else '.1g'}} epochs)",
         *resumed,
     ]
 

@@ -53,13 +53,16 @@ var allhandsCharts = (function () {
     }
     if (unit === "size") {
       if (value < 1e3) return value.toFixed(0) + " B";
-      return value < 999950 ? (value / 1e3).toFixed(1) + " kB" : shown("bytes", value);
+      if (value < 999950) return (value / 1e3).toFixed(1) + " kB";
+      return value < 9.95e6 ? (value / 1e6).toFixed(1) + " MB" : shown("bytes", value);
     }
     if (unit === "rate") return value < 9.95 ? value.toFixed(1) : value.toFixed(0);
     if (unit === "small") {
       return value !== 0 && Math.abs(value) < 1e-3 ? Number(value.toPrecision(3)).toExponential() : digits(value, 3);
     }
-    if (unit === "seconds") return digits(value, 3) + " s";
+    if (unit === "seconds") {
+      return value !== 0 && Math.abs(value) < 0.01 ? digits(1e3 * value, 3) + " ms" : digits(value, 3) + " s";
+    }
     return value.toFixed(4);
   }
 
