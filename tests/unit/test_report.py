@@ -441,6 +441,10 @@ def test_a_failed_run_tells_why_even_without_metrics(
     run = write_run(tmp_path / "a", ended=RunEnded(60, "failed", 30.0))
     facts = read_facts(run, [failed])
     assert (facts.status, facts.reason) == ("failed", "rank 1 failed: out of memory (rank 1)")
+    # Without a supervisor, by what the run itself has written.
+    error = "the gradient is nan\n  what to do: lower --learning-rate"
+    alone = write_run(tmp_path / "alone", ended=RunEnded(60, "failed", 30.0, error=error))
+    assert read_facts(alone).reason == "the gradient is nan. What to do: lower --learning-rate"
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "events.jsonl").write_text(json.dumps(failed) + "\n")

@@ -321,7 +321,9 @@ def without_heights(chart: Chart, far: float) -> Chart:
         return chart
     top *= 1.08
     note = f"The axis is cut off at {_SHOWN[chart.unit](top)}; the table has what is above. "
-    return replace(chart, top=top, y_label=f"{chart.y_label}; cut off at {top:.3g}", note=note)
+    # Without what is in brackets, because the axis of a chart on a phone is short.
+    label = f"{chart.y_label.partition(' (')[0]}; cut off at {top:.3g}"
+    return replace(chart, top=top, y_label=label, note=note)
 
 
 def smooth(values: Floats) -> Floats:

@@ -115,7 +115,13 @@ def make_page(
     finished = map(_finished, _sections(named, measures))
     sections = [section for section in finished if section.charts or section.bars or section.grids]
     made = "" if now is None else f"{form.format_moment(now)[:-3]} UTC"
-    return Page(title or " and ".join(labels), made, parts, tuple(sections))
+    return Page(title or _listed(labels), made, parts, tuple(sections))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _finished(section: Section) -> Section:
@@ -144,7 +150,7 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
 def _part(run: _Run, colour: int) -> RunPart:
     facts, history = run.facts, run.facts.history
     found = judge_run(history, is_over=facts.status != "going on")
-    for sign in signs_of(history, facts.samples):
+    for sign in signs_of(history, facts.samples, facts.config):
         found.append(
             Judgement(
                 "time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."

@@ -250,7 +250,9 @@
       first = false;
       showRuns(runs);
       var going = runs.filter(function (run) { return run.status === "going on"; }).length;
-      say(runs.length ? runs.length + (runs.length === 1 ? " run, " : " runs, ") + going + " going on" : "There are no runs here yet.");
+      say(runs.length ? runs.length + (runs.length === 1 ? " run, " : " runs, ") + going + " going on"
+        : "There are no runs below this directory yet. A run appears on this page as soon as its training starts.");
+      document.getElementById("list").hidden = !runs.length;
       var section = document.getElementById("chosen");
       chosen = new Set(Array.from(chosen).filter(function (name) {
         return known.some(function (run) { return run.name === name; });
