@@ -387,10 +387,14 @@ def _data(run: ReportFacts) -> dict[str, object]:
     test_loss = history.ended and history.ended.test_loss
     names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
     prepared = [
-        f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared
+        f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
+        for name in names
+        if name in run.prepared
     ]
+    packed = history.started is not None and history.started.method == "pre-training"
+    rows = "rows" if packed else "examples"
     return {
-        "training examples": history.started and _count(history.started.num_train_examples),
+        f"training {rows}": history.started and _count(history.started.num_train_examples),
         "trained tokens": last and _count(last.trained_tokens),
         "epochs": last and math.isfinite(last.epoch) and f"{last.epoch:.2f}",
         "tokens of a validation": _count(validated),
@@ -399,6 +403,11 @@ def _data(run: ReportFacts) -> dict[str, object]:
         "prepared from": ", ".join(prepared),
         **{name: _option(run.config.get(name)) for name in _DATA},
     }
+
+
+def _in_thousands(value: object) -> str:
+    """A number of a file that anybody may have written, as it is if it is none."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _count(number: int) -> str:
