@@ -61,8 +61,8 @@ def format_memory(per_rank: Sequence[int]) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """``4.2``, ``213``, ``12345``."""
-    return f"{per_s:.{1 if per_s < 9.95 else 0}f}"
+    """``4.2``, ``213``, ``12,345``."""
+    return f"{per_s:,.{1 if per_s < 9.95 else 0}f}"
 
 
 def format_moment(time: float) -> str:

@@ -59,7 +59,7 @@ var allhandsCharts = (function () {
       if (value < 999950) return (value / 1e3).toFixed(1) + " kB";
       return value < 9.95e6 ? (value / 1e6).toFixed(1) + " MB" : shown("bytes", value);
     }
-    if (unit === "rate") return value < 9.95 ? value.toFixed(1) : value.toFixed(0);
+    if (unit === "rate") return value < 9.95 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
     if (unit === "small") {
       return value !== 0 && Math.abs(value) < 1e-3 ? Number(value.toPrecision(3)).toExponential() : digits(value, 3);
     }
@@ -407,7 +407,7 @@ var allhandsCharts = (function () {
   }
 
   return {
-    draw: draw, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
+    draw: draw, shown: shown, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
   };
 })();
 if (document.getElementById("charts")) allhandsCharts.drawAll();

@@ -100,7 +100,7 @@
     field(row, "step", run.step + (run.total_steps ? " of " + run.total_steps : ""));
     field(row, "training loss", number(run.loss, 3));
     field(row, "validation loss", number(run.valid_loss, 3));
-    field(row, "tokens/s", number(run.tokens_per_s, 0));
+    field(row, "tokens/s", allhandsCharts.shown("rate", run.tokens_per_s));
     field(row, "training time", duration(run.trained_s)).className = "more";
     field(row, "memory", bytes(run.memory_bytes)).className = "more";
     field(row, "ranks", run.ranks === null ? "–" : String(run.ranks)).className = "more";
