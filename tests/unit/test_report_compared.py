@@ -59,6 +59,18 @@ def test_other_samples_are_said_above_the_table(
     assert "The runs were validated on different samples" in to_markdown(page)
 
 
+@pytest.mark.parametrize(("params", "unlike"), [(7_000_000, True), (None, False)])
+def test_models_of_other_sizes_are_said_above_the_table(
+    tmp_path: Path, params: int | None, unlike: bool
+) -> None:
+    one, other = run_with(tmp_path / "a1"), run_with(tmp_path / "b1")
+    file = other / "metrics.jsonl"
+    text = re.sub(r'"total_params": \d+', lambda it: f'"total_params": {params}', file.read_text())
+    if params is not None:
+        file.write_text(text)
+    assert ("7 M parameters" in page_of(one, other).sections[0].told) is unlike
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -27,7 +27,7 @@ from allhands.report.charts import (
     step_bars,
     step_charts,
 )
-from allhands.report.compared import unlike_validations
+from allhands.report.compared import unlike_models, unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
 from allhands.report.verdict import words_of
@@ -194,7 +194,8 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
         )
     rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
     times = Grid(caption, ("", *labels), tuple(rows))
-    yield Section("times", title, unlike_validations(facts), "Figures", grids=(times,))
+    unlike = unlike_models(facts) or unlike_validations(facts)
+    yield Section("times", title, unlike, "Figures", grids=(times,))
     losses = list(loss_charts(labels, histories))
     if len(losses) % 2:
         losses[0] = replace(losses[0], wide=True)
