@@ -175,7 +175,7 @@ def test_without_runs_it_says_so_and_shows_the_first_one(browser: Any, tmp_path:
     with dashboard(tmp_path) as running:
         page = browser.new_page(viewport={"width": 390, "height": 900})
         page.goto(running.address)
-        page.wait_for_function("document.getElementById('state').textContent.includes('no runs')")
+        page.wait_for_selector("#state:has-text('no runs')")
         assert page.is_hidden("#list")
         write_run(tmp_path / "first")
         page.wait_for_selector("#runs tbody tr")
