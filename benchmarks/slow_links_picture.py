@@ -50,14 +50,14 @@ def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) 
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     from allhands.io.pictures import STYLE
 
     curves, speeds = collect(records)
     tokens = records[0]["settings"]["batch_size"] * records[0]["settings"]["block_size"]
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(14, 5.4), dpi=100, facecolor="white", layout="constrained")
+        figure = Figure(figsize=(14, 6.4), dpi=100, facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
         for axes, link in zip(
             figure.subplots(1, len(links), sharey=True, squeeze=False)[0], links, strict=True
@@ -70,17 +70,24 @@ def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) 
                         "color": COLOURS[number % len(COLOURS)],
                         "linestyle": STYLES[number // len(COLOURS)],
                     }
+                    name = (
+                        " ".join(ROWS[row]) or row
+                    )  # the options, as the tables of the page have them
                     axes.plot(
-                        *zip(*points, strict=True), **look, marker="o", markersize=4, label=row
+                        *zip(*points, strict=True), **look, marker="o", markersize=4, label=name
                     )
             axes.set_title(NAMES[link], fontweight="bold", pad=12)
-            axes.set_xlabel("minutes")
+            axes.set_xlabel("minutes (logarithmic)")
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda minutes, _: f"{minutes:g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
         figure.axes[0].set_ylabel("validation loss")
         figure.legend(
-            *figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=11
+            *figure.axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=3,
+            fontsize=11,
         )
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)

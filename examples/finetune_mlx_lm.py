@@ -55,4 +55,4 @@ world = allhands.init()
 begun, losses = time.monotonic(), Losses()
 result = allhands.finetune(**vars(options), callbacks=[losses], progress=False)
 if world.rank == 0:
-    print(f"{world.size} process(es), {time.monotonic() - begun:.1f} s; the curves: {result.plot}")
+    print(f"processes: {world.size}, {time.monotonic() - begun:.1f} s; the curves: {result.plot}")

@@ -1,8 +1,9 @@
 """A training program of one's own that survives its machines.
 
-Start it on two processes with ``allhands launch -n 2 --checkpoints checkpoints -- python supervised_training.py``.
-Kill one of them, or press Ctrl-C and start it again: it ends with the same numbers. Alone it goes on, too:
-``python supervised_training.py --out supervised-run``.
+Start it on two processes with
+``allhands launch -n 2 --checkpoints checkpoints -- python examples/supervised_training.py``. Kill one of them, or press
+Ctrl-C and start it again: it ends with the same numbers. Alone it goes on, too:
+``python examples/supervised_training.py --out supervised-run``.
 """
 
 import argparse

@@ -179,7 +179,7 @@ def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(
         assert len(losses) == steps
         assert printed(main.stdout, kind) == pytest.approx(losses, abs=2e-4)
     assert other.stdout == ""
-    assert "2 process(es)" in main.stdout
+    assert "processes: 2" in main.stdout
     for run in ("one", "two"):
         assert (tmp_path / run / "loss.png").exists()
         assert (tmp_path / run / "adapters.safetensors").exists()

@@ -286,7 +286,7 @@ def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path:
         for file in files_left(node.temporary):  # MPI aborts the other ranks, which cannot clean up
             shutil.rmtree(node.temporary / file)
     assert done.returncode != 0
-    assert "node0 does not fit to node1 and node2" in done.stderr, done.stderr
+    assert "node0 does not match node1 and node2" in done.stderr, done.stderr
     assert "config.batch_size is 4 on node1 and 5 on node0" in done.stderr
     assert "node0's train.jsonl differs from node1's" in done.stderr
     assert "scp -p node1:" in done.stderr

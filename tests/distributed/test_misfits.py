@@ -1,4 +1,4 @@
-"""Computers that do not fit to the others: named, and left out where the others are enough; nobody
+"""Computers that do not match the others: named, and left out where the others are enough; nobody
 else is blamed.
 
 Each computer is a network namespace with an sshd and with model, data and results of its own.
@@ -239,7 +239,7 @@ def test_a_newcomer_that_fits_joins(hosts: Hosts, trial: Trial, tmp_path: Path) 
 def test_of_two_that_differ_nobody_is_blamed(hosts: Hosts, trial: Trial) -> None:
     spoil(hosts, "node1", "model.safetensors")
     message = hosts.start(trial, ["node0", "node1"], "--min-ranks", "1").fails(
-        7, "node0", "node1", "do not fit together"
+        7, "node0", "node1", "do not matchgether"
     )
     first, second = (
         digest(hosts.files(name) / "model" / "model.safetensors") for name in ("node0", "node1")
@@ -264,7 +264,7 @@ def test_the_computer_at_which_the_person_sits_may_be_the_odd_one(
     here = {"ssh": "localhost", "ips": [hosts.cluster.address], "slots": 1}
     (tmp_path / "hosts.json").write_text(json.dumps([here, *entries]))
     message = hosts.start(trial, [], hostfile=tmp_path / "hosts.json").fails(
-        7, "localhost does not fit to node0 and node1"
+        7, "localhost does not match node0 and node1"
     )
     # What it says brings the right copy here.
     (copied,) = [line for line in message.splitlines() if "what to do: " in line]
@@ -285,7 +285,7 @@ def test_what_it_says_to_do_helps(hosts: Hosts, trial: Trial) -> None:
     spoil(hosts, "node1", "valid.jsonl")
     spoil(hosts, "node3", "train.jsonl")
     message = hosts.start(trial, hosts.cluster.names).fails(
-        7, "node1 and node3 do not fit to node0 and node2"
+        7, "node1 and node3 do not match node0 and node2"
     )
     for words in ("node1's model.safetensors", "node1's valid.jsonl", "node3's train.jsonl"):
         assert words in message
@@ -385,7 +385,7 @@ def test_ranks_of_torchrun_end_alike_and_name_the_one_that_differs(
             for left in hosts.cluster.processes(node):
                 left.kill()
     assert time.monotonic() - began < 100.0
-    are_told(texts, [one.returncode for one in ranks], f"{odd} does not fit to", name)
+    are_told(texts, [one.returncode for one in ranks], f"{odd} does not match", name)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl"])
@@ -411,7 +411,7 @@ def test_tasks_of_slurm_end_alike_and_name_the_one_that_differs(
         made.wait_until_idle()
     lines = (done.stdout + done.stderr).splitlines()
     texts = ["\n".join(line for line in lines if line.startswith(f"{rank}: ")) for rank in range(3)]
-    are_told(texts, [done.returncode], "node1 does not fit to", name)
+    are_told(texts, [done.returncode], "node1 does not match", name)
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -517,5 +517,5 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
     else:
         assert (code, found) == (7, [("stop", ("node2",))])
         job.fails(
-            7, "node2 does not fit to node0 and node1", "allhands", "cluster init --hosts node2"
+            7, "node2 does not match node0 and node1", "allhands", "cluster init --hosts node2"
         )

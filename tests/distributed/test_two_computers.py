@@ -75,7 +75,7 @@ def test_the_page_is_followed_to_the_letter(work: Path, cluster: Cluster) -> Non
                 done.stderr,
             )
     prepared = [*["cluster init"] * 2, "cluster sync", "cluster check"]
-    assert verbs == [*prepared, *["train --train"] * 2, "plot adapters-one", "report adapters-one"]
+    assert verbs == [*prepared, *["train --model"] * 2, "plot adapters-one", "report adapters-one"]
     both, one = read_run(work / "adapters-both"), read_run(work / "adapters-one")
     losses = [[report["loss"] for report in run.reports] for run in (one, both)]
     assert len(losses[0]) >= 3

@@ -90,7 +90,7 @@ def test_who_has_the_same_fits() -> None:
 def test_the_minority_is_named_whoever_it_is(changes: dict[str, Any], words: str, odd: str) -> None:
     found = verdict(*(computer(name, **(changes if name == odd else {})) for name in "abc"))
     assert found.misfits == (odd,)
-    assert found.message.startswith(f"{odd} does not fit to ")
+    assert found.message.startswith(f"{odd} does not match ")
     assert words in found.message
     assert "; " not in found.message  # the parameters only follow
 
@@ -159,7 +159,7 @@ def test_other_tokens_of_the_same_data_are_the_libraries_doing() -> None:
 def test_where_no_value_is_the_most_frequent_nobody_is_blamed(statements: list[Statement]) -> None:
     found = verdict(*statements)
     assert found.misfits == ()
-    assert "do not fit together" in found.message
+    assert "do not matchgether" in found.message
     for one in statements:
         assert one.name in found.message
         assert one.files["model/model.safetensors"][:8] in found.message
@@ -176,7 +176,7 @@ def test_computers_may_differ_in_several_things() -> None:
         computer("e"),
     )
     assert found.misfits == ("b", "d")
-    assert "b and d do not fit to a, c and e" in found.message
+    assert "b and d do not match a, c and e" in found.message
     # One thing is settled, another is not: without b the others still disagree.
     found = verdict(
         computer("a", OTHER), computer("b", train=OTHER), computer("c"), computer("d", OTHER)
@@ -226,10 +226,10 @@ def test_the_ranks_of_a_computer_have_one_voice() -> None:
     # Three ranks of one computer are no majority over one each of two others.
     error = told(["a", "a", "a", "b", "c"], [{"seed": 1}] * 3 + [{"seed": 2}] * 2)
     assert error.misfits == (0, 1, 2)
-    assert "a does not fit to b and c" in error.message
+    assert "a does not match b and c" in error.message
     error = told(["a", "a", "b", "b"], [{"seed": 1}] * 2 + [{"seed": 2}] * 2)
     assert error.misfits == ()
-    assert "a and b do not fit together" in error.message
+    assert "a and b do not matchgether" in error.message
 
 
 def test_ranks_are_told_apart_where_computers_do_not() -> None:

@@ -126,7 +126,7 @@ def test_with_a_tokenizer_alone_the_next_step_is_pre_training(
     )
     for model, told in (
         (alone, f"allhands pretrain --tokenizer {alone}"),
-        (tiny_model, "allhands train --train"),
+        (tiny_model, "allhands train --model"),
     ):
         flags = (str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--force")
         code, screen = invoke(*flags, "--model", str(model))

@@ -171,3 +171,15 @@ def test_what_is_chosen_comes_into_sight(browser: Any, tmp_path: Path, width: in
         assert page.locator("#loss h2").evaluate(SEEN)[0]
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.close()
+
+
+def test_without_runs_it_says_so_and_shows_the_first_one(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    with dashboard(tmp_path) as running:
+        page = browser.new_page(viewport={"width": 390, "height": 900})
+        page.goto(running.address)
+        page.wait_for_selector("#state:has-text('no runs')")
+        assert page.is_hidden("#list")
+        write_run(tmp_path / "first")
+        page.wait_for_selector("#runs tbody tr")
+        assert page.is_visible("#list")
+        page.close()

@@ -333,7 +333,7 @@ def test_a_line_with_a_tag_before_it_fits_on_a_screen() -> None:
     lines = out.getvalue().splitlines()
     assert lines == [
         "step 10/10000  loss 2.310  lr 1.0e-04  tokens/s 213  peak 640 MB  left 1h23m",
-        "step 10000/10000  loss 12.310  lr 1.0e-04  tokens/s 12345  left 0.0 s  data wait 80%",
+        "step 10000/10000  loss 12.310  lr 1.0e-04  tokens/s 12,345  left 0.0 s  data wait 80%",
     ]
     assert max(len(f"[rank 0 node0] {line}") for line in lines) <= 100
 
@@ -558,14 +558,16 @@ def test_other_units() -> None:
         "1 GB",
         "80 GB",
     ]
-    sizes = (0, 999, 182_000, 999_949, 999_950, 80e9)
+    sizes = (0, 999, 182_000, 999_949, 999_950, 9.94e6, 9.96e6, 80e9)
     assert [format_size(n) for n in sizes] == [
         "0 B",
         "999 B",
         "182.0 kB",
         "999.9 kB",
-        "1 MB",
+        "1.0 MB",
+        "9.9 MB",
+        "10 MB",
         "80 GB",
     ]
     assert [format_memory(m) for m in ((), (612_100_000, 612_000_000))] == ["?", "612 MB"]
-    assert [format_rate(r) for r in (4.24, 9.96, 213.4, 12345.0)] == ["4.2", "10", "213", "12345"]
+    assert [format_rate(r) for r in (4.24, 9.96, 213.4, 12345.0)] == ["4.2", "10", "213", "12,345"]

@@ -30,7 +30,7 @@ def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(
 ) -> None:
     unfit = UnfitHosts(
         ["b"],
-        "b does not fit to a and c: b has mlx 1, a 2",
+        "b does not match a and c: b has mlx 1, a 2",
         code="versions-differ",
         hint="allhands cluster init --hosts b",
     )
@@ -41,7 +41,7 @@ def test_a_computer_that_does_not_fit_is_left_out_before_anything_has_started(
     (event,) = job.told_of("left out")
     assert (event.host, event.message) == (
         "b",
-        "b is left out: b does not fit to a and c: b has mlx 1, a 2",
+        "b is left out: b does not match a and c: b has mlx 1, a 2",
     )
     assert "what to do: allhands cluster init" in (event.explanation or "")
     assert job.clock == 1000.0

@@ -43,6 +43,17 @@ def test_steps_too_short_for_several_processes_of_one_computer(
     assert "--strategy pipeline" not in told
 
 
+@pytest.mark.parametrize(
+    ("config", "stages"), [({"strategy": "pipeline"}, True), ({"pp": 2}, True), ({"pp": 1}, False)]
+)
+def test_the_first_stage_of_a_pipeline_says_nothing_of_a_single_process(
+    config: dict[str, object], stages: bool
+) -> None:
+    (sign,) = signs_of(history(2, comm_s=0.69), [SAMPLE], config)
+    assert ("alone would need" in sign.advice or "leave -n" in sign.advice) is not stages
+    assert ("--batch-size" in sign.advice) is stages
+
+
 @pytest.mark.parametrize("hosts", [["a", "b"], []])
 def test_between_computers_the_link_counts(hosts: list[str]) -> None:
     assert "a faster link" in advice(0.4, hosts)

@@ -154,6 +154,13 @@ def test_an_exception_says_that_it_is_one(
     ] == [answer]
 
 
+@pytest.mark.parametrize(("speed_up", "saves"), [(1.9, True), (0.8, False)])
+def test_several_that_take_longer_save_no_time(speed_up: float, saves: bool) -> None:
+    told = " ".join(advise(situation(alone_s=600, speed_up=speed_up)).reasons)
+    assert ("sooner" in told) is saves
+    assert ("longer" in told) is not saves
+
+
 def test_flags_with_which_it_fits_are_for_each_of_several_machines() -> None:
     found = advise(situation(fits_one=False, machines=8, speed_up=6.0, more="--grad-checkpoint"))
     assert found.title == "data parallel on 8 machines, each with --grad-checkpoint"

@@ -413,7 +413,7 @@ def test_the_table_of_any_number_of_runs_is_whole_in_80_columns(number: int, res
     wide = table_lines(runs, width=400)
     assert max(map(len, lines)) <= 80
     # Every figure of the wide table can be read in the narrow one.
-    for figure in ("23h53m", "0.00123", "123456", "1.00x", "1.000", "1.800"):
+    for figure in ("23h53m", "0.00123", "123,456", "1.00x", "1.000", "1.800"):
         for text in ("\n".join(lines), "\n".join(wide)):
             assert text.count(figure) == number
     assert "\n".join(lines).count("20000") == number

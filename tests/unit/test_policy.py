@@ -347,7 +347,7 @@ def test_a_fault_of_no_rank_is_nobodys() -> None:
 # --- who does not fit -----------------------------------------------------------------------------
 
 _MISFIT = Fault(
-    "misfit", -1, "", "b does not fit to a and c", 7, explanation="b does not fit", misfits=(1,)
+    "misfit", -1, "", "b does not match a and c", 7, explanation="b does not fit", misfits=(1,)
 )
 _LACKS = Fault(
     "error", 1, "b", "rank 1 exited with code 4", 4, explanation="no model", misfits=(1,)

@@ -127,7 +127,9 @@ def test_how_the_block_was_left(tmp_path: Path) -> None:
     for error, reason in ((KeyboardInterrupt, "interrupted"), (ZeroDivisionError, "failed")):
         with pytest.raises(error), Metrics(tmp_path / reason, world=ALONE):
             raise error
-        assert [line["reason"] for line in lines(tmp_path / reason, "ended")] == [reason]
+        (ended,) = lines(tmp_path / reason, "ended")
+        assert ended["reason"] == reason
+        assert bool(ended["error"]) is (reason == "failed")
 
 
 def test_it_can_be_plotted_beside_others(

@@ -256,7 +256,11 @@ def test_however_a_run_ends_a_copy_that_is_not_kept_is_no_error(
     results = on_computers(2, flags | {"checkpoint_copies": 2}, run_id=lambda _: "r", **more)
     kind = {"finished": Path, "stopped": Interrupted, "not a number": NumericsError}[end]
     assert all(isinstance(result, kind) for result in results), results
-    (told,) = read_metrics(tmp_path / "run-0").warned if end != "not a number" else (None,)
+    history = read_metrics(tmp_path / "run-0")
+    assert history.ended is not None
+    # Who looks at the run later reads what its terminal has said.
+    assert history.ended.error == (str(results[0]) if end == "not a number" else None)
+    (told,) = history.warned if end != "not a number" else (None,)
     assert told is None or "there is no copy of the checkpoint on" in told.message
 
 

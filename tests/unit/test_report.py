@@ -338,6 +338,9 @@ def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
     text = to_markdown(page_of(run))
     assert "| What is tea? | A drink. | Aye, a drink. |" in text
     assert "| 60 | Once | upon a time |" in text
+    # Words begin at the left, numbers end at the right.
+    assert "| step | prompt | text |\n| --- | --- | --- |\n" in text
+    assert "|  | adapters (1 rank) |\n| --- | ---: |\n| ranks | 1 |\n" in text
     assert "other.json" not in text
     assert "earlier run" not in text
 
@@ -438,6 +441,10 @@ def test_a_failed_run_tells_why_even_without_metrics(
     run = write_run(tmp_path / "a", ended=RunEnded(60, "failed", 30.0))
     facts = read_facts(run, [failed])
     assert (facts.status, facts.reason) == ("failed", "rank 1 failed: out of memory (rank 1)")
+    # Without a supervisor, by what the run itself has written.
+    error = "the gradient is nan\n  what to do: lower --learning-rate"
+    alone = write_run(tmp_path / "alone", ended=RunEnded(60, "failed", 30.0, error=error))
+    assert read_facts(alone).reason == "the gradient is nan. What to do: lower --learning-rate"
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "events.jsonl").write_text(json.dumps(failed) + "\n")

@@ -60,6 +60,12 @@ CONTRAST = """() => {
   }
   return [...worst, count];
 }"""
+# Names of tables that end outside of what can be seen without scrolling.
+CUT_OFF = """() => [...document.querySelectorAll("caption")].filter(caption => {
+  const text = document.createRange();
+  text.selectNodeContents(caption);
+  return text.getBoundingClientRect().right > caption.closest(".scroll").getBoundingClientRect().right + 1;
+}).map(caption => caption.textContent)"""
 # Of each canvas how many pixels differ from the commonest one, and how many colours are strong.
 PIXELS = """() => [...document.querySelectorAll("[data-chart]")].map(host => {
   const canvas = host.querySelector("canvas");
@@ -145,6 +151,7 @@ def test_a_person_can_read_it(
     assert [url for url in seen.requests if not url.startswith(("file:", "data:"))] == []
     # Nothing is wider than the screen, but for tables, which scroll by themselves.
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CUT_OFF) == []
     ratio, where, count = page.evaluate(CONTRAST)
     assert count > 100
     assert ratio >= 4.5, where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,20 @@ def test_other_samples_are_said_above_the_table(
     page = page_of(run_with(tmp_path / "a1"), run_with(tmp_path / "b1", tokens, **options))
     said = f"The runs were validated on different samples ({why}): their validation losses cannot be compared."
     assert page.sections[0].told == said
-    assert said in to_html(page)
+    assert said in re.sub("<[^>]*>", "", to_html(page))
     assert "The runs were validated on different samples" in to_markdown(page)
+
+
+@pytest.mark.parametrize(("params", "unlike"), [(7_000_000, True), (None, False)])
+def test_models_of_other_sizes_are_said_above_the_table(
+    tmp_path: Path, params: int | None, unlike: bool
+) -> None:
+    one, other = run_with(tmp_path / "a1"), run_with(tmp_path / "b1")
+    file = other / "metrics.jsonl"
+    text = re.sub(r'"total_params": \d+', lambda it: f'"total_params": {params}', file.read_text())
+    if params is not None:
+        file.write_text(text)
+    assert ("7 M parameters" in page_of(one, other).sections[0].told) is unlike
 
 
 @pytest.mark.parametrize(

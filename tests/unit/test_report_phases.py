@@ -68,7 +68,7 @@ def test_reports_of_rank_0(tmp_path: Path) -> None:
     assert chart.top == pytest.approx(1.08 * 0.5)
     assert not chart.wide
     assert "compute: from 0.35 s at step 5 to 0.35 s at 15" in chart.described
-    assert chart.table.rows[0] == ("5", "0.005 s", "0.35 s", "0 s", "0.145 s", "0.5 s")
+    assert chart.table.rows[0] == ("5", "5 ms", "0.35 s", "0 s", "0.145 s", "0.5 s")
 
 
 def test_samples_of_each_rank(tmp_path: Path, pattern: Sample) -> None:

@@ -439,9 +439,9 @@ def test_the_command_says_what_it_has_done(hosts: Hosts) -> None:
     for name in "ab":
         assert f"  {hosts.home(name)}/over there/model/weights\n" in dry.output
     done = command("--hostfile", hostfile, "--model", "model", "--data", "data", "--chain")
-    assert "4 files, 3 MB" in done.output
-    assert "a: 4 files, 3 MB received from this computer, done after" in done.output
-    assert "b: 4 files, 3 MB received from a, done after" in done.output
+    assert "4 files, 3.2 MB" in done.output
+    assert "a: 4 files, 3.2 MB received from this computer, done after" in done.output
+    assert "b: 4 files, 3.2 MB received from a, done after" in done.output
     again = command("--hostfile", hostfile, "--model", "model", "--data", "data")
     assert again.output.splitlines()[1:] == [
         "a: has everything already",

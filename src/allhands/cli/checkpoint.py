@@ -204,11 +204,15 @@ def _show(checkpoint: Checkpoint) -> None:
             _listed((f"  {_printable(name)}", json.dumps(value)) for name, value in changed.items())
         )
     console.print("\nfiles")
-    for name, file in checkpoint.files.items():
-        console.print(
-            f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}",
-            soft_wrap=True,
+    files = [
+        (
+            f"  {_printable(name)}",
+            format_size(file.bytes),
+            f"sha256 {file.sha256[:_ID_DIGITS]}",
         )
+        for name, file in checkpoint.files.items()
+    ]
+    console.print(_listed(files))
     groups: dict[str, list[StoredArray]] = {}
     for array in checkpoint.arrays:
         groups.setdefault(array.name.partition(".")[0], []).append(array)

@@ -49,7 +49,7 @@ def run_divided(
         env: further variables of the ranks.
 
     Raises:
-        AllhandsError: the options do not fit together, or there is no such adapter.
+        AllhandsError: the options do not matchgether, or there is no such adapter.
     """
     launch = recognise_here()
     with rank_0_speaks_first(launch):

@@ -26,7 +26,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
         DataError: there is no run.
     """
     facts = read_facts(run)
-    signs, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
+    signs, compared = signs_of(facts.history, facts.samples, facts.config), comparison_of(facts)
     # A faster way to a ruined model is no advice.
     done = harm(facts.history)
     ruined = any(one.level == "bad" for one in done)

@@ -108,7 +108,7 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
             f"{' and '.join(given)} exclude each other",
             code="options-conflict",
             where=given[-1],
-            hint="give one of them",
+            hint="give one of them; a configuration file (-c) may have named the other one",
         )
     if devices and given and given != ["--link"]:
         hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"

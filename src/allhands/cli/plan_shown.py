@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -20,6 +22,7 @@ _PARTS = {
     "activations": "activ.",
     "logits": "logits",
 }
+_OTHER_COLUMNS = 32  # the width of those beside the ways to send less
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -155,9 +158,10 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
         "is waiting for the link. One of them computes a batch in "
         f"{_milliseconds(outlook.lines[0].prediction.step_s)}; with less to send all together take:"
     )
+    room = max(24, console.width - _OTHER_COLUMNS)
     rows = [
         {
-            "with": way.flags or "as it is",
+            "with": _in_rows(way.flags or "as it is", room),
             "a batch": _milliseconds(way.step_s),
             "waiting": _percent(way.exposed_s, way.step_s),
             "sent": format_size(way.sent_bytes),
@@ -170,6 +174,15 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
         "Each way changes the training, so none is chosen automatically. loss: increase of the validation loss of a "
         "small model after 2,000 steps (docs/slow-links.md); your model may differ, and ? was not measured\n"
     )
+
+
+def _in_rows(flags: str, width: int) -> str:
+    """Flags in rows of at most ``width``, each with its value; further rows are indented, so that
+    they are not read as a way of their own.
+    """
+    bound = re.sub(r" (?!--)", "\N{NO-BREAK SPACE}", flags)
+    rows = textwrap.fill(bound, width, subsequent_indent="    ", break_on_hyphens=False)
+    return rows.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _show_memory(console: Console, outlook: Outlook) -> None:

@@ -318,7 +318,7 @@ class _Screen:
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]
-        train = ["allhands", "train", "--train", "--model", model, "--data", out]
+        train = ["allhands", "train", "--model", model, "--data", out]
         if (
             Path(model).is_dir() and not (Path(model) / "config.json").exists()
         ):  # a tokenizer, of no model yet

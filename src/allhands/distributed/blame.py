@@ -292,9 +292,9 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
     if _are_ranks(names):
         return "the ranks disagree"
     if not misfits:
-        return f"{_listed(names)} do not fit together"
+        return f"{_listed(names)} do not matchgether"
     rest = [name for name in names if name not in misfits]
-    return f"{_listed(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit to {_listed(rest)}"
+    return f"{_listed(misfits)} {'does' if len(misfits) == 1 else 'do'} not match {_listed(rest)}"
 
 
 def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:

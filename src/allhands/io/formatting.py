@@ -38,10 +38,20 @@ def format_mark(number: float) -> str:
 
 
 def format_size(number: float) -> str:
-    """Size of a file, which may be small: ``17 B``, ``182.0 kB``, then as :func:`format_bytes`."""
+    """Size of a file, which may be small: ``17 B``, ``182.0 kB``, ``5.2 MB``, then as
+    :func:`format_bytes`.
+    """
     if number < 1000:
         return f"{number:.0f} B"
-    return f"{number / 1e3:.1f} kB" if number < 999_950 else format_bytes(number)
+    if number < 9.95e6:
+        return f"{number / 1e3:.1f} kB" if number < 999_950 else f"{number / 1e6:.1f} MB"
+    return format_bytes(number)
+
+
+def format_seconds(seconds: float) -> str:
+    """A measured time of three digits: ``12.6 s``, ``0.215 s``, ``7.18 ms``."""
+    small = 0.0 < abs(seconds) < 0.01
+    return f"{1e3 * seconds:.3g} ms" if small else f"{seconds:.3g} s"
 
 
 def format_memory(per_rank: Sequence[int]) -> str:
@@ -51,8 +61,8 @@ def format_memory(per_rank: Sequence[int]) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """``4.2``, ``213``, ``12345``."""
-    return f"{per_s:.{1 if per_s < 9.95 else 0}f}"
+    """``4.2``, ``213``, ``12,345``."""
+    return f"{per_s:,.{1 if per_s < 9.95 else 0}f}"
 
 
 def format_moment(time: float) -> str:

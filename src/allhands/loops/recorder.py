@@ -86,7 +86,10 @@ class Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt | Interrupted)
-        self._end("finished" if kind is None else "interrupted" if stopped else "failed")
+        if kind is None or stopped:
+            self._end("interrupted" if stopped else "finished")
+        else:
+            self._end("failed", f"{kind.__name__}: {error}")
 
     def log(
         self,
@@ -201,9 +204,12 @@ class Metrics:
             sink.emit(ValidReport(step, loss, 0, elapsed, 0.0, loss < self._best))
             self._best = min(self._best, loss)
 
-    def _end(self, reason: Literal["finished", "interrupted", "failed"]) -> None:
+    def _end(
+        self, reason: Literal["finished", "interrupted", "failed"], error: str | None = None
+    ) -> None:
         if self._sink is not None and not self._ended:
-            self._sink.emit(RunEnded(self._step, reason, time.monotonic() - self._begin))
+            took_s = time.monotonic() - self._begin
+            self._sink.emit(RunEnded(self._step, reason, took_s, error=error))
             self._sink.close()
         self._ended = True
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.io.formatting import format_bytes, format_rate, format_size
+from allhands.io.formatting import format_bytes, format_rate, format_seconds, format_size
 from allhands.observe.metrics import RunHistory, TrainReport, ValidReport
 from allhands.observe.monitor import Sample
 from allhands.observe.monitor.board import key_of
@@ -34,7 +34,7 @@ _SHOWN: dict[Unit, Callable[[float], str]] = {
     "size": format_size,
     "rate": format_rate,
     "small": "{:.3g}".format,
-    "seconds": "{:.3g} s".format,
+    "seconds": format_seconds,
     "loss": "{:.4f}".format,
 }
 
@@ -129,11 +129,12 @@ class Chart:
 
     def _description(self, line: Line) -> str:
         (first_x, first), (last_x, last) = line.known[0], line.known[-1]
-        begin = f"{self._height(first)} at {self.x_label.split(' (')[0]} {self._place(first_x)}"
+        axis, _, unit = self.x_label.removesuffix(")").partition(" (")
+        begin = f"{self._height(first)} at {axis} {self._place(first_x)}"
         if len(line.known) == 1:
-            return f"{line.label}: {begin}"
+            return f"{line.label}: {begin} {unit}".rstrip()
         heights = [y for _, y in line.known]
-        end = f"{self._height(last)} at {self._place(last_x)}"
+        end = f"{self._height(last)} at {self._place(last_x)} {unit}".rstrip()
         between = f"between {self._height(min(heights))} and {self._height(max(heights))}"
         return f"{line.label}: from {begin} to {end}, {between}"
 
@@ -320,7 +321,9 @@ def without_heights(chart: Chart, far: float) -> Chart:
         return chart
     top *= 1.08
     note = f"The axis is cut off at {_SHOWN[chart.unit](top)}; the table has what is above. "
-    return replace(chart, top=top, y_label=f"{chart.y_label}; cut off at {top:.3g}", note=note)
+    # Without what is in brackets, because the axis of a chart on a phone is short.
+    label = f"{chart.y_label.partition(' (')[0]}; cut off at {top:.3g}"
+    return replace(chart, top=top, y_label=label, note=note)
 
 
 def smooth(values: Floats) -> Floats:

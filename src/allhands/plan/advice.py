@@ -300,6 +300,8 @@ def _saved(at: Situation, judged: str) -> str:
     """Say what several computers would save, with a judgement of that."""
     if at.offer is None and at.inside is None:
         return "no other computer is named"
+    if at.saved_s <= 0.0:
+        return "several would take longer"
     return f"several would be done {format_duration(at.saved_s)} sooner: {judged}"
 
 

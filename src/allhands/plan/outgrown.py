@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from allhands.io.formatting import counted, format_duration
 from allhands.observe.metrics import RunHistory, RunStarted
@@ -28,13 +29,20 @@ class Sign:
     advice: str
 
 
-def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
-    """Return signs in the metrics of a run and in the monitor's samples; empty if all is well."""
+def signs_of(
+    history: RunHistory, samples: Sequence[Sample] = (), config: Mapping[str, Any] | None = None
+) -> list[Sign]:
+    """Return signs in the metrics of a run and in the monitor's samples; empty if all is well.
+
+    Args:
+        config: the options of the run by name, if they are known.
+    """
+    stages = bool(config) and (config.get("strategy") == "pipeline" or config.get("pp", 1) != 1)
     started = history.started
     if started is None or len(history.train) < _LEAST:
         return []
     signs = (
-        _of_steps(history, started, samples),
+        _of_steps(history, started, samples, stages=stages),
         _of_memory(samples),
         _of_faults(history),
         _of_length(history, started),
@@ -43,9 +51,9 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
 
 
 def _of_steps(
-    history: RunHistory, started: RunStarted, samples: Sequence[Sample]
+    history: RunHistory, started: RunStarted, samples: Sequence[Sample], *, stages: bool
 ) -> Iterator[Sign]:
-    """Parts of a step that are large, on the average."""
+    """Parts of a step that are large, on the average; ``stages``: the model is a pipeline."""
     reports = (
         history.train[1:] if len(history.train) > _LEAST else history.train
     )  # the first has the start in it
@@ -58,7 +66,15 @@ def _of_steps(
     several = started.num_ranks > 1
     if several and exchange > _EXCHANGE:
         told = f"{100 * exchange:.0f} % of a step was waiting for other ranks"
-        yield Sign(told, _of_exchange(started, step, exchange, _is_one_computer(samples)))
+        if stages:
+            # Rank 0 has other blocks than the others: its work says nothing of theirs.
+            yield Sign(
+                f"{told} (rank 0, the first stage)",
+                "a larger --batch-size has more micro-batches, and a pipeline waits less for each of them; "
+                "a model that one computer holds is often trained sooner without --strategy pipeline",
+            )
+        else:
+            yield Sign(told, _of_exchange(started, step, exchange, _is_one_computer(samples)))
     if data > _DATA:
         yield Sign(
             f"{100 * data:.0f} % of a step was waiting for data",

@@ -92,7 +92,7 @@ class Pipelined:
             for name, missing in zip(self.computers, self.missing, strict=True)
             if missing
         )
-        seconds = f"{self.step_s:.2g} s" if self.step_s < 10 else f"{self.step_s:,.0f} s"
+        seconds = f"{1e3 * self.step_s:,.0f} ms" if self.step_s < 10 else f"{self.step_s:,.0f} s"
         end = (
             f"does not fit: {short}"
             if short
@@ -103,7 +103,7 @@ class Pipelined:
             if len(set(self.computers)) == 1
             else " + ".join(self.computers)
         )
-        return f"{which}: split {blocks} layers, {memory}; {end}"
+        return f"{which}: split {blocks} blocks, {memory}; {end}"
 
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:

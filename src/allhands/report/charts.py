@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from allhands.io.formatting import format_seconds
 from allhands.io.pictures import PHASES, phase_colour
 from allhands.observe.charts import (
     NONE,
@@ -103,7 +104,10 @@ class Bars:
         rows: list[tuple[str, ...]] = []
         for label, parts in self.rows:
             total = sum(seconds for _, seconds in parts) or 1.0
-            cells = {name: f"{seconds:.3g} s ({seconds / total:.0%})" for name, seconds in parts}
+            cells = {
+                name: f"{format_seconds(seconds)} ({seconds / total:.0%})"
+                for name, seconds in parts
+            }
             rows.append((label, *(cells.get(name, NONE) for name in self.parts)))
         return Grid(self.title, ("", *self.parts), tuple(rows))
 

@@ -1,9 +1,10 @@
-"""Check that compared validation losses were measured on the same samples."""
+"""Check that compared losses were measured on the same samples, and speeds on the same model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from allhands.io.formatting import format_count
 from allhands.report.facts import ReportFacts
 
 # Options that say which tokens a validation is about; the number of its examples is the product of
@@ -43,3 +44,13 @@ def unlike_validations(runs: Sequence[ReportFacts]) -> str:
     else:
         return ""
     return f"The runs were validated on different samples ({why}): their validation losses cannot be compared."
+
+
+def unlike_models(runs: Sequence[ReportFacts]) -> str:
+    """Say that the runs train models of different sizes; empty if they do not."""
+    started = [run.history.started for run in runs]
+    sizes = sorted({one.total_params for one in started if one is not None and one.total_params})
+    if len(sizes) < 2:
+        return ""
+    told = " and ".join(dict.fromkeys(map(format_count, sizes)))
+    return f"The runs train models of different sizes ({told} parameters): their losses and speeds cannot be compared."

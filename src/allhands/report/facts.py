@@ -193,7 +193,7 @@ def _config(directory: Path, notes: list[str], *, goes_on: bool) -> dict[str, An
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     if not goes_on:  # they are written with the first weights
         notes.append(
-            "Its options are not known: there is no adapter_config.json and no checkpoint."
+            "Its options are not known: they are written at the first save, and there was none."
         )
     return {}
 

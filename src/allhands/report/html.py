@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from allhands.io.pictures import RUNS, luminance, palettes, phase_colour
 from allhands.report.charts import Bars
@@ -19,6 +20,7 @@ MARK = '<meta name="generator" content="allhands report">'
 # Text that is darker than this part of white stands out from the colour behind it more than white
 # text does.
 _BRIGHT = 0.18
+_FLAG = re.compile(r"(?<![\w-])--?[a-z][a-z0-9-]*")
 _NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
@@ -59,8 +61,14 @@ def _environment() -> Environment:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset)
     )
+    environment.filters["flags"] = _flags
     environment.globals.update(bar_parts=_bar_parts, part_class=_part_class, run_class=_run_class)  # pyright: ignore[reportArgumentType]
     return environment
+
+
+def _flags(text: str) -> Markup:
+    """Text in which no line ends within the name of an option."""
+    return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', str(escape(text))))
 
 
 def in_script(value: object) -> str:

@@ -6,10 +6,11 @@ import html
 import re
 from collections.abc import Iterator
 
-from allhands.observe.charts import Grid
+from allhands.observe.charts import NONE, Grid
 from allhands.report.page import Page, RunPart, Section
 
 MARK = "<!-- allhands report -->"
+_NUMBER = re.compile(r"[-+<]?\d")
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
 
 
@@ -55,9 +56,15 @@ def _section(section: Section) -> Iterator[str]:
 
 def _grid(grid: Grid) -> Iterator[str]:
     yield _row(grid.head)
-    yield "| --- |" + " ---: |" * (len(grid.head) - 1)
+    columns = list(zip(*grid.rows, strict=True))[1:]
+    yield "| --- |" + "".join(" ---: |" if _numeric(cells) else " --- |" for cells in columns)
     yield from map(_row, grid.rows)
     yield ""
+
+
+def _numeric(cells: tuple[str, ...]) -> bool:
+    """True if no cell of a column is words; what begins as a number is one, with its unit."""
+    return all(_NUMBER.match(cell) for cell in cells if cell not in ("", NONE))
 
 
 def _row(cells: tuple[str, ...]) -> str:

@@ -27,7 +27,7 @@ from allhands.report.charts import (
     step_bars,
     step_charts,
 )
-from allhands.report.compared import unlike_validations
+from allhands.report.compared import unlike_models, unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
 from allhands.report.verdict import words_of
@@ -115,7 +115,13 @@ def make_page(
     finished = map(_finished, _sections(named, measures))
     sections = [section for section in finished if section.charts or section.bars or section.grids]
     made = "" if now is None else f"{form.format_moment(now)[:-3]} UTC"
-    return Page(title or " and ".join(labels), made, parts, tuple(sections))
+    return Page(title or _listed(labels), made, parts, tuple(sections))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _finished(section: Section) -> Section:
@@ -144,7 +150,7 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
 def _part(run: _Run, colour: int) -> RunPart:
     facts, history = run.facts, run.facts.history
     found = judge_run(history, is_over=facts.status != "going on")
-    for sign in signs_of(history, facts.samples):
+    for sign in signs_of(history, facts.samples, facts.config):
         found.append(
             Judgement(
                 "time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."
@@ -188,7 +194,8 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
         )
     rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
     times = Grid(caption, ("", *labels), tuple(rows))
-    yield Section("times", title, unlike_validations(facts), "Figures", grids=(times,))
+    unlike = unlike_models(facts) or unlike_validations(facts)
+    yield Section("times", title, unlike, "Figures", grids=(times,))
     losses = list(loss_charts(labels, histories))
     if len(losses) % 2:
         losses[0] = replace(losses[0], wide=True)
@@ -381,10 +388,14 @@ def _data(run: ReportFacts) -> dict[str, object]:
     test_loss = history.ended and history.ended.test_loss
     names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
     prepared = [
-        f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared
+        f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
+        for name in names
+        if name in run.prepared
     ]
+    packed = history.started is not None and history.started.method == "pre-training"
+    rows = "rows" if packed else "examples"
     return {
-        "training examples": history.started and _count(history.started.num_train_examples),
+        f"training {rows}": history.started and _count(history.started.num_train_examples),
         "trained tokens": last and _count(last.trained_tokens),
         "epochs": last and math.isfinite(last.epoch) and f"{last.epoch:.2f}",
         "tokens of a validation": _count(validated),
@@ -393,6 +404,11 @@ def _data(run: ReportFacts) -> dict[str, object]:
         "prepared from": ", ".join(prepared),
         **{name: _option(run.config.get(name)) for name in _DATA},
     }
+
+
+def _in_thousands(value: object) -> str:
+    """A number of a file that anybody may have written, as it is if it is none."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _count(number: int) -> str:

@@ -44,7 +44,10 @@ def verdict_of(
     lives = known and not board.over(now, gone_here(board))
     # Until a run that goes on has written that it does, its file still tells of the end before.
     if (ended := history.ended) is not None and not (lives and written < board.began):
-        return Verdict(ended.reason, _cause(journal) if ended.reason == "failed" else "")
+        if ended.reason != "failed":
+            return Verdict(ended.reason)
+        error = (ended.error or "").replace("\n  what to do:", ". What to do:")
+        return Verdict(ended.reason, error or _cause(journal))
     if ended is None and (last := _last_word(history, journal, board)) is not None:
         return last
     if lives or (not known and now - written < _FRESH_S):

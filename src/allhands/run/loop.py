@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -124,7 +124,10 @@ class TrainLoop:
                 if isinstance(error, Interrupted)
                 else self._keep_suspect(error)
             )
-            self._tell_end("interrupted" if isinstance(told, Interrupted) else "failed")
+            if isinstance(told, Interrupted):
+                self._tell_end("interrupted")
+            else:
+                self._tell_end("failed", str(told))
             raise told from None
         except Regroup:
             self.beat("end", self.state.step)
@@ -132,8 +135,8 @@ class TrainLoop:
         except KeyboardInterrupt:  # of a person's own process, at once
             self._tell_end("interrupted")
             raise
-        except AllhandsError:
-            self._tell_end("failed")
+        except AllhandsError as error:
+            self._tell_end("failed", str(error))
             raise
 
     def _train(self) -> RunEnded:
@@ -559,12 +562,12 @@ class TrainLoop:
         self.beat("reduce", self.state.step)
         return votes(self.communicator, flag) > 0
 
-    def _tell_end(self, reason: EndReason) -> None:
+    def _tell_end(self, reason: EndReason, error: str | None = None) -> None:
         """Tell sinks that the run is over, in the phase in which ranks may take long: for curves,
         say.
         """
         self.beat("end", self.state.step)
-        self.sink.emit(self._ended(reason))
+        self.sink.emit(replace(self._ended(reason), error=error))
 
     def _ended(self, reason: EndReason) -> RunEnded:
         state, took_s = self.state, time.perf_counter() - self.state.began

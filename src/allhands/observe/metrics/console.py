@@ -248,6 +248,7 @@ def banner(started: RunStarted) -> list[str]:
     )
     iterations = "" if batches == started.total_steps else f" ({counted(batches, 'iteration')})"
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
+    noun = "row" if started.method == "pre-training" else "example"
     place = f": {started.resumed_from}" if started.resumed_from else ""
     resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
     return [
@@ -257,8 +258,8 @@ def banner(started: RunStarted) -> list[str]:
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
         f"ranks       {started.num_ranks}{backend}{cores}",
         f"batch size  {counted(started.batch_size, 'sample')} {of_step}",
-        f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, 'example')}"
-        f" ({epochs:.1f} epochs)",
+        f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, noun)}"
+        f" ({epochs:{'.1f' if epochs >= 0.095 else '.1g'}} epochs)",
         *resumed,
     ]
 

@@ -278,6 +278,7 @@ class RunEnded:
         best_valid_loss: this loss.
         test_loss: loss on the test set, with ``--test``.
         iteration: iterations done.
+        error: message of the error that ended the run, if it failed.
     """
 
     step: int
@@ -287,6 +288,7 @@ class RunEnded:
     best_valid_loss: float | None = None
     test_loss: float | None = None
     iteration: int | None = None
+    error: str | None = None
 
 
 StepReport: TypeAlias = (

@@ -9,6 +9,9 @@ var allhandsCharts = (function () {
     "M0 1L1 -.8H-1Z", "M-.35 -1H.35V-.35H1V.35H.35V1H-.35V.35H-1V-.35H-.35Z",
     "M-1 -.5L-.5 -1L0 -.5L.5 -1L1 -.5L.5 0L1 .5L.5 1L0 .5L-.5 1L-1 .5L-.5 0Z",
   ];
+  // Between marks of an axis of whole numbers.
+  var WHOLE = [];
+  for (var power = 1; power < 1e15; power *= 10) WHOLE.push(power, 2 * power, power > 1 ? 2.5 * power : 3, 5 * power);
   var APART = 110;  // pixels between the marks of a line
   var drawn = [];
 
@@ -53,13 +56,16 @@ var allhandsCharts = (function () {
     }
     if (unit === "size") {
       if (value < 1e3) return value.toFixed(0) + " B";
-      return value < 999950 ? (value / 1e3).toFixed(1) + " kB" : shown("bytes", value);
+      if (value < 999950) return (value / 1e3).toFixed(1) + " kB";
+      return value < 9.95e6 ? (value / 1e6).toFixed(1) + " MB" : shown("bytes", value);
     }
-    if (unit === "rate") return value < 9.95 ? value.toFixed(1) : value.toFixed(0);
+    if (unit === "rate") return value < 9.95 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
     if (unit === "small") {
       return value !== 0 && Math.abs(value) < 1e-3 ? Number(value.toPrecision(3)).toExponential() : digits(value, 3);
     }
-    if (unit === "seconds") return digits(value, 3) + " s";
+    if (unit === "seconds") {
+      return value !== 0 && Math.abs(value) < 0.01 ? digits(1e3 * value, 3) + " ms" : digits(value, 3) + " s";
+    }
     return value.toFixed(4);
   }
 
@@ -74,11 +80,18 @@ var allhandsCharts = (function () {
     return size >= 1e4 ? digits(number / 1e3, 4) + " k" : digits(number, 6);
   }
 
+  // A round number of bytes at an axis, with the digits that it has.
+  function bytesMark(value) {
+    var size = Math.abs(value);
+    if (size < 1e6) return size < 1e3 ? digits(value, 4) + " B" : digits(value / 1e3, 4) + " kB";
+    return size < 999.5e6 ? digits(value / 1e6, 4) + " MB" : digits(value / 1e9, 4) + " GB";
+  }
+
   function ticks(unit) {
     return function (u, values) {
       return values.map(function (value) {
         if (value === null) return "";
-        if (unit === "bytes" || unit === "size") return shown(unit, value);
+        if (unit === "bytes" || unit === "size") return bytesMark(value);
         if (unit === "small" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
         return short(value);
       });
@@ -223,8 +236,9 @@ var allhandsCharts = (function () {
     var grid = { stroke: function () { return theme("grid"); }, width: 1 };
     var font = "12px system-ui, sans-serif";
     var common = { stroke: ink, grid: grid, ticks: grid, font: font, labelFont: font };
+    var whole = chart.whole ? { incrs: WHOLE } : {};
     return [
-      Object.assign({ label: chart.x, labelSize: 20, size: 34, space: 70, values: ticks("count") }, common),
+      Object.assign({ label: chart.x, labelSize: 20, size: 34, space: 55, values: ticks("count") }, whole, common),
       Object.assign({ label: chart.y, labelSize: 20, size: room, values: ticks(chart.unit) }, common),
     ];
   }
@@ -237,6 +251,8 @@ var allhandsCharts = (function () {
   }
 
   function legend(u, chart, list) {
+    var named = chart.lines.filter(function (line) { return !line.faint; });
+    if (named.length < 2) return;  // nothing to tell apart, and nothing else to see
     chart.lines.forEach(function (line, number) {
       if (line.faint) return;
       var item = document.createElement("li"), button = document.createElement("button");
@@ -391,7 +407,7 @@ var allhandsCharts = (function () {
   }
 
   return {
-    draw: draw, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
+    draw: draw, shown: shown, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
   };
 })();
 if (document.getElementById("charts")) allhandsCharts.drawAll();

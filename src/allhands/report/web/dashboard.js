@@ -100,7 +100,7 @@
     field(row, "step", run.step + (run.total_steps ? " of " + run.total_steps : ""));
     field(row, "training loss", number(run.loss, 3));
     field(row, "validation loss", number(run.valid_loss, 3));
-    field(row, "tokens/s", number(run.tokens_per_s, 0));
+    field(row, "tokens/s", allhandsCharts.shown("rate", run.tokens_per_s));
     field(row, "training time", duration(run.trained_s)).className = "more";
     field(row, "memory", bytes(run.memory_bytes)).className = "more";
     field(row, "ranks", run.ranks === null ? "–" : String(run.ranks)).className = "more";
@@ -250,7 +250,9 @@
       first = false;
       showRuns(runs);
       var going = runs.filter(function (run) { return run.status === "going on"; }).length;
-      say(runs.length ? runs.length + (runs.length === 1 ? " run, " : " runs, ") + going + " going on" : "There are no runs here yet.");
+      say(runs.length ? runs.length + (runs.length === 1 ? " run, " : " runs, ") + going + " going on"
+        : "There are no runs below this directory yet. A run appears on this page as soon as its training starts.");
+      document.getElementById("list").hidden = !runs.length;
       var section = document.getElementById("chosen");
       chosen = new Set(Array.from(chosen).filter(function (name) {
         return known.some(function (run) { return run.name === name; });
