@@ -73,11 +73,12 @@ def program() -> str:
     # one's depth for the other's.
     with _ONE_AT_A_TIME:
         if not _TEXT:
-            _TEXT.append(_joined())
+            _TEXT.append(joined_text())
         return _TEXT[0]
 
 
-def _joined() -> str:
+def joined_text() -> str:
+    """Join the modules of the program to one text."""
     import ast
     from pathlib import Path
 
