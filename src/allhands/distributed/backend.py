@@ -451,11 +451,7 @@ def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
 
 
 def check_build(backend: str) -> None:
-    """Refuse a back-end that the installed MLX lacks.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Refuse a back-end that the installed MLX lacks, by a ConfigError."""
     if backend in _BUILDS and not mx.distributed.is_available(backend):
         raise ConfigError(
             f"MLX on {socket.gethostname()} is a build without {backend}",
@@ -466,18 +462,12 @@ def check_build(backend: str) -> None:
 
 
 def initialise_group(backend: str, size: int) -> Any:
-    """Return MLX's group of this process.
-
-    Raises:
-        DistributedError: MLX cannot form it.
-    """
+    """Return MLX's group; a DistributedError says why there is none."""
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
-        problem = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
-        raise DistributedError(
-            problem, code="backend-not-connected", hint=_HINTS[backend]
-        ) from None
+        text = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
+        raise DistributedError(text, code="backend-not-connected", hint=_HINTS[backend]) from None
 
 
 _BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}
