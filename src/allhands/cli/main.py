@@ -12,7 +12,6 @@ from allhands.cli import commands
 from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.errors import AllhandsError, ConfigError, in_our_words, without_import
-from allhands.io.files import storage_error_of
 from allhands.io.paths import check_variables
 from allhands.io.terminal import tell
 
@@ -139,6 +138,8 @@ def _exit_of(error: Exception) -> int | None:
     if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
         # Files of ours are written by functions that say which one it is: what is left is the
         # output itself.
+        from allhands.io.files import storage_error_of
+
         _silence_output()
         told = storage_error_of(error, "standard output")
         print_error(told)

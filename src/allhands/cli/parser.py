@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from allhands.cli.option_groups import GROUPS, OTHERS
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path, require_words
 
@@ -45,6 +44,8 @@ class Command(TyperCommand):
         if not any(getattr(option, "rich_help_panel", None) for option in self.params):
             super().format_options(ctx, formatter)
             return
+        from allhands.cli.option_groups import GROUPS, OTHERS
+
         sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, OTHERS)}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx)

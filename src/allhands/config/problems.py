@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from allhands.config.aliases import ALIASES
-from allhands.config.yaml_files import keys_of
 from allhands.errors import ConfigError, in_our_words
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ def canonical_key(raw: Any) -> str:
 
 def place_in_yaml(path: str | Path, key: str) -> str:
     """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    from allhands.config.yaml_files import keys_of
+
     found = next((one for one in keys_of(path) if canonical_key(one[0]) == key), None)
     return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
 

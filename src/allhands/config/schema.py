@@ -19,7 +19,6 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
 from allhands.config.combinations import refuse_combinations
 from allhands.config.nested import HfDataset, LoraParameters, LrSchedule, Strict
-from allhands.config.optimizer_arguments import checked_arguments
 from allhands.config.problems import canonical_key, explained, place_in_yaml
 from allhands.config.values import (
     LocalPath,
@@ -29,7 +28,6 @@ from allhands.config.values import (
     parse_size,
     parse_weights,
 )
-from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path
 
@@ -437,6 +435,10 @@ class TrainConfig(Strict):
     def _arguments_of_optimizers(
         cls, value: dict[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
+        from allhands.config.optimizer_arguments import (
+            checked_arguments,
+        )  # the help has no use for it
+
         return {name: checked_arguments(name, arguments) for name, arguments in value.items()}
 
     @field_validator("report_to")
@@ -498,6 +500,8 @@ def build_config(
     Raises:
         ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
     """
+    from allhands.config.yaml_files import read_yaml
+
     yaml_file = local_path(yaml_file, "--config") if yaml_file else None
     content = read_yaml(yaml_file) if yaml_file else {}
     notes = take_outdated(content)
