@@ -308,7 +308,7 @@ class _Twice:
 def test_a_sum_without_the_others_is_found_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(backend, "_initialise", lambda *_: _Twice())
+    monkeypatch.setattr(backend, "initialise_group", lambda *_: _Twice())
     monkeypatch.setattr(backend.MlxGroup, "all_sum", lambda _, array: 2 * array)
     with pytest.raises(DistributedError) as found:
         backend.connect(name, 2, 1)
@@ -319,8 +319,8 @@ def test_a_sum_without_the_others_is_found_at_once(
 def test_a_gathering_with_a_wrong_half_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a ring of JACCL."""
     whole = backend.mx.arange(2 << 15)
-    monkeypatch.setattr(backend, "_initialise", lambda *_: _Twice())
-    monkeypatch.setattr(backend, "_check_first_sum", lambda _: None)
+    monkeypatch.setattr(backend, "initialise_group", lambda *_: _Twice())
+    monkeypatch.setattr(backend, "check_first_sum", lambda _: None)
     for right, found in ((True, whole), (False, whole % (3 << 14))):
         monkeypatch.setattr(backend.MlxGroup, "all_gather", lambda *_, found=found: found)
         if right:

@@ -33,7 +33,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         made = make_session()
-        monkeypatch.setattr(supervised, "_session", lambda: made)
+        monkeypatch.setattr(supervised, "this_session", lambda: made)
 
     begin()
     return begin

@@ -56,7 +56,7 @@ def test_every_kernel_is_accepted(name: str, constants: dict[str, float], dtype:
     if name in ("dequantize", "swiglu_adapted", "swiglu_adapted_vjp") and dtype == mx.float32:
         return  # for half precision alone
     full, text = kernels.source(name, dtype, tuple(constants.items()))
-    code = build._build(text, ["--gpu-architecture=sm_90", "--std=c++17"])
+    code = build.compile_program(text, ["--gpu-architecture=sm_90", "--std=c++17"])
     assert code.startswith(b"\x7fELF")
     assert full.encode() in code
 
@@ -86,8 +86,8 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return f"code of {source} for {options[0]}".encode()
 
     monkeypatch.setenv("ALLHANDS_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_build", compiler)
-    monkeypatch.setattr(build, "_version", lambda: (13, 0))
+    monkeypatch.setattr(build, "compile_program", compiler)
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
     return asked
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from computers import cluster, host
 
-from allhands.cluster import netbench
+from allhands.cluster.doctor import measured as doctor
 from allhands.cluster.doctor.facts import Tree
 from allhands.cluster.doctor.measured import measured, trained_parameters
 from allhands.cluster.figures import Failure, Figures, Measurement, Timing
@@ -71,7 +71,7 @@ def test_figures_are_taken_over(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
         "ring", links[0], links, (Failure(("node3",), ("node2", "node3"), "no answer", "look"),)
     )
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(netbench, "measure", lambda *arguments: asked.append(arguments) or answer)
+    monkeypatch.setattr(doctor, "measure", lambda *arguments: asked.append(arguments) or answer)
     tree = Tree(role="model", source="m", path=str(tiny_model))
     found = measured(
         HOSTS,
@@ -104,7 +104,7 @@ def test_speeds_are_those_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
             Figures(("node1", "node2"), 3, "ring", tuple(timings), speeds).as_json()
         )
         monkeypatch.setattr(
-            netbench, "measure", lambda *arguments, whole=whole: Measurement("ring", whole)
+            doctor, "measure", lambda *arguments, whole=whole: Measurement("ring", whole)
         )
         assert measured(hosts, cluster(), lambda words: None).speeds == expected
         assert Figures.from_json(whole.as_json()) == whole
@@ -114,7 +114,7 @@ def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*arguments: object) -> Measurement:
         raise ConfigError("no such thing", code="any-fault", hint="another")
 
-    monkeypatch.setattr(netbench, "measure", refuse)
+    monkeypatch.setattr(doctor, "measure", refuse)
     found = measured(HOSTS, cluster(), lambda words: None)
     assert [(failure.hosts, failure.message) for failure in found.failures] == [
         (("node1", "node2", "node3"), "no such thing")

@@ -133,7 +133,7 @@ def test_each_fault_is_told_of_its_host_and_holds_up_no_other() -> None:
 @pytest.mark.usefixtures("remote")
 def test_the_probe_is_composed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, most = threading.Semaphore(1), []
-    compose = probe._joined
+    compose = probe.joined_text
 
     def joined() -> str:
         most.append(busy.acquire(blocking=False))
@@ -142,7 +142,7 @@ def test_the_probe_is_composed_by_one_thread_at_a_time(monkeypatch: pytest.Monke
         return compose()
 
     monkeypatch.setattr(probe, "_TEXT", [])
-    monkeypatch.setattr(probe, "_joined", joined)
+    monkeypatch.setattr(probe, "joined_text", joined)
     assert found(asked("good1", "good2", "good3")[1]) == []
     assert most == [True]
 

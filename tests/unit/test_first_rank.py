@@ -200,9 +200,9 @@ def test_connecting_begins_with_that(name: str, monkeypatch: pytest.MonkeyPatch)
     def initialise(*_: object) -> None:
         raise Began
 
-    monkeypatch.setattr(backend, "_check_build", lambda _: None)
+    monkeypatch.setattr(backend, "check_build", lambda _: None)
     monkeypatch.setattr(backend, "reach_first", lambda host, *_: done.append(host))
-    monkeypatch.setattr(backend, "_initialise", initialise)
+    monkeypatch.setattr(backend, "initialise_group", initialise)
     for variable, value in (
         ("NCCL_HOST_IP", "10.0.0.1"),
         ("NCCL_PORT", "5"),

@@ -358,8 +358,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The variables that this process was started with, of which MLX is not known to have read any."""
     begun = dict[str, str]()
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(jit_cache, "_switched_off", set[str]())
-    monkeypatch.setattr(jit_cache, "_environ_at_start", lambda: begun)
+    monkeypatch.setattr(jit_cache, "switched_off", set[str]())
+    monkeypatch.setattr(jit_cache, "environ_at_start", lambda: begun)
     return begun
 
 
@@ -425,7 +425,7 @@ def test_sums_in_order_cannot_be_asked_for_after_the_first(started: dict[str, st
 
 
 def test_the_variables_of_the_start_are_known(tmp_path: Path) -> None:
-    code = "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache as j; e = j._environ_at_start()"
+    code = "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache as j; e = j.environ_at_start()"
     environ = {**os.environ, "GIVEN": "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print(e.get('GIVEN'), e.get('ADDED'))"],

@@ -224,10 +224,10 @@ def test_a_group_keeps_its_stream_when_it_is_joined_again(
     """As by a second training of one program; NCCL sends on a stream of its own, from any thread
     that joins.
     """
-    for part in ("_check_build", "_check_first_sum", "_check_first_gathering", "launch_directly"):
+    for part in ("check_build", "check_first_sum", "check_first_gathering", "launch_directly"):
         monkeypatch.setattr(backend, part, lambda *_, **__: None)
-    monkeypatch.setattr(backend, "_initialise", lambda *_: _Group())
-    monkeypatch.setattr(backend, "_device_of", lambda name: "cpu")
+    monkeypatch.setattr(backend, "initialise_group", lambda *_: _Group())
+    monkeypatch.setattr(backend, "device_of", lambda name: "cpu")
     monkeypatch.setattr(backend, "exchange_stream", cache(backend.ExchangeStream))
 
     def joined() -> tuple[Any, Any]:

@@ -141,7 +141,13 @@ def test_a_run_with_the_flags_together_is_held_to_their_own_line(
     ways = {"as it is": "", "checkpointing": "--grad-checkpoint"}
     ways["checkpointing, micro-batches of 2048"] = f"{BOTH} 2048"
     memory = [
-        {"name": name, "ranks": 1, "rank_bytes": 400_000_000 + place, "flags": flags}
+        {
+            "name": name,
+            "ranks": 1,
+            "rank_bytes": 400_000_000 + place,
+            "flags": flags,
+            "strategy": "data",
+        }
         for place, (name, flags) in enumerate(ways.items())
     ]
     plan: dict[str, Any] = {

@@ -224,7 +224,13 @@ def test_a_step_is_measured_where_no_shape_was_new(tmp_path: Path) -> None:
 def test_a_plan_is_held_to_what_a_rank_needed_not_to_what_it_took(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ranks=1)
     write_samples(run, ranks=1)
-    memory = {"name": "as it is", "ranks": 1, "rank_bytes": 400_000_000, "flags": ""}
+    memory = {
+        "name": "as it is",
+        "ranks": 1,
+        "rank_bytes": 400_000_000,
+        "flags": "",
+        "strategy": "data",
+    }
     keep_plan(run, kept(memory=[memory]))
     history = read_metrics(run)
     history = replace(

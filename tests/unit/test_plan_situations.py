@@ -298,8 +298,8 @@ def test_cores_of_others_are_those_that_this_process_has_not_used(
         return now[0]
 
     monkeypatch.setattr(plan_noise.time, "monotonic", clock)
-    monkeypatch.setattr(plan_noise, "_busy_s", lambda: now[1])
-    monkeypatch.setattr(plan_noise, "_own_s", lambda: now[2])
+    monkeypatch.setattr(plan_noise, "cores_busy_s", lambda: now[1])
+    monkeypatch.setattr(plan_noise, "own_busy_s", lambda: now[2])
     with plan_noise.watched() as watch:
         assert isinstance(watch, LoadWatch)
     # 15 s of the cores in 10 s, of which 5 were this process's.

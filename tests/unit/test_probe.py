@@ -23,6 +23,7 @@ from allhands.cluster.probes import computer
 
 SOURCE = Path(probe.__file__).parent
 PARTS = (*sorted((SOURCE / "probes").glob("*.py")), SOURCE / "probe.py")
+TOLD = {"versions", *(part.stem for part in PARTS)}  # modules whose text is sent
 TOKEN = "0123456789abcdef"
 
 
@@ -81,7 +82,10 @@ def test_parts_need_the_standard_library_of_python_39_only(path: Path) -> None:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for name in names:
-            assert name.split(".")[0] in {*sys.stdlib_module_names, "allhands"}, f"{path}: {name}"
+            package, _, module = name.partition(".")
+            # What another module of allhands has is not in the text.
+            told = package == "allhands" and module.rpartition(".")[2] in TOLD
+            assert told or package in sys.stdlib_module_names, f"{path}: {name}"
         # Of a program on another Python's behalf: strict= of zip is of 3.10, match too.
         assert not isinstance(node, ast.Match)
         assert not (isinstance(node, ast.keyword) and node.arg == "strict")
@@ -147,7 +151,7 @@ def test_any_python_answers_or_says_that_it_is_old(python: str) -> None:
 # --- facts ----------------------------------------------------------------------------------------
 
 
-# Macs have other names of interfaces, no boot id, and no limits or affinity that psutil can read.
+# Macs have other names of interfaces, no boot id, and no affinity that psutil can read.
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="compares with files of Linux")
 
 
@@ -180,7 +184,6 @@ def test_memory_and_cores_are_psutils(facts: HostFacts) -> None:
     assert 0 < facts.memory.free <= facts.memory.total
     assert facts.processor.count == psutil.cpu_count()
     assert facts.processor.usable == len(psutil.Process().cpu_affinity() or [])
-    assert facts.limits.files == psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0]
 
 
 @on_linux
@@ -214,8 +217,6 @@ def test_system_python_and_packages(facts: HostFacts) -> None:
     for name in ("allhands", "mlx", "mlx-lm"):
         assert facts.version(name) == importlib.metadata.version(name)
     assert facts.starts is None
-    assert facts.variables[:1] == ("MLX_RANK",)
-    assert "NCCL_DEBUG" in facts.variables
 
 
 @on_linux

@@ -247,7 +247,7 @@ def test_one_flipped_bit_is_noticed(
     content[len(content) // 2] ^= 1
     damaged(file, bytes(content))
     if boot == "other":
-        monkeypatch.setattr(store, "_boot", lambda: "after")
+        monkeypatch.setattr(store, "this_boot", lambda: "after")
     assert_rebuilt()
 
 
@@ -317,7 +317,7 @@ def test_sums_are_computed_once_a_boot(
     make()
     open_store("k", 100, never)
     assert hashed == []
-    monkeypatch.setattr(store, "_boot", lambda: "after")
+    monkeypatch.setattr(store, "this_boot", lambda: "after")
     assert not open_store("k", 100, never).built
     assert sorted(hashed) == sorted(f"{name}.bin" for name in ARRAYS)
     hashed.clear()
@@ -351,15 +351,15 @@ def test_a_store_that_vanishes_while_it_is_opened_is_built(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make()
-    original = store._stamp
+    original = store.file_stamp
 
     def after_removal(file: Path) -> list[int]:
         # Another process replaces the store at this moment.
         shutil.rmtree(cache / "k", ignore_errors=True)
-        monkeypatch.setattr(store, "_stamp", original)
+        monkeypatch.setattr(store, "file_stamp", original)
         return original(file)
 
-    monkeypatch.setattr(store, "_stamp", after_removal)
+    monkeypatch.setattr(store, "file_stamp", after_removal)
     assert_rebuilt()
 
 
@@ -411,7 +411,7 @@ def test_two_hosts_with_one_cache_leave_each_other_their_notes(
 ) -> None:
     make()
     for boot in ("host a", "host b", "host a", "host b"):
-        monkeypatch.setattr(store, "_boot", lambda boot=boot: boot)
+        monkeypatch.setattr(store, "this_boot", lambda boot=boot: boot)
         open_store("k", 100, never)
     assert sorted(hashed) == sorted(2 * [f"{name}.bin" for name in ARRAYS])
 

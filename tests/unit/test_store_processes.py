@@ -147,7 +147,7 @@ def test_a_store_that_may_only_be_read_is_opened(cache: Path, tmp_path: Path) ->
 from allhands.data import store
 tell(open_store("k", 100, test_store.never))
 # After a boot it is checked, each time, because that cannot be noted.
-store._boot = lambda: "after"
+store.this_boot = lambda: "after"
 hashed = []
 original = store.file_hash
 store.file_hash = lambda path: hashed.append(path.name) or original(path)

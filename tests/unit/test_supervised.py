@@ -48,7 +48,7 @@ def make_session(
 def session(monkeypatch: pytest.MonkeyPatch) -> supervised._Session:
     """A process alone, without a supervisor."""
     made = make_session()
-    monkeypatch.setattr(supervised, "_session", lambda: made)
+    monkeypatch.setattr(supervised, "this_session", lambda: made)
     monkeypatch.setattr("atexit.register", lambda function: None)
     monkeypatch.delenv(supervised.DIRECTORY_VARIABLE, raising=False)
     return made
@@ -152,7 +152,7 @@ def test_the_oldest_are_removed_those_of_the_run_before_too(
         save_checkpoint(step, [mx.array(step)], directory=tmp_path)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-0000003", "step-0000002"]
     following = make_session(run_id="two")
-    monkeypatch.setattr(supervised, "_session", lambda: following)
+    monkeypatch.setattr(supervised, "this_session", lambda: following)
     assert last_checkpoint(directory=tmp_path) is not None
     for step in (4, 5, 6):
         save_checkpoint(step, [mx.array(step)], directory=tmp_path)

@@ -79,7 +79,7 @@ class Calibration:
         seconds: that all of it took.
         first_s: by which a training's first steps take longer than others, all together: on a GPU.
         largest: padded tokens that are computed at once at most in the whole training, and into how
-            many such parts a batch is cut; ``None`` in what an earlier version has kept.
+            many such parts a batch is cut; ``None``: the training did not tell.
         longest: tokens of the longest row.
         whole_s: of a step by one process that has all cores, where the others had fewer.
         doubt: why these times are no measure, in words; empty if they are.

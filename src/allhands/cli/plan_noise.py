@@ -29,15 +29,15 @@ class LoadWatch:
 def watched() -> Generator[LoadWatch]:
     """Watch the processor cores that this process may use."""
     found = LoadWatch()
-    began, busy, own = time.monotonic(), _busy_s(), _own_s()
+    began, busy, own = time.monotonic(), cores_busy_s(), own_busy_s()
     yield found
     passed = time.monotonic() - began
     if passed > 0.0:
-        found.others = max(0.0, (_busy_s() - busy) - (_own_s() - own)) / passed
+        found.others = max(0.0, (cores_busy_s() - busy) - (own_busy_s() - own)) / passed
 
 
-def _busy_s() -> float:
-    """Seconds that the cores have computed for anybody."""
+def cores_busy_s() -> float:
+    """Return the seconds that the cores have computed for anybody."""
     each = psutil.cpu_times(percpu=True)
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
     chosen = [each[core] for core in mine if core < len(each)]
@@ -48,8 +48,8 @@ def _busy_s() -> float:
     )
 
 
-def _own_s() -> float:
-    """Seconds that this process, and those that it waited for, have computed."""
+def own_busy_s() -> float:
+    """Return the seconds that this process, and those that it waited for, have computed."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from allhands.config.schema import TrainConfig, build_config
+from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.io.files import write_whole
 from allhands.io.formatting import counted
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
     from allhands.cluster.sync import SyncPlan
     from allhands.cluster.sync.plan import FoundFile
-    from allhands.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,6 @@ class StagesWanted:
 
     def config(self) -> TrainConfig:
         """Training's options."""
-        from allhands.config.schema import build_config
-
         return build_config({"strategy": "pipeline", **asdict(self)})
 
 
@@ -75,7 +74,6 @@ def _needs(
     each is needed.
     """
     leave_torch_out()
-    from allhands.distributed.mesh import Mesh
     from allhands.model.load import build
     from allhands.model.stages import blocks_of_stages, check_cut
     from allhands.run.dividing import split_given

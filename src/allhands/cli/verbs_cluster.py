@@ -63,7 +63,8 @@ class ClusterInit(NamedTuple):
 class ClusterSync(NamedTuple):
     """Copy model, data and configuration to every host, by rsync over ssh.
 
-    Only differences are sent, and hosts pass them on. An interrupted transfer is resumed.
+    Only differences are sent, and hosts pass them on. An interrupted transfer is resumed. Nothing
+    is deleted on other hosts.
     """
 
     paths: Annotated[
@@ -111,17 +112,6 @@ class ClusterSync(NamedTuple):
     star: Annotated[
         bool, typer.Option("--star", help="Send from this computer to all at once.")
     ] = False
-    transport: Annotated[
-        str,
-        typer.Option(
-            "--transport",
-            metavar="auto|ssh",
-            help="auto: hosts send to each other; ssh: from here only.",
-        ),
-    ] = "auto"
-    delete: Annotated[
-        str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")
-    ] = "no"
 
 
 class ClusterCheck(NamedTuple):

@@ -17,7 +17,9 @@ from typing import Any, Literal, cast
 
 from allhands.cluster import ssh
 from allhands.cluster.hosts import Host
+from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError
+from allhands.runtime.gpus import nvidia_gpus
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 _ASK_S = 10.0
@@ -201,10 +203,6 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
 
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
-    # Imported late: they need a moment, and the table alone needs neither.
-    from allhands.cluster.mpi import find_mpi
-    from allhands.runtime.gpus import nvidia_gpus
-
     mpi = find_mpi()
     version = ".".join(map(str, mpi.version)) if mpi else ""
     return HostTraits(name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)

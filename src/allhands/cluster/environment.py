@@ -20,6 +20,7 @@ import psutil
 
 from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun
 from allhands.cluster.meeting import meet
+from allhands.cluster.mpi import usable_mpi
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import Given, LaunchPlace
 from allhands.cluster.platforms import (
@@ -145,8 +146,6 @@ def recognise_here() -> LaunchPlace:
     Raises:
         DistributedError: as there.
     """
-    from allhands.cluster.mpi import usable_mpi
-
     # Looking for an MPI starts a program: only where it matters.
     asks_mpi = "PMIX_RANK" in os.environ and "SLURM_STEP_ID" in os.environ
     return recognise(os.environ, has_cuda=has_cuda(), has_mpi=usable_mpi() if asks_mpi else True)

@@ -24,6 +24,7 @@ from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
 from allhands.cluster.patience import Patience
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
+from allhands.cluster.worker import end_at_errors
 from allhands.distributed.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
@@ -206,8 +207,6 @@ def join_here() -> Communicator:
     if launch.local_rank == 0 and (warning := slow_products()):
         _log.warning("allhands: %s", warning)
     if communicator.size > 1:
-        from allhands.cluster.worker import end_at_errors
-
         end_at_errors(launch, os.environ)
     return communicator
 

@@ -25,7 +25,6 @@ from allhands.cluster.probes.computer import (
     ON_MAC,
     disk_facts,
     gpu_facts,
-    limit_facts,
     memory_facts,
     mpi_facts,
     processor_facts,
@@ -33,7 +32,6 @@ from allhands.cluster.probes.computer import (
     rdma_facts,
     starts_fact,
     system_facts,
-    variable_facts,
 )
 from allhands.cluster.probes.files import look, send, staged_bytes
 from allhands.cluster.probes.mac import mac_facts, mac_interfaces
@@ -75,11 +73,12 @@ def program() -> str:
     # one's depth for the other's.
     with _ONE_AT_A_TIME:
         if not _TEXT:
-            _TEXT.append(_joined())
+            _TEXT.append(joined_text())
         return _TEXT[0]
 
 
-def _joined() -> str:
+def joined_text() -> str:
+    """Join the modules of the program to one text."""
     import ast
     from pathlib import Path
 
@@ -197,8 +196,6 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
         "processor": processor_facts,
         "memory": memory_facts,
         "gpus": gpu_facts,
-        "limits": limit_facts,
-        "variables": variable_facts,
         "disks": lambda: disk_facts(request.get("places", {})),
         "mpi": mpi_facts,
         "rdma": rdma_facts,

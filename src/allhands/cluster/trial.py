@@ -7,7 +7,6 @@ tells what it has loaded, which is compared with what the running ranks have agr
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -23,7 +22,7 @@ from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
 from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, judge
 from allhands.errors import AllhandsError
-from allhands.runtime.versions import TOKEN_MAKERS, required, unequal
+from allhands.runtime.versions import required, unequal
 
 _TICK_S = 0.2
 _END_S = 2.0
@@ -74,11 +73,6 @@ class Trial:
 
     def _look_at(self, place: Place) -> None:
         try:
-            if self._has_the_same(place):
-                self.fit.add(place.name)
-                return
-            if self._over.is_set():
-                return
             found = _One(self._spec, place, self._attested, self._over).run()
             if found is not None:
                 self._compare(
@@ -113,31 +107,6 @@ class Trial:
             self.unfit[new.name] = NewcomerRefusal(
                 verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}"
             )
-
-    def _has_the_same(self, place: Place) -> bool:
-        """Return whether its files and software are those of rank 0's computer; if not, it may
-        still make them the same.
-        """
-        if not self._attested["exam"]:
-            return False
-        command = [
-            self._spec.command[0],
-            "-P",
-            "-m",
-            "allhands.cluster.exam",
-            json.dumps(self._attested["exam"]),
-        ]
-        try:
-            found = _One(
-                replace(self._spec, command=command), place, self._attested, self._over
-            ).run()
-        except _Failed:
-            return False
-        if found is None:
-            return False
-        have, theirs = found["software"], self._attested["software"]
-        alike = all(have.get(name) == theirs.get(name) for name in TOKEN_MAKERS)
-        return alike and found["files"] == self._attested["files"]
 
 
 def _statement(name: str, attested: Mapping[str, Any]) -> Statement:

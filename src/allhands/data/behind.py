@@ -4,7 +4,7 @@ on a computer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from allhands.data.rows import NAMES_OF_SPLITS
@@ -18,12 +18,6 @@ def files_behind_data(data: Path, splits: Collection[str], model: Path) -> dict[
     """SHA-256 of the data's files of these splits and of the tokenizer's, by ``role/name``."""
     tokenizer = tokenizer_files_of(model) if model.is_dir() else []
     return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", tokenizer)}
-
-
-def files_behind_options(paths: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of the files that options name, by ``option/NAME``."""
-    found = {name: Path(path) for name, path in paths.items() if Path(path).is_file()}
-    return {f"option/{name}": input_hash(path) for name, path in found.items()}
 
 
 def hashes(role: str, files: Iterable[Path]) -> dict[str, str]:

@@ -282,7 +282,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
         for name, facts in manifest["arrays"].items():
             known = facts["sha256"] if built else None
             if (
-                _remembered(path / f"{name}.bin", _note(path, name), _boot(), known)
+                _remembered(path / f"{name}.bin", _note(path, name), this_boot(), known)
                 != facts["sha256"]
             ):
                 return None
@@ -308,7 +308,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
 
 def _note(path: Path, name: str) -> Path:
     """Path of the note that a sum was right: one file for each host, and boot, that uses the cache."""
-    return path / f"checked-{hashlib.sha256(_boot().encode()).hexdigest()[:12]}-{name}.json"
+    return path / f"checked-{hashlib.sha256(this_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 
 def _report(values: dict[str, Any]) -> TokenSetReport:
@@ -353,13 +353,15 @@ def _sum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(file: Path) -> list[int]:
+def file_stamp(file: Path) -> list[int]:
+    """Return numbers of which one changes when a file is written or replaced."""
     facts = file.stat()
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 @cache
-def _boot() -> str:
+def this_boot() -> str:
+    """Return a name of the time since the computer was started."""
     return boot_id() or str(round(psutil.boot_time(), -1))
 
 
@@ -409,7 +411,7 @@ def _remembered(path: Path, note: Path, context: str, known: str | None = None) 
     Args:
         known: the sum, if it was computed as the file was written.
     """
-    stamp = [context, *_stamp(path)]
+    stamp = [context, *file_stamp(path)]
     with suppress(OSError, ValueError, KeyError, TypeError):
         told = json.loads(note.read_text(encoding="utf-8"))
         if told["stamp"] == stamp:

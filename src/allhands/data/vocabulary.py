@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from allhands.data.corpus import Corpus, Progress
 from allhands.data.outcome import Reason
 from allhands.data.sources import Source
+from allhands.data.tokens_shown import cut
 from allhands.errors import ConfigError
 from allhands.io.staging import publish, require_place, staging
 
@@ -151,8 +152,6 @@ def train_tokenizer(
         DataError: there is no text to train on.
         StorageError: it cannot be written.
     """
-    from allhands.data.tokens_shown import cut
-
     require_place(out, "a tokenizer", OUTPUT, force=options.force)
     corpus = Corpus(sources, options.text_key, progress)
     begun = time.perf_counter()

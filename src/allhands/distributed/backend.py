@@ -176,9 +176,9 @@ class MlxGroup:
         self.size: int = group.size()
         self.backend = backend
         self.scatters = can(backend, "sum_scatter")
-        self.exchange = exchange_stream(_device_of(backend))
+        self.exchange = exchange_stream(device_of(backend))
         on_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
-        self._fetches = on_cuda and _device_of(backend) == "cpu"
+        self._fetches = on_cuda and device_of(backend) == "cpu"
         self.stream = self.exchange.home if stream is None else stream
         if self.stream is not None:
             self.exchange.take(self.stream)
@@ -254,7 +254,7 @@ class MlxGroup:
         return part
 
 
-def _device_of(backend: str) -> DeviceKind:
+def device_of(backend: str) -> DeviceKind:
     """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would
     have chosen NCCL.
     """
@@ -389,7 +389,7 @@ def connect(
                 code="variables-incomplete",
             )
         return SingleProcess()
-    _check_build(backend)
+    check_build(backend)
     wait_s = timeout_s + _LATER_S if watch is not None else min(timeout_s + _LATER_S, _NEIGHBOURS_S)
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
         take_turns(Path(hostfile), rank, wait_s, watch)
@@ -397,17 +397,17 @@ def connect(
         reach_first(first, rank, size, wait_s, watch)
     if backend == "nccl":  # whose first sum is computed on the GPU: afterwards it is too late
         launch_directly(os.environ, untouched=nothing_computed())
-    group = _initialise(backend, size)
+    group = initialise_group(backend, size)
     _check_size(group, backend, size, rank)
-    exchange_stream(_device_of(backend)).restart(apart=can(backend, "overlap"))
+    exchange_stream(device_of(backend)).restart(apart=can(backend, "overlap"))
     communicator = MlxGroup(group, backend)
-    _check_first_sum(communicator)
-    _check_first_gathering(communicator)
+    check_first_sum(communicator)
+    check_first_gathering(communicator)
     communicator.exchange.release()  # what was summed is here: whoever is first may choose
     return communicator
 
 
-def _check_first_sum(communicator: Communicator) -> None:
+def check_first_sum(communicator: Communicator) -> None:
     """Every rank's own part must be in the sum, and nothing else.
 
     A sum of ones would not do: on computers with the same host name Open MPI gives each rank its
@@ -424,7 +424,7 @@ def _check_first_sum(communicator: Communicator) -> None:
         )
 
 
-def _check_first_gathering(communicator: Communicator) -> None:
+def check_first_gathering(communicator: Communicator) -> None:
     """Every rank's own part must be at its place: over a ring of JACCL, MLX has sent a wrong half."""
     own = mx.arange(communicator.rank * _GATHERED, (communicator.rank + 1) * _GATHERED)
     if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
@@ -450,7 +450,8 @@ def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
     return None if here or not port.isdecimal() else f"{address}:{port}"
 
 
-def _check_build(backend: str) -> None:
+def check_build(backend: str) -> None:
+    """Refuse a back-end that the installed MLX lacks, by a ConfigError."""
     if backend in _BUILDS and not mx.distributed.is_available(backend):
         raise ConfigError(
             f"MLX on {socket.gethostname()} is a build without {backend}",
@@ -460,14 +461,13 @@ def _check_build(backend: str) -> None:
         )
 
 
-def _initialise(backend: str, size: int) -> Any:
+def initialise_group(backend: str, size: int) -> Any:
+    """Return MLX's group; a DistributedError says why there is none."""
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
-        problem = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
-        raise DistributedError(
-            problem, code="backend-not-connected", hint=_HINTS[backend]
-        ) from None
+        text = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
+        raise DistributedError(text, code="backend-not-connected", hint=_HINTS[backend]) from None
 
 
 _BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}

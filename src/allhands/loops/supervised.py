@@ -81,7 +81,7 @@ def progress(step: int, *, together: bool = True) -> bool:
         ConfigError: ``step`` is not a whole number from 0.
         PeerLostError: (from MLX, as RuntimeError) another rank has ended.
     """
-    return _session().progress(whole_step(step, "progress"), together)
+    return this_session().progress(whole_step(step, "progress"), together)
 
 
 def save_checkpoint(
@@ -125,7 +125,7 @@ def save_checkpoint(
     check_plain(plain, "values")
     shape, named = take_apart(arrays, "arrays")
     contents = _Contents(whole_step(step, "save_checkpoint"), named, shape, plain)
-    session = _session()
+    session = this_session()
     session.take_over()  # so that without a directory the message comes without a traceback
     session.save(contents, _directory(directory), keep_last)
 
@@ -147,7 +147,7 @@ def last_checkpoint(*, directory: str | Path | None = None, together: bool = Tru
         CheckpointError: it cannot be read, or is not one of :func:`save_checkpoint`.
         DistributedError: the ranks cannot connect.
     """
-    session = _session()
+    session = this_session()
     session.take_over()  # so that without a directory the message comes without a traceback
     return session.load(_directory(directory), together)
 
@@ -183,8 +183,8 @@ class _LedBy:
 
 
 @cache
-def _session() -> _Session:
-    """The one of this process."""
+def this_session() -> _Session:
+    """Return the session of this process, made at the first call."""
     launch = launch_here()
     run_dir, log_dir = os.environ.get("ALLHANDS_RUN_DIR"), os.environ.get("ALLHANDS_LOG_DIR")
     context = WorkerContext(

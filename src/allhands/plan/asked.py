@@ -1,6 +1,4 @@
-"""Ways of dividing a training that options ask for, and those by experts: refused as training does,
-then planned.
-"""
+"""Ways of dividing a training: refused as training does where options ask for them, then planned."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import Mesh
 from allhands.model.skeleton import skeleton
 from allhands.model.stages import check_cut
+from allhands.parallel.costs import Work
 from allhands.parallel.experts import check_experts
 from allhands.parallel.matrices import check_matrices
 from allhands.parallel.registry import TrainingNeeds
 from allhands.plan.computers import Computer
-from allhands.plan.divided import PlannedRanks
+from allhands.plan.dividing import Name
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
-from allhands.plan.meshes import Means, MeshWay, asked_mesh
-from allhands.plan.speed import predict
+from allhands.plan.meshes import MeshWay, PlannedRanks, asked_mesh, flags_of
 from allhands.plan.staged import StagedWay
 from allhands.plan.strategies import Way
 from allhands.run.contexts import check_context
@@ -66,46 +64,54 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
     check_context(model, mesh)
 
 
-def asked_ways(
+def divided_ways(
     job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks
 ) -> Iterator[Way]:
-    """Yield the way that the options ask for, if these computers can have it, and that by experts.
+    """Yield the way that the options ask for, and those that the model, the other options and the
+    number of computers allow.
 
     None is judged by memory yet.
     """
     ranks = len(team)
     if job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
         return
-    for config in _wanted(job, ranks):
-        mesh = asked_mesh(config, ranks)
-        if mesh is not None and mesh.pipe <= job.blocks.layers:
+    told = set[str]()
+    for config in _wanted(job, job.work, ranks):
+        mesh, flags = asked_mesh(config, ranks), flags_of(config)
+        if mesh is not None and mesh.pipe <= job.blocks.layers and flags not in told:
+            told.add(flags)
             kind = StagedWay if mesh.pipe > 1 else MeshWay
-            yield kind(job, team, link, _means(job, team, link, held), mesh, config).way()
+            yield kind(job, team, link, held, mesh, config).way()
 
 
-def _wanted(job: Job, ranks: int) -> Iterator[TrainConfig]:
+def _wanted(job: Job, work: Work, ranks: int) -> Iterator[TrainConfig]:
     """The options of the training, where they ask for a way, and those by which so many ranks
-    divide experts.
+    divide arrays, matrices, experts or rows.
     """
     if job.asked is not None:
         yield job.asked
-    if (
-        job.dividing is None
-        or job.work is None
-        or (job.asked is not None and job.asked.ep == ranks)
-    ):
-        return
-    if "expert" in job.dividing.among(ranks, job.work.row_tokens):
-        yield TrainConfig.model_validate({"ep": ranks})
+    plain = TrainConfig.model_validate({})
+    for name in job.dividing.among(ranks, work.row_tokens) if job.dividing else ():
+        option: Mapping[Name, Mapping[str, Any]] = {
+            "fsdp": {"strategy": "fsdp"},
+            "tensor": {"tp": ranks},
+            "expert": {"ep": ranks},
+            "context": {"cp": ranks},
+        }
+        yield plain.model_copy(update=option[name])
 
 
-def _means(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks) -> Means:
-    speeds = [each.speed for each in team]
-    found, step, ranks = predict(job.step, link, speeds, job.room), job.step, len(team)
-    turns = max(1.0, ranks / job.room) if job.room else 1.0
-    return Means(
-        needed=held.needed,
-        bucket_bytes=held.bucket_bytes,
-        serial_s=found.step_s - found.compute_s - found.exposed_s,
-        passes_s=turns * step.tokens * step.token_s / (ranks * min(speeds)),
-    )
+def best_divided(ways: Sequence[Way], worth: float) -> Way | None:
+    """Return the way that fits and takes the least time; one with more computers only if that is
+    ``worth`` it.
+
+    Args:
+        worth: the most that more computers may take of the time of fewer ones.
+    """
+    best: Way | None = None
+    able = [way for way in ways if way.fits is not False]
+    for number in sorted({way.ranks for way in able}):
+        found = min((way for way in able if way.ranks == number), key=lambda way: way.training_s)
+        if best is None or found.training_s < worth * best.training_s:
+            best = found
+    return best

@@ -17,7 +17,7 @@ from allhands.observe.metrics import RunHistory, TrainReport, typical
 from allhands.observe.monitor.samples import Sample
 from allhands.plan.dividing import strategy_name
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
+from allhands.plan.strategies import CHECKPOINT, QUANTISE
 
 Key = Literal["start", "step", "tokens", "exchange", "steps", "validations", "memory", "expected"]
 
@@ -263,7 +263,7 @@ class _Compared:
         ]
         same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
-            ways = [way for way in ways if _strategy_of(way) == self._strategy()]
+            ways = [way for way in ways if way.strategy == self._strategy()]
             same += ["strategy", "tp", "cp", "ep", "pp", "dp_shard", "reshard"]
         if not ways:
             return
@@ -451,8 +451,3 @@ def _seconds(seconds: float) -> str:
     if seconds >= 9.95:
         return format_duration(seconds)
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
-
-
-def _strategy_of(way: KeptMemory) -> str:
-    """Return the strategy of a way, in which earlier plans have the optimizer divided, or not."""
-    return way.strategy or ("zero1" if SHARD in way.flags else "data")

@@ -118,15 +118,13 @@ class KeptLine:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """A way of dividing the work, and the bytes of a rank at its peak; ``strategy`` is empty in
-    earlier plans.
-    """
+    """A way of dividing the work, and the bytes of a rank at its peak."""
 
     name: str
     ranks: int
     rank_bytes: _Bytes
     flags: str
-    strategy: str = ""
+    strategy: str
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Ways of dividing a training along the axes of a mesh, several at once: memory of each rank,
-traffic, time of a step.
+"""Ways of dividing a training along the axes of a mesh, one or several at once: memory of each
+rank, traffic, time of a step.
 
-:mod:`allhands.plan.divided` has the ways in which all ranks do one thing. Here are those that
-options ask for.
+The time has the parts of :mod:`allhands.plan.speed`: what no number of ranks makes shorter, the
+passes, and the part of the exchange that ranks wait for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.parallel.costs import DividedOptimizerCosts, Memory, TensorCosts, Traffic, Work
 from allhands.plan.computers import Computer
-from allhands.plan.divided import WAIT_OF_GPU_S, outside_share
 from allhands.plan.dividing import strategy_name
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.pipelines import model_of
+from allhands.plan.speed import exchange_s, predict
 from allhands.plan.strategies import Way, launch_flags
 from allhands.run.divided_costs import (
     Divided,
@@ -37,11 +37,16 @@ from allhands.run.divided_costs import (
 )
 from allhands.run.divided_costs import context_costs as costs_of_rows
 from allhands.run.divided_costs import sharded_costs as costs_of_shards
+from allhands.run.model_sizes import block_weights
 from allhands.run.piping import keeps_fetched, piped, shares_by_memory
 from allhands.run.stage_costs import Model
 from allhands.run.training_memory import DecoderShape
 
 _FLOAT, _HALF = 4, 2
+# What a GPU waits for a sum of hidden states beyond the time on the link: nothing else is handed
+# out meanwhile, and the parts of matrices are slow to multiply. Of 1.24 billion weights on four
+# H200, 64 sums of 33 MB took 37 ms more.
+_WAIT_OF_GPU_S = 0.6e-3
 _TITLES = {
     "pipeline": "pipeline",
     "fsdp": "fully sharded",
@@ -111,21 +116,18 @@ class ExchangeGroup:
 
 
 @dataclass(frozen=True)
-class Means:
-    """Means of telling what a rank needs and how long it takes.
+class PlannedRanks:
+    """Means of telling what a rank needs.
 
     Attributes:
         needed: function that returns the bytes of a rank with such arrays, of so many ranks.
-        bucket_bytes: bytes of the exchange of gradients between ranks that have the same arrays.
-        serial_s: seconds of a step that no number of ranks makes shorter.
-        passes_s: seconds of all passes of a step on the slowest rank, if each rank has an equal
-            part of them.
+        bucket_bytes: bytes of the exchange of gradients between ranks that all have the model.
+        shares: part of a batch, in whole rows, of each rank.
     """
 
     needed: Callable[[Memory, int], int]
     bucket_bytes: int
-    serial_s: float
-    passes_s: float
+    shares: Sequence[float]
 
 
 class MeshWay:
@@ -136,30 +138,35 @@ class MeshWay:
         job: Job,
         team: Sequence[Computer],
         link: ExchangeTimes,
-        means: Means,
+        held: PlannedRanks,
         mesh: Mesh,
         config: TrainConfig,
     ) -> None:
         assert job.blocks is not None
         assert job.work is not None
-        self.job, self.team, self.link, self.means = job, team, link, means
+        self.job, self.team, self.link, self.held = job, team, link, held
         self.mesh, self.config, self.blocks, self.whole = mesh, config, job.blocks, job.work
         self.on_cpu, self.ranks = job.kind == "cpu", len(team)
         self.word = _FLOAT if self.on_cpu else _HALF
         self.scatters = job.step.overlapped
+        # As if all ranks had the whole model, and rows of their own.
+        self.speeds = [each.speed for each in team]
+        self.plain = predict(job.step, link, self.speeds, job.room)
+        # How many times as long passes take where ranks take turns on the cores of one computer.
+        self.turns = max(1.0, self.ranks / job.room) if job.room else 1.0
 
     def way(self) -> Way:
         """Return the way, with the bytes of each rank."""
-        shares = self.parts()
-        memories = {share: self.memory(share) for share in {*shares}}
+        each_has = [*zip(self.parts(), self.rows, strict=True)]
+        memories = {has: self.memory(*has) for has in {*each_has}}
         buckets = self._buckets()
         needed = {
-            share: self.means.needed(each, self.ranks) + buckets for share, each in memories.items()
+            has: self.held.needed(memory, self.ranks) + buckets for has, memory in memories.items()
         }
-        largest = max(memories, key=lambda share: needed[share])
+        largest = max(each_has, key=lambda has: needed[has])
         return self.told(
             memories[largest],
-            [needed[share] for share in shares],
+            [needed[has] for has in each_has],
             buckets,
             self.step_s(),
             self.sent(),
@@ -201,15 +208,20 @@ class MeshWay:
     # --- what a rank has --------------------------------------------------------------------------
 
     @cached_property
-    def rows(self) -> float:
-        """The largest part of a batch, in whole rows, that ranks with the same rows have."""
+    def rows(self) -> list[float]:
+        """The part of a batch, in whole rows, of each rank: by speed, if no two have the same rows."""
         rows, shares = self.job.batch_rows, self.mesh.data_size
-        return math.ceil(rows / shares) / rows if rows else 1.0 / shares
+        if shares == self.ranks:
+            return [*self.held.shares]
+        return [math.ceil(rows / shares) / rows if rows else 1.0 / shares] * self.ranks
 
     @cached_property
     def work(self) -> Work:
-        """The work of ranks with the same rows, as if each had the whole model."""
-        return self.whole if self.rows == 1.0 else self.whole.share(self.rows)
+        """The work of the ranks with the most rows, as if each had the whole model."""
+        return self._work(max(self.rows))
+
+    def _work(self, rows: float) -> Work:
+        return self.whole if rows == 1.0 else self.whole.share(rows)
 
     def model_in(self, form: tuple[float, float] | None, work: Work) -> Model:
         """Return a rank's weights, as if it had all parts of every array, in a form of quantised
@@ -242,15 +254,18 @@ class MeshWay:
 
     @cached_property
     def divided(self) -> Divided:
-        """The training of a rank, as if it had all parts of every array."""
-        model = self.model_in(self.form, self.work)
+        """The training of a rank with the most rows, as if it had all parts of every array."""
+        return self._divided(self.work)
+
+    def _divided(self, work: Work) -> Divided:
+        model = self.model_in(self.form, work)
         outside = [model.embedding] if self.job.tied else [model.embedding, model.head]
         counted = [*model.blocks, *outside]
         work = replace(
-            self.work,
+            work,
             weights_bytes=sum(each.held_bytes for each in counted),
             trained_bytes=sum(each.trained_bytes for each in counted),
-            batch_tokens=max(self.work.tokens, self.work.batch_tokens),
+            batch_tokens=max(work.tokens, work.batch_tokens),
         )
         return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu)
 
@@ -267,14 +282,14 @@ class MeshWay:
         parts = [part / sum(unlike) for part in unlike] or [1.0 / self.mesh.shard] * self.mesh.shard
         return [parts[place] for place in places]
 
-    def memory(self, share: float) -> Memory:
-        """Return the arrays of a rank with such a part of every array."""
-        divided, work = self.divided, self.divided.work
-        whole = divided.memory(work)
+    def memory(self, part: float, rows: float) -> Memory:
+        """Return the arrays of a rank with such a part of every array, and of the rows."""
+        divided = self._divided(self._work(rows))
+        whole = divided.memory(divided.work)
         if self.config.strategy == "zero1":
             return DividedOptimizerCosts().memory(whole, self.ranks)
         return (
-            costs_of_shards(divided, self.fetching()).memory_of(whole, share)
+            costs_of_shards(divided, self.fetching()).memory_of(whole, part)
             if self.mesh.shard > 1
             else whole
         )
@@ -300,7 +315,7 @@ class MeshWay:
         if self.mesh.shard > 1 or alone:
             return 0
         trained = self.divided.work.trained_bytes // self.mesh.pipe
-        return 2 * min(self.means.bucket_bytes, trained)
+        return 2 * min(self.held.bucket_bytes, trained)
 
     # --- traffic ----------------------------------------------------------------------------------
 
@@ -365,13 +380,19 @@ class MeshWay:
             exchanged = max(
                 exchanged / max(1, fetches * divided.micro_batches), exchanged - compute
             )
-        return self.means.serial_s + compute + exchanged + self.sums_s() + self.gradients_s(compute)
+        serial_s = self.plain.step_s - self.plain.compute_s - self.plain.exposed_s
+        return serial_s + compute + exchanged + self.sums_s() + self.gradients_s(compute)
 
     def compute_s(self) -> float:
         """Return the seconds of the passes."""
         again = self.job.fetched_s if self.mesh.shard > 1 else 1.0
-        passes = self.means.passes_s * self.mesh.data_size * self.rows
-        return again * (passes + (self.mesh.tensor - 1) * passes * outside_share(self.blocks))
+        if self.mesh.data_size == self.ranks:
+            return again * self.plain.compute_s
+        step, mesh = self.job.step, self.mesh
+        # With an equal part of the passes on the slowest rank.
+        passes = self.turns * step.tokens * step.token_s / (self.ranks * min(self.speeds))
+        passes *= mesh.data_size * max(self.rows)
+        return again * (passes + (mesh.tensor - 1) * passes * _outside_share(self.blocks))
 
     def sums_s(self) -> float:
         """Return the seconds of sums of hidden states of ranks with parts of matrices, which are
@@ -382,7 +403,7 @@ class MeshWay:
         divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
         costs = self._sums()
         each = group.sum_s(self.link, costs.hidden_bytes / divided.micro_batches)
-        each += 0.0 if self.on_cpu else WAIT_OF_GPU_S
+        each += 0.0 if self.on_cpu else _WAIT_OF_GPU_S
         return costs.sums * divided.micro_batches * each + group.sum_s(
             self.link, costs.partial_bytes
         )
@@ -424,7 +445,11 @@ class MeshWay:
         whole = (ExchangeGroup(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(
             self.link, trained
         )
-        return max(0.0, whole - compute / 2) if self.job.step.overlapped else whole
+        least = 0.0
+        if mesh.context > 1:  # call by call, and packed if they are to be
+            whole = exchange_s(self.job.step, self.link, self.ranks)
+            least = min(whole, self.plain.exposed_s)  # that of the last call
+        return max(least, whole - compute / 2) if self.job.step.overlapped else whole
 
 
 def _times(traffic: Traffic, factor: float) -> Traffic:
@@ -433,3 +458,9 @@ def _times(traffic: Traffic, factor: float) -> Traffic:
         int(traffic.gathered * factor),
         int(traffic.scattered * factor),
     )
+
+
+def _outside_share(blocks: DecoderShape) -> float:
+    """Return the part of a pass that is outside of the blocks."""
+    head = blocks.vocabulary * blocks.dims
+    return head / (head + blocks.layers * block_weights(blocks, blocks.active or 1))

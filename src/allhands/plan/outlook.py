@@ -11,7 +11,7 @@ from typing import Any
 from allhands.io.formatting import format_bytes
 from allhands.parallel.costs import Memory, Work
 from allhands.plan.advice import Advice, Offer, Situation, advise
-from allhands.plan.asked import asked_ways
+from allhands.plan.asked import best_divided, divided_ways
 from allhands.plan.computers import (
     Computer,
     Team,
@@ -23,10 +23,10 @@ from allhands.plan.computers import (
     ordered,
     shown,
 )
-from allhands.plan.divided import PlannedRanks, best_divided, divided_ways
 from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
+from allhands.plan.meshes import PlannedRanks
 from allhands.plan.pipelines import FEWER, Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
 from allhands.plan.strategies import (
@@ -393,10 +393,8 @@ class _Planner:
         if job.blocks is None or job.work is None:
             return []
         held = self._needs(team, job.blocks, job.work)
-        asked = list(asked_ways(job, team, self.link, held))
-        told = {way.more for way in asked}
-        others = [way for way in divided_ways(job, team, self.link, held) if way.more not in told]
-        return [self._held_to(way, team) for way in (*asked, *others)]
+        ways = divided_ways(job, team, self.link, held)
+        return [self._held_to(way, team) for way in ways]
 
     def _timed(self, way: Way, line: OutlookLine) -> Way:
         """Return a way of ranks that all have the model, with its time, where no flag changes that."""

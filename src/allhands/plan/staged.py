@@ -52,7 +52,7 @@ class StagedWay(MeshWay):
             ]
         whole = sum(part.cost for part in layers.blocks) + layers.head.cost
         stage_s = [
-            slower * self._turns() * cut.pass_s * each / whole / mesh.tensor + extra
+            slower * self.turns * cut.pass_s * each / whole / mesh.tensor + extra
             for each, extra in zip(
                 found.seconds, self._extra_s(cut, model, found.sizes), strict=True
             )
@@ -74,15 +74,12 @@ class StagedWay(MeshWay):
         sizes = [int(each) for each in self.config.pp_split.split(",")]
         return [sum(sizes[place :: self.mesh.pipe]) for place in range(self.mesh.pipe)]
 
-    def _turns(self) -> float:
-        """How many times as long passes take where ranks take turns on the cores of one computer."""
-        return max(1.0, self.ranks / self.job.room) if self.job.room else 1.0
-
     def _job_of_a_copy(self) -> Job:
         """The training of the ranks that have the same rows."""
         job = self.job
-        rows = max(1, round(job.batch_rows * self.rows))
-        step = replace(job.step, tokens=job.step.tokens * self.rows, rows=rows)
+        part = max(self.rows)
+        rows = max(1, round(job.batch_rows * part))
+        step = replace(job.step, tokens=job.step.tokens * part, rows=rows)
         return replace(job, work=self.work, batch_rows=rows if job.batch_rows else 0, step=step)
 
     def _stages(self) -> list[Computer]:
@@ -135,7 +132,7 @@ class StagedWay(MeshWay):
             divided.memory(divided.work), 1 / self.mesh.shard
         )
         begun = alive("1f1b", self.mesh.pipe, cut.batches, 1, native=False)[place]
-        return self.means.needed(memory, self.ranks) + on_the_way(
+        return self.held.needed(memory, self.ranks) + on_the_way(
             hidden_bytes, self.mesh.pipe, begun
         )
 

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
-from allhands.data.behind import files_behind_data, files_behind_options, hashes
+from allhands.data.behind import files_behind_data, hashes
 from allhands.distributed.agree import Witness
 from allhands.distributed.blame import SOFTWARE, Circumstances
 from allhands.distributed.mesh import Mesh
@@ -95,12 +94,6 @@ class RankFacts:
         model = self.loaded.path
         weights = [*present(model), *absent(model)]
         files = self._behind_data() | hashes("model", [model / "config.json"])
-        exam = self._exam()
-        if exam is not None:
-            files |= {
-                "weights/all": self.loaded.fingerprint,
-                **files_behind_options(exam["options"]),
-            }
         if len(weights) == 1:
             files |= {f"model/{file.name}": self.loaded.fingerprint for file in present(model)}
         dated = None if self.data.dated is None else self.data.dated.isoformat()
@@ -111,37 +104,10 @@ class RankFacts:
             "software": software_here(),
             "dated": dated,
             "options": self._options(),
-            "exam": exam,
         }
 
     def _behind_data(self) -> dict[str, str]:
         return files_behind_data(Path(self.config.data), self.data.stored, self.loaded.path)
-
-    def _exam(self) -> dict[str, Any] | None:
-        """The files by which a computer is known to fit without loading anything; ``None``: files
-        do not tell.
-        """
-        config = self.config
-        named = {
-            "adapter": config.resume_adapter_file,
-            "config": config.config,
-            "template": config.chat_template,
-        }
-        told = (
-            pretraining(config) is None
-            and Path(config.model).is_dir()
-            and Path(config.data).exists()
-        )
-        if not told or config.hf_dataset is not None:
-            return None
-        options = {
-            name: written(path) for name, path in named.items() if path and Path(path).is_file()
-        }
-        splits, paths = (
-            sorted(self.data.stored),
-            {"model": written(config.model), "data": written(config.data)},
-        )
-        return {**paths, "splits": splits, "options": options}
 
     def _places(self) -> dict[str, str]:
         places = {

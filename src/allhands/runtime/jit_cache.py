@@ -55,7 +55,7 @@ _DIRECTLY = {
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
-_switched_off: set[str] = set()  # what MLX is known to have read as such in this process
+switched_off: set[str] = set()  # what MLX is known to have read as such in this process
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
 _FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again
@@ -474,14 +474,14 @@ def launch_directly(
         environ.setdefault(name, value)
     if deterministic:
         environ["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
-    read = environ if untouched else _environ_at_start()
+    read = environ if untouched else environ_at_start()
     for name in ("MLX_USE_CUDA_GRAPHS", "MLX_CUDA_USE_CUDNN_SDPA"):
         if read.get(name) == "0":
-            _switched_off.add(name)
-    return not deterministic or "MLX_CUDA_USE_CUDNN_SDPA" in _switched_off
+            switched_off.add(name)
+    return not deterministic or "MLX_CUDA_USE_CUDNN_SDPA" in switched_off
 
 
-def _environ_at_start() -> dict[str, str]:
+def environ_at_start() -> dict[str, str]:
     """This process's variables as it was started with them."""
     try:
         pairs = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
@@ -494,4 +494,4 @@ def launches_directly() -> bool:
     """True if kernels on an NVIDIA GPU are known to run in the order of their launching, none
     beside another.
     """
-    return "MLX_USE_CUDA_GRAPHS" in _switched_off
+    return "MLX_USE_CUDA_GRAPHS" in switched_off

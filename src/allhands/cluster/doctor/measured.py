@@ -14,6 +14,7 @@ from typing import Any
 from allhands.cluster.doctor.facts import Cluster, LinkSpeed, Network, NetworkFailure
 from allhands.cluster.figures import Figures
 from allhands.cluster.hosts import Host
+from allhands.cluster.netbench import BenchOptions, measure
 from allhands.cluster.probes.trees import located
 from allhands.errors import AllhandsError
 from allhands.run.model_sizes import adapter_weights, all_weights
@@ -28,8 +29,6 @@ _STARTED = ("auto", "ring", "nccl")
 
 def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], None]) -> Network:
     """Measure a group on ``hosts``; never raises: a failure is a result like any other."""
-    from allhands.cluster.netbench import BenchOptions, measure
-
     backend = cluster.backend if cluster.backend in _STARTED or len(hosts) == 1 else "auto"
     try:
         found = measure(hosts, backend, BenchOptions(timeout_s=_MEASURE_S, progress=progress))

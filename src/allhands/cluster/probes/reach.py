@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from allhands.cluster.probes.tools import finished, program_environment
-from allhands.runtime.ports import cannot_listen
 
 # Enough for many full-size packets, so that a path on which only small ones pass is found.
 LARGE_BYTES = 1 << 18
@@ -65,12 +64,7 @@ class Listeners:
                 listening.bind((address, 0))
                 listening.listen(_CALLS)
             except OSError as error:
-                foreign = (
-                    error.errno == errno.EADDRNOTAVAIL
-                )  # the doctor explains this error itself
-                errors[address] = (
-                    str(error.strerror) if foreign else cannot_listen(error, address, 0).message
-                )
+                errors[address] = str(error.strerror)
                 listening.close()
                 continue
             ports[address] = listening.getsockname()[1]

@@ -30,12 +30,14 @@ def built(source: str, capability: tuple[int, int]) -> bytes:
         RuntimeError: there is no NVRTC, or it does not accept the source.
     """
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
-    key = hashlib.sha256("\0".join([*map(str, _version()), *options, source]).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join([*map(str, nvrtc_version()), *options, source]).encode()
+    ).hexdigest()
     path = cache_dir() / "cuda" / f"{key[:32]}.cubin"
     known = _read(path)
     if known is not None:
         return known
-    code = _build(source, options)
+    code = compile_program(source, options)
     with suppress(AllhandsError):  # no home to keep it in: it is built again the next time
         make_directory(path.parent, private=True)
         write_whole(
@@ -64,13 +66,15 @@ def _nvrtc() -> Any:
 
 
 @cache
-def _version() -> tuple[int, int]:
+def nvrtc_version() -> tuple[int, int]:
+    """Return major and minor version of NVIDIA's compiler library."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
-def _build(source: str, options: list[str]) -> bytes:
+def compile_program(source: str, options: list[str]) -> bytes:
+    """Return the machine code of a source, as NVIDIA's compiler library makes it."""
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     _check(

@@ -125,7 +125,7 @@ class TrainReport:
     elapsed_s: float
     peak_memory_bytes: tuple[int, ...]
     epoch: float
-    compute_s: float = 0.0  # earlier versions did not write it, nor what follows
+    compute_s: float = 0.0
     peak_rss_bytes: tuple[int, ...] = ()
     peak_mlx_bytes: tuple[int, ...] = ()
     needed_bytes: tuple[int, ...] = ()
