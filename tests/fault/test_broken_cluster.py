@@ -37,6 +37,7 @@ def test_a_healthy_cluster(sick: Broken) -> None:
     asked |= {
         "names",
         "directory",
+        "variables",
         "model",
         "data",
         "address",
@@ -154,6 +155,31 @@ def test_a_noisy_shell(sick: Broken) -> None:
     )
     (sick.files("node2") / "home/.bashrc").unlink()
     sick.is_well()
+
+
+def test_few_open_files(sick: Broken) -> None:
+    sick.profile("node0", "ulimit -S -n 128")
+    remedy, message = sick.finds(("warn", "limits", ("node0",)))
+    assert "128 files" in message
+    sick.type(remedy)
+    sick.is_well()
+
+
+def test_few_open_files_that_only_an_administrator_may_raise(sick: Broken) -> None:
+    sick.profile("node0", "ulimit -n 200")
+    remedy, message = sick.finds(("warn", "limits", ("node0",)))
+    assert "200 files" in message
+    assert (
+        remedy
+        == """ssh node0 'echo '"'"'root - nofile 4096'"'"' | sudo tee -a /etc/security/limits.conf'"""
+    )
+
+
+def test_variables_of_another_launcher(sick: Broken) -> None:
+    sick.profile("node1", "export OMPI_COMM_WORLD_RANK=3")
+    remedy, message = sick.finds(("warn", "variables", ("node1",)))
+    assert "OMPI_COMM_WORLD_RANK" in message
+    assert "export OMPI_COMM_WORLD_RANK=3" in sick.type(remedy, succeeds=False)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(-3600, "1h00m behind"), (3600, "1h00m ahead")])

@@ -202,11 +202,11 @@ def test_a_computer_that_cannot_be_asked_hides_no_other_fault(sick: Broken) -> N
 def test_two_faults_of_one_computer(sick: Broken) -> None:
     (sick.files("node1") / "data/valid.jsonl").unlink()
     sick.small_disk("node1", sick.own / "adapters", megabytes=1, used=2)
-    sick.profile("node1", "echo hello")
+    sick.profile("node1", "export MLX_RANK=0")
     expected = [
         ("stop", "data", ("node1",)),
         ("stop", "disk", ("node1",)),
-        ("warn", "shell", ("node1",)),
+        ("warn", "variables", ("node1",)),
     ]
     sick.finds(*expected, options=["--adapter-path", str(sick.own / "adapters")])
 

@@ -44,6 +44,7 @@ def facts(number: int = 1, **changes: Any) -> HostFacts:
         },
         "processor": {"model": "a processor", "count": 2, "usable": 2},
         "memory": {"total": 32 * GB, "free": 24 * GB},
+        "limits": {"files": 65536, "locked": None},
         "disks": [disk(role) for role in ("work", "adapter", "temporary")],
         "mpi": {"path": "/env/bin/mpirun", "version": "5.0.8"},
         "interfaces": [

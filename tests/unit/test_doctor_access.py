@@ -339,3 +339,9 @@ def test_a_directory_that_cannot_be_entered(given: bool, severity: str) -> None:
     finding = only(cluster(host(1), ill))
     assert (finding.check, finding.severity) == ("directory", severity)
     assert shlex.split(shlex.split(finding.remedy)[-1]) == ["mkdir", "-p", "/data/my work"]
+
+
+def test_variables_of_other_launchers() -> None:
+    ill = facts(2, variables=["MLX_RANK", "NCCL_DEBUG", "OMPI_COMM_WORLD_RANK"])
+    found = told(cluster(host(1), host(2, ill)))
+    assert found == [("warn", "variables", ("node2",)), ("note", "variables", ("node2",))]

@@ -1,4 +1,4 @@
-"""The doctor's checks of slots, devices, MPI, RDMA, and of what only Macs have."""
+"""The doctor's checks of slots, devices, MPI, RDMA, limits, and of what only Macs have."""
 
 from __future__ import annotations
 
@@ -163,6 +163,22 @@ def test_a_thunderbolt_cable_that_lies_idle() -> None:
 
 
 # --- habits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "severity"), [(None, None), (1024, None), (512, "note"), (128, "warn")]
+)
+def test_open_files(files: int | None, severity: str | None) -> None:
+    found = told(two(facts(2, limits={"files": files})))
+    assert found == ([(severity, "limits", ("node2",))] if severity else [])
+
+
+def test_locked_memory_matters_for_rdma_only() -> None:
+    little = {"files": 65536, "locked": 8 << 20}
+    assert told(two(facts(2, limits=little))) == []
+    assert told(two(facts(2, limits=little, rdma={"devices": ["mlx5_0"]}))) == [
+        ("warn", "limits", ("node2",))
+    ]
 
 
 @pytest.mark.parametrize(

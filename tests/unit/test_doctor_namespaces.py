@@ -31,7 +31,7 @@ WELL = {
         "names",
         "directory",
     ),
-    *("model", "data", "address", "ports", "packets", "route", "mtu", "facts"),
+    *("model", "data", "address", "ports", "packets", "route", "mtu", "limits", "facts"),
 }
 
 

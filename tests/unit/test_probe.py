@@ -151,7 +151,7 @@ def test_any_python_answers_or_says_that_it_is_old(python: str) -> None:
 # --- facts ----------------------------------------------------------------------------------------
 
 
-# Macs have other names of interfaces, no boot id, and no affinity that psutil can read.
+# Macs have other names of interfaces, no boot id, and no limits or affinity that psutil can read.
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="compares with files of Linux")
 
 
@@ -184,6 +184,7 @@ def test_memory_and_cores_are_psutils(facts: HostFacts) -> None:
     assert 0 < facts.memory.free <= facts.memory.total
     assert facts.processor.count == psutil.cpu_count()
     assert facts.processor.usable == len(psutil.Process().cpu_affinity() or [])
+    assert facts.limits.files == psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0]
 
 
 @on_linux
@@ -217,6 +218,8 @@ def test_system_python_and_packages(facts: HostFacts) -> None:
     for name in ("allhands", "mlx", "mlx-lm"):
         assert facts.version(name) == importlib.metadata.version(name)
     assert facts.starts is None
+    assert facts.variables[:1] == ("MLX_RANK",)
+    assert "NCCL_DEBUG" in facts.variables
 
 
 @on_linux

@@ -25,6 +25,7 @@ from allhands.cluster.probes.computer import (
     ON_MAC,
     disk_facts,
     gpu_facts,
+    limit_facts,
     memory_facts,
     mpi_facts,
     processor_facts,
@@ -32,6 +33,7 @@ from allhands.cluster.probes.computer import (
     rdma_facts,
     starts_fact,
     system_facts,
+    variable_facts,
 )
 from allhands.cluster.probes.files import look, send, staged_bytes
 from allhands.cluster.probes.mac import mac_facts, mac_interfaces
@@ -196,6 +198,8 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
         "processor": processor_facts,
         "memory": memory_facts,
         "gpus": gpu_facts,
+        "limits": limit_facts,
+        "variables": variable_facts,
         "disks": lambda: disk_facts(request.get("places", {})),
         "mpi": mpi_facts,
         "rdma": rdma_facts,

@@ -35,6 +35,11 @@ from allhands.runtime.versions import (
 OLDEST_PYTHON = (3, 11)
 CLOCK_WARN_S = 2.0
 SLOW_LOGIN_S = 5.0
+# A rank with one of these variables would believe that another launcher has started it.
+_LAUNCHERS = (
+    *("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"),
+)
 _INIT = "allhands cluster init --hosts {target}"
 _PING = "ping -c 3 {place}"
 # By kind of trouble: message and remedy.
@@ -363,6 +368,17 @@ def check_directory(cluster: Cluster) -> Iterator[Found]:
             yield host.name, severity, message, on(host, f"mkdir -p {shlex.quote(host.cwd)}")
 
 
+def check_variables(cluster: Cluster) -> Iterator[Found]:
+    """Check that a login sets no variables of another launcher."""
+    where = "grep -n 'MLX_\\|OMPI_\\|PMI\\|NCCL_' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/environment 2>/dev/null"
+    for host, facts in cluster.answered():
+        if launchers := [name for name in facts.variables if name in _LAUNCHERS]:
+            message = f"{listed(launchers)} set for every login: a rank takes them for its own"
+            yield host.name, "warn", message, on(host, where)
+        if others := [name for name in facts.variables if name not in _LAUNCHERS]:
+            yield host.name, "note", f"{listed(others)} set for every login", on(host, where)
+
+
 def _asked(cluster: Cluster) -> bool:
     return bool(cluster.hosts)
 
@@ -384,6 +400,7 @@ CHECKS = (
     Check("same-computer", "each is another computer", check_same),
     Check("names", "names of their own", check_names),
     Check("directory", "working directory", check_directory),
+    Check("variables", "environment", check_variables),
     Check(
         "ssh-between",
         "ssh for mpirun",

@@ -1,8 +1,9 @@
-"""Checks of devices: GPUs, slots, MPI, RDMA, and the power settings of Macs."""
+"""Checks of devices and limits: GPUs, slots, MPI, RDMA, open files, and the power settings of Macs."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterator
 
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Mac
@@ -18,6 +19,8 @@ from allhands.cluster.doctor.findings import (
 )
 from allhands.io.formatting import counted
 
+FEWEST_FILES, FEW_FILES, ENOUGH_FILES = 256, 1024, 4096
+LEAST_LOCKED = 64 << 20
 OLDEST_MPI = (5,)
 _SETUP = (
     "mlx.distributed_config --hosts {hosts} --over thunderbolt --backend {backend} --auto-setup"
@@ -166,6 +169,39 @@ def _on_thunderbolt(host: HostReport, facts: HostFacts) -> bool:
     return any(one is not None and one.kind in ("thunderbolt", "bridge") for one in interfaces)
 
 
+def check_limits(cluster: Cluster) -> Iterator[Found]:
+    """Check that a process may open enough files, and lock enough memory for RDMA."""
+    for host, facts in cluster.answered():
+        limits = facts.limits
+        if limits.files is not None and limits.files < FEW_FILES:
+            severity: Severity = "warn" if limits.files < FEWEST_FILES else "note"
+            message = f"a process may have {limits.files} files open (ulimit -n)"
+            yield host.name, severity, message, _more_files(host, facts)
+        if (
+            facts.rdma.devices
+            and facts.mac is None
+            and limits.locked is not None
+            and limits.locked < LEAST_LOCKED
+        ):
+            message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
+            yield host.name, "warn", message, _set_limit(host, facts, "memlock unlimited")
+
+
+def _more_files(host: HostReport, facts: HostFacts) -> str:
+    most = facts.limits.most_files
+    if facts.mac is None and most is not None and most < ENOUGH_FILES:
+        return _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
+    return on(
+        host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {'~/.zshenv' if facts.mac else '~/.bashrc'}"
+    )
+
+
+def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:
+    """Return the command by which an administrator raises a limit for the next login."""
+    line = f"{facts.system.user} - {limit}"
+    return on(host, f"echo {shlex.quote(line)} | sudo tee -a /etc/security/limits.conf")
+
+
 def check_sleep(cluster: Cluster) -> Iterator[Found]:
     """No Mac falls asleep during a run."""
     for host, _, mac in _macs(cluster):
@@ -222,6 +258,7 @@ CHECKS = (
         check_rdma,
         lambda cluster: any(_wants_rdma(cluster, host) for host in cluster.hosts),
     ),
+    Check("limits", "limits", check_limits),
     Check("firewall", "firewalls of Macs", check_firewall, _any_mac),
     Check("bridge", "Thunderbolt", check_bridge, _any_mac),
     Check("sleep", "Macs stay awake", check_sleep, _any_mac),

@@ -115,6 +115,14 @@ class GpuFacts(Fact):
     driver: str = ""
 
 
+class LimitFacts(Fact):
+    """``None``: no limit; ``files`` may be raised to ``most_files`` by anybody."""
+
+    files: int | None = None
+    most_files: int | None = None
+    locked: int | None = None
+
+
 class Disk(Fact):
     """The disk for files of ``role``: ``path`` was asked for, ``place`` is the part of it that
     exists.
@@ -218,6 +226,8 @@ class HostFacts(Fact):
     processor: Processor = Processor()
     memory: MemoryFacts = MemoryFacts()
     gpus: tuple[GpuFacts, ...] = ()
+    limits: LimitFacts = LimitFacts()
+    variables: tuple[str, ...] = ()
     disks: tuple[Disk, ...] = ()
     mpi: Mpi | None = None
     rdma: Rdma = Rdma()

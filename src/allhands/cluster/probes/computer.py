@@ -1,4 +1,6 @@
-"""Facts about the computer itself: system, Python and its packages, memory, GPUs, disks, MPI."""
+"""Facts about the computer itself: system, Python and its packages, memory, GPUs, limits, disks,
+MPI.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -18,6 +21,8 @@ from allhands.cluster.probes.tools import finished, output_of, text_of
 from allhands.runtime.versions import PACKAGES, SOURCE, fingerprint
 
 ON_MAC = sys.platform == "darwin"
+# Variables that other launchers set, or that steer MLX, MPI and NCCL.
+FOREIGN = ("MLX_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "NCCL_")
 MPI_PLACES = ("/opt/homebrew/bin/mpirun", "/usr/local/bin/mpirun")
 # The first imports of a rank. MLX last: it needs the drivers.
 STARTS = "import allhands.cluster.agent; import mlx.core"
@@ -166,6 +171,28 @@ def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def limit_facts() -> dict[str, Any]:
+    """Return the limits of open files and locked memory, and the hard limit of open files; ``None``
+    is no limit.
+    """
+
+    def of(kind: int, which: int) -> int | None:
+        limit = resource.getrlimit(kind)[which]
+        return None if limit == resource.RLIM_INFINITY else limit
+
+    files = resource.RLIMIT_NOFILE
+    return {
+        "files": of(files, 0),
+        "most_files": of(files, 1),
+        "locked": of(resource.RLIMIT_MEMLOCK, 0),
+    }
+
+
+def variable_facts() -> list[str]:
+    """Return the names, never the values, of variables that may disturb."""
+    return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
 def disk_facts(places: dict[str, str]) -> list[dict[str, Any]]:
