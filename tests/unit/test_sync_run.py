@@ -484,6 +484,9 @@ def test_the_demo_model_goes_to_the_cache(hosts: Hosts, monkeypatch: pytest.Monk
     ("arguments", "where"),
     [
         (["--hosts", "a", "--chain", "--star"], "--chain --star"),
+        (["--hosts", "a", "--transport", "pigeon"], "--transport"),
+        (["--hosts", "a", "--transport", "tcp"], "--transport"),
+        (["--hosts", "a", "--delete", "yes"], "--delete"),
         ([], "--hostfile, --hosts"),
         (["--hosts", "a", "--hostfile", "b"], "--hostfile, --hosts"),
         (["--hosts", "a,-oProxyCommand=x"], "--hosts"),

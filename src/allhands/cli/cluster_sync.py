@@ -52,8 +52,18 @@ class WantedSync:
 
 def sync(asked: ClusterSync) -> None:
     """Run the verb."""
+    if asked.delete != "no":
+        hint = "files that exist only there are kept: remove them by hand"
+        raise ConfigError(
+            "sync deletes nothing on other hosts",
+            code="option-unsupported",
+            where="--delete",
+            hint=hint,
+        )
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
-    options = _options([name for name, chosen in named.items() if chosen], asked.dry_run)
+    options = _options(
+        [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
+    )
     wanted = WantedSync(
         asked.model,
         asked.data,
@@ -67,7 +77,7 @@ def sync(asked: ClusterSync) -> None:
     )
 
 
-def _options(topologies: list[str], dry_run: bool) -> SyncOptions:
+def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError(
@@ -76,7 +86,22 @@ def _options(topologies: list[str], dry_run: bool) -> SyncOptions:
             where=where,
             hint="give one of them, or none",
         )
-    topology: Any = topologies[0] if topologies else "tree"
+    if transport in ("tls", "tcp"):
+        hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
+        raise ConfigError(
+            f"there is no {transport} any more",
+            code="value-unknown",
+            where="--transport",
+            hint=hint,
+        )
+    if transport not in ("auto", "ssh"):
+        raise ConfigError(
+            f"{transport!r} is not a transport",
+            code="value-unknown",
+            where="--transport",
+            hint="use auto or ssh",
+        )
+    topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
 
 

@@ -63,8 +63,7 @@ class ClusterInit(NamedTuple):
 class ClusterSync(NamedTuple):
     """Copy model, data and configuration to every host, by rsync over ssh.
 
-    Only differences are sent, and hosts pass them on. An interrupted transfer is resumed. Nothing
-    is deleted on other hosts.
+    Only differences are sent, and hosts pass them on. An interrupted transfer is resumed.
     """
 
     paths: Annotated[
@@ -112,6 +111,17 @@ class ClusterSync(NamedTuple):
     star: Annotated[
         bool, typer.Option("--star", help="Send from this computer to all at once.")
     ] = False
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport",
+            metavar="auto|ssh",
+            help="auto: hosts send to each other; ssh: from here only.",
+        ),
+    ] = "auto"
+    delete: Annotated[
+        str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")
+    ] = "no"
 
 
 class ClusterCheck(NamedTuple):
