@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from itertools import pairwise
 from typing import Any
 
 from allhands.cli import commands
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(without_import(error), KeyboardInterrupt):
             _tell_interrupted(arguments)
             code = _INTERRUPTED
-        elif (code := _exit_of(error)) is None:
+        elif (code := _exit_of(error, with_code=_is_verbose(arguments))) is None:
             raise
     sys.exit(code)
 
@@ -109,12 +110,12 @@ def _silence_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _exit_of(error: Exception) -> int | None:
+def _exit_of(error: Exception, *, with_code: bool) -> int | None:
     """Tell an error; return its exit code, or ``None`` for a defect of allhands."""
     if isinstance(error, UnknownCommand):
         error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
     if isinstance(error, AllhandsError):
-        print_error(error)
+        print_error(error, with_code=with_code)
         return error.exit_code
     show = getattr(error, "show", None)
     if callable(show):
@@ -149,6 +150,17 @@ def _all_commands() -> list[str]:
     return found
 
 
-def print_error(error: AllhandsError) -> None:
+def print_error(error: AllhandsError, *, with_code: bool = False) -> None:
     """One clear message on standard error: what, where, what to do."""
-    tell(f"allhands: error: {error}")
+    tell(f"allhands: error: {f'[{error.code}] ' if with_code else ''}{error}")
+
+
+def _is_verbose(arguments: list[str]) -> bool:
+    """Return whether ``-v`` is among the words of a command; they need not be right."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    flags = {word.replace("_", "-") for word in words}
+    pairs = pairwise(words)
+    return (
+        not flags.isdisjoint(("-v", "--verbose", "--log-level=verbose"))
+        or ("--log-level", "verbose") in pairs
+    )

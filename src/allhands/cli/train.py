@@ -246,6 +246,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         tag_here=False,
         sync=_sync_command(config),
         compared=config.hostfile is not None,
+        codes=config.log_level == "verbose",
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=lambda lines: (

@@ -136,7 +136,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same model
 class Generate(NamedTuple):
     """Ask a model, with or without a trained adapter.
 
-    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one
+    Prints speed and peak memory, too. --strategy pipeline is for a model larger than one
     computer.
     """
 
