@@ -42,17 +42,21 @@ def require_divisible(config: TrainConfig, num_ranks: int) -> None:
             given = split_given(config, blocks, stages)
             stages_per_rank(config, len(given), blocks, stages)
     if config.tp > 1:
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            heads = _number(values, name)
-            if heads is not None and heads % config.tp:
-                raise ConfigError(
-                    f"the model has {counted(heads, 'head')} ({name})",
-                    code="heads-not-divisible",
-                    where=f"--tp {config.tp}",
-                    hint="take a number of ranks that divides it, or leave --tp out",
-                )
+        _require_heads(values, config.tp)
     if config.ep > 1 and blocks is not None:
         _require_experts(values, config.ep)
+
+
+def _require_heads(values: Mapping[str, Any], ranks: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = _number(values, name)
+        if heads is not None and heads % ranks:
+            raise ConfigError(
+                f"the model has {counted(heads, 'head')} ({name})",
+                code="heads-not-divisible",
+                where=f"--tp {ranks}",
+                hint="take a number of ranks that divides it, or leave --tp out",
+            )
 
 
 def _require_experts(values: Mapping[str, Any], ranks: int) -> None:
