@@ -56,7 +56,8 @@ A code names a fault, and not the place where it was found: `place-taken` is the
 table. Codes are stable: later versions add codes, but no code gets another meaning. Each code belongs to one exit code. The
 exception is `training-failed`, an error of a command that starts a training. Its exit code is that of the training.
 
-The messages are examples. `...` stands for names, numbers and the words of other programs.
+The messages are examples. `...` stands for names, numbers and the words of other programs. A training with `-v` writes
+the code in brackets before the message: `allhands: error: [value-unknown] ...`.
 """
 
 METRICS = """# Metrics and events

@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from allhands.errors import ConfigError, ModelError
-from allhands.model.stages import CAN_BE_CUT, Stage, blocks_of_stages, check_split, cut
+from allhands.model.divisible import check_split
+from allhands.model.stages import CAN_BE_CUT, Stage, blocks_of_stages, cut
 
 # What people train most, and what differs most; the others are a minute's work.
 OFTEN = frozenset(

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The verb (``"model get"``) of ``allhands ARGUMENTS`` and the options that were given.
 
     Raises:
-        Exception: the parser's own, with ``show`` and ``exit_code``, for what it does not accept.
+        ConfigError: the parser does not accept them.
     """
     command = _whole_command()
     rest, names = with_auto_resume(list(arguments)), list[str]()

@@ -204,63 +204,6 @@ def test_every_verb_explains_itself_and_its_options(capsys: pytest.CaptureFixtur
             assert not line.endswith("..."), line
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "--no-such-flag"),
-        ("train", "--batch-size"),
-        ("train", "--batch-size", "many"),
-        ("train", "stray"),
-        ("generate",),
-        ("generate", "--prompt", "a", "--top-p", "2"),
-        ("model", "get"),
-        ("model", "gte"),
-        ("trian",),
-        ("plot",),
-        ("demo", "--iters", "1"),
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_parsed_is_code_2_without_traceback(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run_main(capsys, *arguments)
-    assert code == 2
-    assert "error" in err.lower()
-    assert "Traceback" not in out + err
-
-
-def test_a_choice_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run_main(capsys, "export", "--to", "foo", "--out", "x")
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        "Error: Invalid value for '--to': 'foo' is not one of 'peft', 'hf', 'gguf', 'ollama'.",
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("train", "--iters", "abc"), "'--iters': must be a valid integer (got 'abc')"),
-        (
-            ("train", "--learning-rate", "1e"),
-            "'--learning-rate': must be a valid number (got '1e')",
-        ),
-        (("generate", "--temp", "-1"), "'--temp': must be greater than or equal to 0 (got '-1')"),
-    ],
-)
-def test_a_value_that_does_not_fit_is_told(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run_main(capsys, *arguments)
-    assert (code, err.splitlines()[-1]) == (2, f"Error: Invalid value for {told}")
-
-
-def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--batch-size" in run_main(capsys, "train", "--batch-sise", "3")[2]
-    assert "train" in run_main(capsys, "trian")[2]
-
-
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
 def test_flags_of_other_trainers_are_explained(
     name: str, capsys: pytest.CaptureFixture[str]

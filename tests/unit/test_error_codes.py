@@ -128,6 +128,7 @@ def test_the_dialogue_of_ranks_hands_on_the_code() -> None:
         here.close()
         there.close()
     assert (caught.value.code, caught.value.where) == ("prompt-too-long", "--prompt")
+    assert caught.value.exit_code == ConfigError.exit_code
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def test_no_word_of_a_short_name_is_broken() -> None:
         assert run.started is not None
         run.started = replace(run.started, cores_per_rank=1 + place)
     told = "\n".join(table_lines(runs)).split()
-    assert (told.count("(2"), told.count("ranks)"), told.count("starts")) == (4, 4, 1)
+    assert (told.count("(2"), told.count("ranks)"), told.count("restarts")) == (4, 4, 1)
 
 
 def test_each_run_has_a_row(tmp_path: Path) -> None:

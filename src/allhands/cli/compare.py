@@ -22,6 +22,7 @@ from allhands.data.splits import full_places, load_split
 from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.errors import ConfigError, DataError
 from allhands.io.files import make_directory, require_ours, require_writable, write_whole
+from allhands.io.formatting import format_bytes
 from allhands.io.terminal import console_for
 from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.run.adapter_files import check_adapter
@@ -173,7 +174,7 @@ def show_speed(console: Console, label: str, speed: Any) -> None:
     console.print(
         f"{label}: prompt {speed.prompt_tokens} tokens, {speed.prompt_tps:.1f} tokens-per-sec; generation "
         f"{speed.generation_tokens} tokens, {speed.generation_tps:.1f} tokens-per-sec; "
-        f"peak memory {speed.peak_memory_bytes / 1e9:.3f} GB",
+        f"peak memory {format_bytes(speed.peak_memory_bytes)}",
     )
 
 

@@ -39,6 +39,7 @@ from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
 from allhands.io.terminal import progress_console, tell
+from allhands.model.divisible import require_divisible
 from allhands.run.adapter_files import what_is
 from allhands.runtime.blas import preload_blas
 
@@ -118,6 +119,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
         env=env,
     )
     require_stages(config, job.size)
+    require_divisible(config, job.size)
     return run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
 
 

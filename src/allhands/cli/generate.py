@@ -12,6 +12,7 @@ from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_not
 from allhands.cli.divided import run_divided
 from allhands.cli.verbs_models import Chat, Generate
 from allhands.errors import ConfigError
+from allhands.io.formatting import format_bytes
 
 if TYPE_CHECKING:
     from allhands.infer.divided import AnsweringRanks
@@ -45,7 +46,7 @@ def generate(asked: Generate) -> None:
             print(
                 f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec"
             )
-            print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
+            print(f"Peak memory: {format_bytes(cost.peak_memory_bytes)}")
 
     with_model(asked, ranks, answer)
 

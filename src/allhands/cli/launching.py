@@ -66,6 +66,7 @@ class TrainingJob:
         tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if
             there are several on several computers, or anywhere with ``tag_here``.
         keep_logs: whether other computers keep ``log_dir`` even if all goes well there.
+        codes: whether the code of an error is told with its message.
         compared: whether its ranks compare what they have loaded before they start, so that
             newcomers can be looked at.
         sync: the command that brings what the job needs to a computer that lacks it, if there is
@@ -98,6 +99,7 @@ class TrainingJob:
     keep_logs: bool = True
     sync: str | None = None
     compared: bool = False
+    codes: bool = False
     expected_s: float | None = None
     explain: Callable[[list[str]], None] = lambda lines: None
 
@@ -228,6 +230,7 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
         tagged=job.tagged,
         places=job.hostfile is not None,
         sync=job.sync,
+        codes=job.codes,
     )
     options = SuperviseOptions(
         job.max_restarts,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from allhands.cli import commands
 from allhands.cli.parser import App, UnknownCommand, with_auto_resume
-from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
-from allhands.errors import AllhandsError, ConfigError, in_our_words, without_import
+from allhands.config.aliases import canonical_flag, instead_of_command
+from allhands.errors import AllhandsError, without_import
 from allhands.io.paths import check_variables
 from allhands.io.terminal import tell
 
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(without_import(error), KeyboardInterrupt):
             _tell_interrupted(arguments)
             code = _INTERRUPTED
-        elif (code := _exit_of(error)) is None:
+        elif (code := _exit_of(error, with_code=_is_verbose(arguments))) is None:
             raise
     sys.exit(code)
 
@@ -110,28 +110,16 @@ def _silence_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _exit_of(error: Exception) -> int | None:
+def _exit_of(error: Exception, *, with_code: bool) -> int | None:
     """Tell an error; return its exit code, or ``None`` for a defect of allhands."""
     if isinstance(error, UnknownCommand):
         error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
     if isinstance(error, AllhandsError):
-        print_error(error)
+        print_error(error, with_code=with_code)
         return error.exit_code
-    if hint := _hint_for_flag(error):
-        print_error(
-            ConfigError(
-                "not an option of allhands",
-                code="option-unknown",
-                where=str(getattr(error, "option_name", "")),
-                hint=hint,
-            )
-        )
-        return ConfigError.exit_code
     show = getattr(error, "show", None)
     if callable(show):
-        if isinstance(message := getattr(error, "message", None), str):
-            vars(error)["message"] = _told_by_validator(message, error.__cause__)
-        show()
+        show()  # the help of a group of verbs that is called alone
         return int(getattr(error, "exit_code", 2))
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
@@ -145,29 +133,6 @@ def _exit_of(error: Exception) -> int | None:
         print_error(told)
         return told.exit_code
     return None
-
-
-def _told_by_validator(message: str, cause: BaseException | None) -> str:
-    """A validator's message, of which the parser shows every word, in ours and with the value."""
-    short = in_our_words(message)
-    errors: Callable[[], list[Any]] | None = getattr(cause, "errors", None)
-    value = errors()[0].get("input") if callable(errors) else None
-    return (
-        f"{short} (got {value!r})" if isinstance(value, str) and repr(value) not in short else short
-    )
-
-
-def _hint_for_flag(error: Exception) -> str | None:
-    """The hint for an unknown flag that is another program's name for an option of allhands."""
-    flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if not flag or context is None or not hasattr(error, "possibilities"):
-        return None
-    options = {
-        name.lstrip("-").replace("-", "_")
-        for option in context.command.params
-        for name in option.opts
-    }
-    return instead_of_flag(flag, context.command_path.partition(" ")[2], options)
 
 
 def _all_commands() -> list[str]:
@@ -185,6 +150,17 @@ def _all_commands() -> list[str]:
     return found
 
 
-def print_error(error: AllhandsError) -> None:
+def print_error(error: AllhandsError, *, with_code: bool = False) -> None:
     """One clear message on standard error: what, where, what to do."""
-    tell(f"allhands: error: {error}")
+    tell(f"allhands: error: {f'[{error.code}] ' if with_code else ''}{error}")
+
+
+def _is_verbose(arguments: list[str]) -> bool:
+    """Return whether ``-v`` is among the words of a command; they need not be right."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    flags = {word.replace("_", "-") for word in words}
+    pairs = pairwise(words)
+    return (
+        not flags.isdisjoint(("-v", "--verbose", "--log-level=verbose"))
+        or ("--log-level", "verbose") in pairs
+    )

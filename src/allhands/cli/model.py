@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
 from allhands.cli.verbs_models import ModelGet
@@ -25,16 +24,16 @@ def _named_once(argument: str | None, option: str | None) -> str:
     """Return the model that was named in one of both ways.
 
     Raises:
-        typer.BadParameter: in none, or in both.
+        ConfigError: in none, or in both.
     """
     given = [name for name in (argument, option) if name is not None]
     if len(given) != 1:
-        message = (
-            "it is named twice: drop --model"
-            if given
-            else "name one: demo, a directory, or a Hub repository"
+        raise ConfigError(
+            "it is named twice" if given else "this argument is missing",
+            code="input-given-twice" if given else "argument-missing",
+            where="MODEL",
+            hint="leave --model out" if given else "name demo, a directory, or a Hub repository",
         )
-        raise typer.BadParameter(message, param_hint="MODEL")
     return given[0]
 
 

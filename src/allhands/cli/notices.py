@@ -44,6 +44,7 @@ class Notices:
         tagged: whether the lines of all ranks are on the screen.
         places: whether it is told on which computers they start, and how these are reached.
         sync: the command that brings model and data to a computer that lacks them.
+        codes: whether the code of an error stands before its message.
     """
 
     memory_hint: str
@@ -53,6 +54,7 @@ class Notices:
     tagged: bool = False
     places: bool = False
     sync: str | None = None
+    codes: bool = False
     _launched: bool = False
     _cancelled: bool = False
     _stop_began: float = float("inf")
@@ -97,7 +99,10 @@ class Notices:
         if event.explanation:
             # Only what a rank has written down itself leaves open where.
             host = self._elsewhere(event) if event.error else None
-            say(f"{title}{f'on {host} (rank {event.rank}): ' if host else ''}{event.explanation}")
+            code = f"[{event.code}] " if self.codes and event.code else ""
+            say(
+                f"{title}{code}{f'on {host} (rank {event.rank}): ' if host else ''}{event.explanation}"
+            )
             self._show_sync(host, event.error)
             return
         killed = event.exit_code == 128 + signal.SIGKILL

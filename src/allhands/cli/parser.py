@@ -5,7 +5,8 @@ every path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,14 +61,19 @@ class Command(TyperCommand):
         """Parse, refuse options that are given twice, and put the home directory in place of ``~``.
 
         Raises:
-            ConfigError: an option that takes one value is given more than once, or a ``~user`` is
-                nobody.
+            ConfigError: the words are not understood, an option that takes one value is given more
+                than once, or a ``~user`` is nobody.
         """
         words = list(args)
-        typed, _, order = self.make_parser(ctx).parse_args(args=list(words))
-        if not any(option.is_eager for option in order):  # else it is --help: nothing is done
-            self._refuse_twice(ctx, words, order)
-        rest: list[str] = super().parse_args(ctx, args)
+        with _in_our_words(words, ctx):
+            typed, left, order = self.make_parser(ctx).parse_args(args=list(words))
+            if not any(option.is_eager for option in order):  # else it is --help: nothing is done
+                self._refuse_twice(ctx, words, order)
+                if left and not ctx.allow_extra_args:
+                    from allhands.cli.usage import unexpected_words
+
+                    raise unexpected_words(left, ctx)
+            rest: list[str] = super().parse_args(ctx, args)
         for option in self.params:
             if typed.get(option.name) is not None and option.name in ctx.params:
                 ctx.params[option.name] = self._at_home(
@@ -126,6 +132,15 @@ class UnknownCommand(ConfigError):
 class VerbGroup(TyperGroup):
     """Verbs; instead of one that there is not, it is said what to do."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before the verb.
+
+        Raises:
+            ConfigError: there is an option among them.
+        """
+        with _in_our_words(list(args), ctx):
+            return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the verb that ``args`` begin with.
 
@@ -148,6 +163,19 @@ class App(typer.Typer):
     ) -> Callable[[Any], Any]:
         """As typer has it."""
         return super().command(name, cls=cls, **settings)
+
+
+@contextmanager
+def _in_our_words(words: Sequence[str], context: Any) -> Generator[None, None, None]:
+    """Raise the parser's complaints about words as errors of ours."""
+    try:
+        yield
+    except Exception as error:
+        if not any(hasattr(error, name) for name in ("param_hint", "option_name")):
+            raise  # the help, or an error of ours
+        from allhands.cli.usage import usage_error
+
+        raise usage_error(error, words, context) from None
 
 
 def _require_words(value: str, where: str) -> None:

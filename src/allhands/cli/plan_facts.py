@@ -29,7 +29,8 @@ from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import counted, format_bytes, format_count, format_duration
-from allhands.model.adapters import full_of_quantised, no_such_keys, resolve_layers
+from allhands.model.adapters import full_of_quantised, no_such_keys
+from allhands.model.divisible import resolve_layers
 from allhands.model.load import read_config
 from allhands.model.quantized import held_dense
 from allhands.model.shapes import find_shape, model_config, num_parameters, rows_for

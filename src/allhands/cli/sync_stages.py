@@ -74,9 +74,9 @@ def _needs(
     each is needed.
     """
     leave_torch_out()
+    from allhands.model.divisible import split_given
     from allhands.model.load import build
     from allhands.model.stages import blocks_of_stages, check_cut
-    from allhands.run.dividing import split_given
     from allhands.run.piping import piped
 
     built, _ = build(model, trust_remote_code=False)

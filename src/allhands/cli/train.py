@@ -31,6 +31,7 @@ from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.io.paths import written
 from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
+from allhands.model.divisible import require_divisible
 from allhands.observe.journal import EVENTS_FILE, Journal, read_events
 from allhands.runtime import faults
 from allhands.runtime.blas import available_cores, limit_cores, preload_blas
@@ -208,6 +209,7 @@ def supervise_training(config: TrainConfig, command: list[str]) -> int:
     job = job_of(config)
     if job.size > 1 or config.min_ranks != 1:  # one rank may go on with the whole model
         require_stages(config, job.size)
+        require_divisible(config, job.size)
     return run(job, command)
 
 
@@ -244,6 +246,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         tag_here=False,
         sync=_sync_command(config),
         compared=config.hostfile is not None,
+        codes=config.log_level == "verbose",
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=lambda lines: (

@@ -136,7 +136,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same model
 class Generate(NamedTuple):
     """Ask a model, with or without a trained adapter.
 
-    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one
+    Prints speed and peak memory, too. --strategy pipeline is for a model larger than one
     computer.
     """
 
@@ -342,7 +342,9 @@ class Import(NamedTuple):
     --adapter-path.
     """
 
-    path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)]
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of the adapter.", show_default=False)
+    ]
     source: Annotated[Format, typer.Option("--from", help="Program that wrote the adapter.")]
     out: OutDir
     model: Annotated[
@@ -360,7 +362,10 @@ class Upload(NamedTuple):
     """
 
     directory: Annotated[
-        Path, typer.Argument(help="Directory of a model or an adapter.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Directory of a model or an adapter.", show_default=False
+        ),
     ]
     to: Annotated[str, typer.Option("--to", help="Repository on the Hub: owner/name.")]
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False

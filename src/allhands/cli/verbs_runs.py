@@ -12,7 +12,8 @@ from allhands.cli.verbs_models import Host, HostNames, Port, Seed, Token
 Runs = Annotated[
     list[Path],
     typer.Argument(
-        help="Run directories or metrics.jsonl files; others are compared with the first."
+        metavar="RUN...",
+        help="Run directories or metrics.jsonl files; others are compared with the first.",
     ),
 ]
 Out = Annotated[
@@ -116,7 +117,10 @@ class Plot(NamedTuple):
     For a single run the memory of its processes is drawn, too, as memory.png in the same directory.
     """
 
-    runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")]
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories or metrics.jsonl files."),
+    ]
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png")
     title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None
     force: Annotated[
@@ -130,7 +134,7 @@ class Monitor(NamedTuple):
     The monitor ends with the run. For an ended run it shows the last and the highest values.
     """
 
-    run: Annotated[Path, typer.Argument(help="Directory of a run.")]
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")
@@ -171,7 +175,8 @@ class Dashboard(NamedTuple):
     """
 
     runs: Annotated[
-        Path, typer.Argument(help="Directory in which, or below which, the runs are.")
+        Path,
+        typer.Argument(metavar="DIR", help="Directory in which, or below which, the runs are."),
     ] = Path()
     host: Host = "127.0.0.1"
     port: Port = 8765

@@ -31,7 +31,7 @@ OUTDATED, ELSEWHERE, OF_MLX_LM, COMMANDS = (
 )
 OF_VERBS = {verb: _each_name(table) for verb, table in _TABLES["verbs"].items()}
 _MARK = re.compile(r"\[\[(\w+)(?:: (.*?))?\]\]")
-_ALIKE = 0.75  # below it "merge" is "serve"
+ALIKE = 0.75  # of names; below it "merge" is "serve"
 
 
 def for_key(text: str) -> str:
@@ -73,13 +73,13 @@ def instead_of_command(
     group, _, word = words.lower().replace("_", "-").rpartition(" ")
     name = re.sub(r"^(mlx[-.]lm|allhands)[-.]?", "", word)
     beside = {sibling: f"{group} {sibling}".strip() for sibling in siblings}
-    if near := difflib.get_close_matches(name, beside, n=1, cutoff=_ALIKE):
+    if near := difflib.get_close_matches(name, beside, n=1, cutoff=ALIKE):
         return f"did you mean `allhands {beside[near[0]]}`?"
     if text := COMMANDS.get(f"{group} {name}", COMMANDS.get(name)):
         return text
     if inner := [command for command in commands() if command.rpartition(" ")[2] == name]:
         return f"did you mean {' or '.join(f'`allhands {command}`' for command in inner)}?"
-    if near := difflib.get_close_matches(name, COMMANDS, n=1, cutoff=_ALIKE):
+    if near := difflib.get_close_matches(name, COMMANDS, n=1, cutoff=ALIKE):
         return COMMANDS[near[0]]
     return f"`{f'allhands {group}'.strip()} --help` lists the commands"
 

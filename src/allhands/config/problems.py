@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,20 @@ def place_in_yaml(path: str | Path, key: str) -> str:
     return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
 
 
+def meant(description: str | None) -> str:
+    """Return what an option is for, as the end of a hint; nothing, if that is not known."""
+    return f" (it means: {description.rstrip('.')})" if description else ""
+
+
+def to_do(message: str, value: Any, description: str | None) -> str:
+    """Return the hint for a wrong value: the choice in ``message`` that it may have been meant to
+    be, or else what the option is for.
+    """
+    choices = [one for one in re.findall(r"'([^']*)'", message) if one != value]
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"did you mean {near[0]}?" if near else f"change it{meant(description)}"
+
+
 def explained(
     error: ValidationError,
     flags: Mapping[str, Any],
@@ -62,8 +77,8 @@ def explained(
             else f"--{key.replace('_', '-')}"
         )
 
-    # Of each option the first problem: where, what and its code.
-    found: dict[str, tuple[str, str, str]] = {}
+    # Of each option the first problem: where, what, its code and what to do.
+    found: dict[str, tuple[str, str, str, str]] = {}
     for one in error.errors():
         key, *inner = [str(part) for part in one["loc"]] or [""]
         message = in_our_words(str(one["msg"]))
@@ -74,14 +89,14 @@ def explained(
         shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
         text = f"{'.'.join(inner)}: {message}{shown}" if inner else f"{message}{shown}"
         text += _known_instead(kind, key, inner, message)
-        found.setdefault(key, (place_of(key), text, _code_of(one, "value-invalid")))
+        field = kind.model_fields.get(key)
+        hint = to_do(message, got, field.description if field else None)
+        found.setdefault(key, (place_of(key), text, _code_of(one, "value-invalid"), hint))
     # As a person reads the file.
     key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
-    place, text, code = found[key]
-    field = kind.model_fields.get(key)
-    meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
-    more = "".join(f"; and {where}: {what}" for where, what, _ in (found[name] for name in others))
-    return ConfigError(f"{text}{more}", code=code, where=place, hint=f"change it{meaning}")
+    place, text, code, hint = found[key]
+    more = "".join(f"; and {where}: {what}" for where, what, *_ in map(found.__getitem__, others))
+    return ConfigError(f"{text}{more}", code=code, where=place, hint=hint)
 
 
 def _code_of(problem: ErrorDetails, otherwise: str) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import chain
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from allhands.data.rows import (
     BOM,
@@ -30,6 +30,10 @@ from allhands.data.values import SHAPES, SHORTEN
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
 _LONGEST_WORD = len("-Infinity")
+# What a line may be cut off in besides strings: nothing, a word, or a number.
+_BEGUN = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][-+]?")
+_ESCAPE = len("u00e9")
+_Each = TypeVar("_Each")
 # Characters before a value that are kept to see how its line begins.
 _INDENT = 1 << 10
 # Keys of an object that holds the rows of a whole file, as exports and APIs write it.
@@ -69,7 +73,8 @@ _BY_ROWS = (
 
 def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
     """Yield the values of a JSON Lines file."""
-    for number, (raw, oversize) in enumerate(lines(file, options.max_row_bytes), start=1):
+    each = _with_last(lines(file, options.max_row_bytes))
+    for number, ((raw, oversize), is_last) in enumerate(each, start=1):
         raw = raw.removeprefix(BOM)  # on any line: it stays where files are joined
         try:
             if oversize:
@@ -86,19 +91,34 @@ def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[
         except UnicodeDecodeError:
             yield cast(RowProblem, not_utf8(raw.decode("utf-8", "surrogateescape"), name, number))
         except json.JSONDecodeError as error:
-            yield _bad_line(error, name, number, complete=raw.endswith(b"\n"))
+            yield _bad_line(error, name, number, is_last=is_last)
         except (ValueError, RecursionError) as error:
             yield RowProblem(
                 name, number, f"not usable JSON: {error}", SHORTEN, code="json-invalid"
             )
 
 
-def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: bool) -> RowProblem:
+def _with_last(items: Iterator[_Each]) -> Iterator[tuple[_Each, bool]]:
+    """Yield each item, and whether it is the last one."""
+    before = next(items, None)
+    for item in items:
+        assert before is not None
+        yield before, False
+        before = item
+    if before is not None:
+        yield before, True
+
+
+def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, is_last: bool) -> RowProblem:
     line = error.doc
-    cut_off = error.pos >= len(line) or error.msg.startswith("Unterminated string")
-    if cut_off and not complete:
+    rest = line[error.pos :]
+    in_string = error.msg.startswith("Unterminated string") or (
+        error.msg.startswith("Invalid \\uXXXX") and len(rest) <= _ESCAPE
+    )
+    cut_off = in_string or _BEGUN.fullmatch(rest) is not None
+    if cut_off and is_last:
         message = f"the file ends in the middle of a record, after {_around(line, len(line))}"
-        hint = "the file was cut off while it was written or copied: fetch it again, or delete its last line"
+        hint = "the file was probably cut off while it was written or copied: fetch it again, or delete its last line"
     elif cut_off:
         message = (
             f"the record does not end on its line: {error.msg}, after {_around(line, len(line))}"
@@ -112,7 +132,7 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
         number,
         message,
         hint,
-        code="record-cut-off" if cut_off and not complete else "json-invalid",
+        code="record-cut-off" if cut_off and is_last else "json-invalid",
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+from allhands.errors import AllhandsError, ConfigError, DataError, ModelError, error_named
 
 # The path of the terminal's socket, for the ranks.
 VARIABLE = "ALLHANDS_CHAT"
@@ -114,8 +114,9 @@ class RemoteConversation:
                 word = self._next()
                 ends = "text" not in word
                 if "error" in word:
-                    message, code, where, hint = word["error"]
-                    raise AllhandsError(message, code=code, where=where, hint=hint)
+                    name, message, code, where, hint = word["error"]
+                    kind = error_named(name) or AllhandsError
+                    raise kind(message, code=code, where=where, hint=hint)
                 if not ends:
                     yield word["text"]
         except RanksEnded:
@@ -150,7 +151,8 @@ def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[]
             if stops():
                 break
     except LINE_ERRORS as error:
-        told = {"error": [error.message, error.code, error.where, error.hint]}
+        name = type(error).__name__
+        told = {"error": [name, error.message, error.code, error.where, error.hint]}
     finally:
         pieces.close()
     if wire is not None:

@@ -25,8 +25,8 @@ from allhands.io.names import CONFIG_FILE
 from allhands.io.paths import meant
 from allhands.io.trees import flatten
 from allhands.model.beyond import fails, use_of
+from allhands.model.divisible import resolve_layers
 
-DEFAULT_ADAPTER_LAYERS = 16
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
 Shapes = dict[str, tuple[int, ...]]
 
@@ -150,24 +150,6 @@ def count_parameters(model: nn.Module) -> int:
                 continue
             total += value.size * 32 // bits if bits and name == "weight" else value.size
     return total
-
-
-def resolve_layers(available: int, config: TrainConfig) -> int:
-    """Return the number of blocks to train of so many, counted from the last; -1 for all.
-
-    Raises:
-        ConfigError: more than there are.
-    """
-    if config.num_layers is None:
-        return -1 if config.fine_tune_type == "full" else min(DEFAULT_ADAPTER_LAYERS, available)
-    if config.num_layers > available:
-        raise ConfigError(
-            f"{config.num_layers} layers asked for, but the model has {available}",
-            code="value-out-of-range",
-            where="--num-layers",
-            hint=f"give at most {available}, or -1 for all",
-        )
-    return config.num_layers
 
 
 def full_of_quantised(what: str) -> ConfigError:

@@ -22,8 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.errors import ConfigError, ModelError
-from allhands.io.formatting import counted
+from allhands.errors import ModelError
 from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
@@ -76,22 +75,6 @@ def blocks_of_stages(sizes: Sequence[int]) -> list[Blocks]:
     """Stages of so many blocks each, in order."""
     stops = list(accumulate(sizes))
     return [Blocks(stop - size, stop, stops[-1]) for stop, size in zip(stops, sizes, strict=True)]
-
-
-def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
-    """Refuse numbers of blocks that are not one for each stage, or do not make up the model.
-
-    Raises:
-        ConfigError: they are, or do, not.
-    """
-    told = ",".join(map(str, split))
-    if len(split) != num_stages or min(split) < 1 or sum(split) != num_blocks:
-        raise ConfigError(
-            f"{told} does not divide the model's {counted(num_blocks, 'block')} among {num_stages} stages",
-            code="pp-split-mismatch",
-            where="--pp-split",
-            hint=f"give {num_stages} numbers above 0 whose sum is {num_blocks}, or auto",
-        )
 
 
 def kind_of(model: nn.Module) -> str:

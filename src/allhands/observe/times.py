@@ -54,12 +54,12 @@ _HEADINGS = {
     "steps": "steps",
     "training time": "time",
     "seconds per step": "s per\nstep",
-    "tokens/s": "tokens\n/s",
-    "speed-up": "speed\n-up",
+    "tokens/s": "tokens\nper s",
+    "speed-up": "speed-up",
     "final training loss": "train\nloss",
     "best validation loss": "valid\nloss",
     "peak memory": "peak\nmemory",
-    "restarts": "re-\nstarts",
+    "restarts": "restarts",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from allhands.config.combinations import is_sharded
 from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import Mesh
+from allhands.model.divisible import split_given
 from allhands.model.skeleton import skeleton
 from allhands.model.stages import check_cut
 from allhands.parallel.costs import Work
@@ -22,7 +23,6 @@ from allhands.plan.meshes import MeshWay, PlannedRanks, asked_mesh, flags_of
 from allhands.plan.staged import StagedWay
 from allhands.plan.strategies import Way
 from allhands.run.contexts import check_context
-from allhands.run.dividing import split_given
 from allhands.run.piping import piped, require_back_end
 from allhands.run.strategy_choice import require_fit
 

@@ -20,12 +20,13 @@ from allhands.distributed.bench import time_products
 from allhands.distributed.handout import gather_json, hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import BUCKET_BYTES
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ModelError
 from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import flatten
 from allhands.model.adapters import count_parameters
+from allhands.model.divisible import split_given, stages_per_rank
 from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
-from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
+from allhands.model.stages import Stage, blocks_of_stages, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Part, Seat, Split, divide, even_speeds, split_as
 from allhands.run.expecting import Device, has_masters
@@ -45,8 +46,6 @@ from allhands.run.training_memory import blocks_of, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 
 STAGES = "stages"  # of what a checkpoint says
-# Stages of a rank where they are interleaved.
-_INTERLEAVED = 2
 # Keys of configurations for the experts that compute a token.
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 _MEASURED_S = 0.4
@@ -92,7 +91,7 @@ def split_agreed(
     """
     blocks: Any = divided.model.layers
     given = split_given(config, len(blocks), mesh.pipe)
-    per_rank = _stages_per_rank(config, len(given), len(blocks), mesh.pipe)
+    per_rank = stages_per_rank(config, len(given), len(blocks), mesh.pipe)
     found = _part_costs(config, divided, mesh, accelerator)
     device = Device(accelerator, mesh, 0)
     present = present_bytes(accelerator)
@@ -189,36 +188,6 @@ def split_that_fits(
     if best is None:
         return None
     return PipedSplit(tuple(best.seconds), found.micro_batches, found.hidden_bytes, again)
-
-
-def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
-    """Return the blocks of each stage from ``--pp-split``; empty if they have to be found.
-
-    Raises:
-        ConfigError: they do not divide the model.
-    """
-    if config.pp_split == "auto":
-        return []
-    given = [int(each) for each in config.pp_split.split(",")]
-    interleaved = config.pp_schedule == "interleaved" and len(given) % num_ranks == 0
-    per_rank = max(_INTERLEAVED, len(given) // num_ranks) if interleaved else 1
-    check_split(given, num_blocks, num_ranks * per_rank)
-    return given
-
-
-def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_ranks: int) -> int:
-    per_rank = num_given // num_ranks or (
-        _INTERLEAVED if config.pp_schedule == "interleaved" else 1
-    )
-    if num_blocks < num_ranks * per_rank:
-        raise ConfigError(
-            f"{counted(num_blocks, 'block')}: too few for {num_ranks * per_rank} stages",
-            code="stages-exceed-blocks",
-            where="--strategy pipeline",
-            hint="take fewer ranks"
-            + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
-        )
-    return per_rank
 
 
 def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage, ...]:
