@@ -256,9 +256,17 @@ def test_an_explained_error_needs_no_way_on(err: Err) -> None:
     event = replace(
         failed(3, "rank 1 exited"), explanation="data: there is none\n  what to do: make some"
     )
-    show(of_training(), event)
-    expected = "allhands: error: data: there is none\n  what to do: make some\n  log of rank 1: logs/rank-1.log\n"
-    assert err() == expected
+    told = of_training()
+    told.show(event)
+    # A restart and a log would tell nothing more of what was given wrong.
+    told.show(SupervisorEvent("given up", "not started again", exit_code=3))
+    assert err() == "allhands: error: data: there is none\n  what to do: make some\n"
+    for later in (replace(event, step=2), replace(event, exit_code=5)):
+        told.show(later)
+        told.show(SupervisorEvent("given up", "not started again", exit_code=later.exit_code))
+        text = err()
+        assert "log of rank 1" in text
+        assert "not started again" in text
 
 
 def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
@@ -276,7 +284,7 @@ def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
     )
     told.show(replace(data, error="ConfigError: it cannot work", explanation="it cannot work"))
     assert "sync" not in err()
-    here = "allhands: error: data: there is none\n  log of rank 1: logs/rank-1.log\n"
+    here = "allhands: error: data: there is none\n"
     for event in (replace(data, host="localhost"), replace(data, host=None)):
         told.show(event)
         assert err() == here

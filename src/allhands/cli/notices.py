@@ -12,11 +12,13 @@ from itertools import dropwhile
 
 from allhands.cluster.hosts import is_here
 from allhands.cluster.supervisor import SupervisorEvent
+from allhands.errors import ConfigError, DataError, ModelError
 from allhands.io.terminal import is_screen, tell
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")
 _OF_KILLED = 3  # last lines of a rank that was killed: who is killed says nothing about it
+_INPUT = tuple(error.exit_code for error in (ConfigError, DataError, ModelError))
 # What the log of every healthy rank is full of: see metrics.console.
 _FRAME = re.compile(r'  File ".*", line \d+ in .*')
 _OWN_LINES = re.compile(
@@ -59,6 +61,7 @@ class Notices:
     _cancelled: bool = False
     _stop_began: float = float("inf")
     _killed: str | None = None
+    _wrong_input: bool = False
 
     def show(self, event: SupervisorEvent) -> None:
         """Show the event, or remember what a later one needs."""
@@ -78,6 +81,8 @@ class Notices:
             self._show_stop()
 
     def _show(self, event: SupervisorEvent) -> None:
+        if event.kind == "given up" and self._wrong_input:
+            return  # the error has said what to do
         if event.kind in _PLAIN:
             never = event.kind == "given up" and not self._launched
             say(f"{'error: ' if never else ''}{event.explanation or event.message}")
@@ -85,7 +90,8 @@ class Notices:
             return
         self._show_cause(event)
         host = self._elsewhere(event)
-        if event.rank is not None and event.log_path is not None:
+        self._wrong_input = host is None and _of_input(event)
+        if event.rank is not None and event.log_path is not None and not self._wrong_input:
             place = f", on {host}" if host else ""
             tell(f"  log of rank {event.rank}{place}: {event.log_path}")
 
@@ -156,6 +162,12 @@ class Notices:
         """Get off the line on which a progress display may have been left."""
         if is_screen(sys.stderr) and not self.tagged:
             print(file=sys.stderr)
+
+
+def _of_input(event: SupervisorEvent) -> bool:
+    """True for an error of ours in what was given, found before the first step."""
+    found_early = event.kind == "failed" and event.explanation is not None and event.step is None
+    return found_early and event.exit_code in _INPUT
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ def _require_heads(values: Mapping[str, Any], ranks: int) -> None:
 
 def _require_experts(values: Mapping[str, Any], ranks: int) -> None:
     counts = [count for name in _EXPERTS if (count := _number(values, name))]
+    if not counts and any("expert" in name for name, value in values.items() if value):
+        return  # told by another name, which ranks understand
     if not counts:
         raise ModelError(
             "no block of this model has experts",
