@@ -172,10 +172,14 @@ def test_arguments_win_over_hyperparameters_and_both_over_the_file(tmp_path: Pat
 
 
 def test_wrong_arguments_are_one_message() -> None:
-    for words in (["--iterations", "3"], ["--iters", "x"], ["stray"]):
+    for words, code in (
+        (["--iterations", "3"], "option-unknown"),
+        (["--iters", "x"], "value-of-wrong-type"),
+        (["stray"], "argument-unknown"),
+    ):
         with pytest.raises(ConfigError) as caught:
             parse_arguments(words)
-        assert caught.value.where == "arguments"
+        assert (caught.value.code, caught.value.where) == (code, words[0])
 
 
 @pytest.mark.parametrize(

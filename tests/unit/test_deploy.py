@@ -365,14 +365,13 @@ def test_the_batch_script_trains_with_our_options(tmp_path: Path) -> None:
     assert srun[ours + 1] == "train"
     config = trained(srun[ours + 2 :])
     said = (
-        config.train,
         config.model,
         config.data,
         config.adapter_path,
         config.resume,
         config.iters,
     )
-    assert said == (True, "a model", "my data", "runs/x", "auto", 7)
+    assert said == ("a model", "my data", "runs/x", "auto", 7)
     assert config.mask_prompt
     warning = re.search(r"^#SBATCH --signal=USR1@(\d+)$", SBATCH.read_text(), re.MULTILINE)
     assert warning is not None

@@ -355,7 +355,7 @@ def test_the_model_is_named_in_either_way_and_once(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "model.safetensors").exists()
     for words in ([], [model, "--model", model]):
         done = call_allhands("model", "check", *words)
-        assert (done.returncode, done.stderr.count("Error: Invalid value for MODEL")) == (2, 1)
+        assert (done.returncode, done.stderr.count("error: MODEL: ")) == (2, 1)
 
 
 def test_model_check_fails_where_a_step_is_wrong(

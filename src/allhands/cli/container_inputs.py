@@ -19,7 +19,7 @@ from allhands.cli.parser import App, with_auto_resume
 from allhands.config.aliases import canonical_flag
 from allhands.config.problems import canonical_key
 from allhands.config.schema import TrainConfig, build_config
-from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+from allhands.errors import ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
 from allhands.io.strict_json import without_repeats
 
@@ -131,24 +131,11 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(given.update, "Train."))
     command: Any = typer.main.get_command(app)
-    try:
-        command.main(
-            args=with_auto_resume(list(arguments)),
-            prog_name="allhands train",
-            standalone_mode=False,
-        )
-    except AllhandsError:
-        raise
-    except Exception as error:
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        raise ConfigError(
-            str(message()),
-            code="argument-invalid",
-            where="arguments",
-            hint="see allhands train --help",
-        ) from None
+    command.main(
+        args=with_auto_resume(list(arguments)),
+        prog_name="allhands train",
+        standalone_mode=False,
+    )
     return given
 
 

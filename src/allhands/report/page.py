@@ -178,6 +178,14 @@ def _part(run: _Run, colour: int) -> RunPart:
     )
 
 
+def _figures(labels: Sequence[str], measures: Sequence[tuple[str, list[str]]]) -> Grid:
+    """The measures of each run, those that compare runs only where there are several."""
+    many = len(labels) > 1
+    compared = "speed-up: tokens/s relative to the first run; medians over the reports"
+    rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
+    return Grid(compared if many else "figures of the run", ("", *labels), tuple(rows))
+
+
 def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -> Iterator[Section]:
     labels, facts = [run.label for run in runs], [run.facts for run in runs]
     histories = [run.history for run in facts]
@@ -186,16 +194,9 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     def grids(make: Callable[[_Run], Iterator[Grid]]) -> tuple[Grid, ...]:
         return tuple(grid for run in runs for grid in make(run))
 
-    title, caption = "In figures", "figures of the run"
-    if many:
-        title, caption = (
-            "Side by side",
-            "speed-up: tokens/s relative to the first run; medians over the reports",
-        )
-    rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
-    times = Grid(caption, ("", *labels), tuple(rows))
+    title = "Side by side" if many else "In figures"
     unlike = unlike_models(facts) or unlike_validations(facts)
-    yield Section("times", title, unlike, "Figures", grids=(times,))
+    yield Section("times", title, unlike, "Figures", grids=(_figures(labels, measures),))
     losses = list(loss_charts(labels, histories))
     if len(losses) % 2:
         losses[0] = replace(losses[0], wide=True)
@@ -386,12 +387,6 @@ def _data(run: ReportFacts) -> dict[str, object]:
     validated = max((one.num_tokens for one in history.valid), default=0)
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
     test_loss = history.ended and history.ended.test_loss
-    names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
-    prepared = [
-        f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
-        for name in names
-        if name in run.prepared
-    ]
     packed = history.started is not None and history.started.method == "pre-training"
     rows = "rows" if packed else "examples"
     return {
@@ -401,9 +396,16 @@ def _data(run: ReportFacts) -> dict[str, object]:
         "tokens of a validation": _count(validated),
         "test loss": None if test_loss is None else f"{test_loss:.4f}",
         "bits per byte (last)": bits and f"{bits[-1]:.3f}",
-        "prepared from": ", ".join(prepared),
+        "prepared from": ", ".join(_prepared(run)),
         **{name: _option(run.config.get(name)) for name in _DATA},
     }
+
+
+def _prepared(run: ReportFacts) -> Iterator[str]:
+    """What `data prepare` has counted, with its numbers."""
+    for name in ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed"):
+        if name in run.prepared:
+            yield f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
 
 
 def _in_thousands(value: object) -> str:
