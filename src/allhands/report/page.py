@@ -387,10 +387,9 @@ def _data(run: ReportFacts) -> dict[str, object]:
     validated = max((one.num_tokens for one in history.valid), default=0)
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
     test_loss = history.ended and history.ended.test_loss
-    packed = history.started is not None and history.started.method == "pre-training"
-    rows = "rows" if packed else "examples"
     return {
-        f"training {rows}": history.started and _count(history.started.num_train_examples),
+        f"training {_rows(history.started)}": history.started
+        and _count(history.started.num_train_examples),
         "trained tokens": last and _count(last.trained_tokens),
         "epochs": last and math.isfinite(last.epoch) and f"{last.epoch:.2f}",
         "tokens of a validation": _count(validated),
@@ -399,6 +398,12 @@ def _data(run: ReportFacts) -> dict[str, object]:
         "prepared from": ", ".join(_prepared(run)),
         **{name: _option(run.config.get(name)) for name in _DATA},
     }
+
+
+def _rows(started: RunStarted | None) -> str:
+    """The word for what a run trains on."""
+    packed = started is not None and started.method == "pre-training"
+    return "rows" if packed else "examples"
 
 
 def _prepared(run: ReportFacts) -> Iterator[str]:

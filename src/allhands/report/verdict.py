@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.io.formatting import format_duration
-from allhands.observe.metrics import METRICS_FILE, RunHistory
+from allhands.observe.metrics import METRICS_FILE, RunEnded, RunHistory
 from allhands.observe.monitor import Board, gone_here
 
 Status = Literal[
@@ -44,10 +44,7 @@ def verdict_of(
     lives = known and not board.over(now, gone_here(board))
     # Until a run that goes on has written that it does, its file still tells of the end before.
     if (ended := history.ended) is not None and not (lives and written < board.began):
-        if ended.reason != "failed":
-            return Verdict(ended.reason)
-        error = (ended.error or "").replace("\n  what to do:", ". What to do:")
-        return Verdict(ended.reason, error or _cause(journal))
+        return _ended(ended, journal)
     if ended is None and (last := _last_word(history, journal, board)) is not None:
         return last
     if lives or (not known and now - written < _FRESH_S):
@@ -57,6 +54,14 @@ def verdict_of(
         "crashed or killed",
         f"its file has no end: it crashed, was killed, or lost its computer{silent}",
     )
+
+
+def _ended(ended: RunEnded, journal: Sequence[Mapping[str, Any]]) -> Verdict:
+    """The state that the run has written down itself, with the cause of a failure."""
+    if ended.reason != "failed":
+        return Verdict(ended.reason)
+    error = (ended.error or "").replace("\n  what to do:", ". What to do:")
+    return Verdict(ended.reason, error or _cause(journal))
 
 
 def _written(path: Path) -> float:
