@@ -47,7 +47,7 @@ def place_in_yaml(path: str | Path, key: str) -> str:
 
 def meant(description: str | None) -> str:
     """Return what an option is for, as the end of a hint; nothing, if that is not known."""
-    return f" (it means: {description.rstrip('.')})" if description else ""
+    return f". About the option: {description.rstrip('.')}" if description else ""
 
 
 def to_do(message: str, value: Any, description: str | None) -> str:
@@ -56,7 +56,7 @@ def to_do(message: str, value: Any, description: str | None) -> str:
     """
     choices = [one for one in re.findall(r"'([^']*)'", message) if one != value]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"did you mean {near[0]}?" if near else f"change it{meant(description)}"
+    return f"did you mean {near[0]}?" if near else f"give another value{meant(description)}"
 
 
 def explained(
