@@ -257,10 +257,11 @@ def test_an_explained_error_needs_no_way_on(err: Err) -> None:
         failed(3, "rank 1 exited"), explanation="data: there is none\n  what to do: make some"
     )
     told = of_training()
-    told.show(event)
     # A restart and a log would tell nothing more of what was given wrong.
-    told.show(SupervisorEvent("given up", "not started again", exit_code=3))
-    assert err() == "allhands: error: data: there is none\n  what to do: make some\n"
+    for early in (event, replace(event, step=0)):
+        told.show(early)
+        told.show(SupervisorEvent("given up", "not started again", exit_code=3))
+        assert err() == "allhands: error: data: there is none\n  what to do: make some\n"
     for later in (replace(event, step=2), replace(event, exit_code=5)):
         told.show(later)
         told.show(SupervisorEvent("given up", "not started again", exit_code=later.exit_code))

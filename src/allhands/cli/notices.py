@@ -166,7 +166,7 @@ class Notices:
 
 def _of_input(event: SupervisorEvent) -> bool:
     """True for an error of ours in what was given, found before the first step."""
-    found_early = event.kind == "failed" and event.explanation is not None and event.step is None
+    found_early = event.kind == "failed" and event.explanation is not None and not event.step
     return found_early and event.exit_code in _INPUT
 
 
