@@ -79,6 +79,8 @@ def test_twice_the_row_fits_on_two_ranks() -> None:
     assert two["bytes"] < 1.2 * one["bytes"]
 
 
+# Milliseconds of attention: other processes on the computer can change them.
+@pytest.mark.flaky(reruns=2, reruns_delay=2)
 def test_attention_costs_all_ranks_the_same() -> None:
     times = found(1, "seconds=2048")["seconds=2048"].values()
     # A little more than the tenth that is wanted: other processes may compute beside this one.
