@@ -17,7 +17,7 @@ from allhands.errors import ConfigError, in_our_words
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Of pydantic's complaints; all others are about the type of a value.
+# Codes for pydantic's error types; every other type is a value of the wrong type.
 _ERROR_CODES = {
     "extra_forbidden": "option-unknown",
     "missing": "option-missing",
@@ -77,7 +77,7 @@ def explained(
             else f"--{key.replace('_', '-')}"
         )
 
-    # Of each option the first problem: where, what, its code and what to do.
+    # The first problem of each option: where it is, what is wrong, its code, and what to do.
     found: dict[str, tuple[str, str, str, str]] = {}
     for one in error.errors():
         key, *inner = [str(part) for part in one["loc"]] or [""]

@@ -30,7 +30,7 @@ from allhands.data.values import SHAPES, SHORTEN
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
 _LONGEST_WORD = len("-Infinity")
-# What a line may be cut off in besides strings: nothing, a word, or a number.
+# Outside strings a line can be cut off after a mark, in a word, or in a number.
 _BEGUN = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][-+]?")
 _ESCAPE = len("u00e9")
 _Each = TypeVar("_Each")

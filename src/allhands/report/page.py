@@ -407,7 +407,7 @@ def _rows(started: RunStarted | None) -> str:
 
 
 def _prepared(run: ReportFacts) -> Iterator[str]:
-    """What `data prepare` has counted, with its numbers."""
+    """The numbers that `data prepare` has counted, each with its word."""
     for name in ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed"):
         if name in run.prepared:
             yield f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
