@@ -23,6 +23,7 @@ from allhands.cli.plan_calibration import small_passes
 from allhands.cli.plan_facts import facts_of
 from allhands.config.schema import build_config
 from allhands.observe.metrics import read_metrics
+from allhands.observe.monitor import read_samples
 from allhands.plan.computers import Computer
 from allhands.plan.job import Job, Prices
 from allhands.plan.pipelines import Pipelined, pipelined
@@ -67,7 +68,7 @@ class Case:
                 "max_seq_length": self.tokens or 512,
                 "iters": 8,
             },
-            **{"learning_rate": 1e-4, "gradient_check": "off", "val_batches": 0},
+            **{"learning_rate": 1e-4, "gradient_check": "off", "val_batches": 2},
         }
 
 
@@ -152,11 +153,16 @@ def test_stages_take_the_memory_and_the_time_that_were_planned(
     seconds = each * job.step.tokens
     record_property("memory", (found.num_bytes, peaks))
     record_property("seconds", (found.step_s, seconds))
+    own = [each for each in read_samples(tmp_path / "run") if each.role == "rank"]
+    told = {each.rank: each.estimated_bytes for each in own if each.estimated_bytes}
+    expected = [told[rank] for rank in range(case.ranks)]
     megabytes = [
-        f"{peak / 1e6:.0f} ({is_to / 1e6:.0f})"
-        for peak, is_to in zip(peaks, found.num_bytes, strict=True)
+        f"{peak / 1e6:.0f} ({is_to / 1e6:.0f}, {each_expected / 1e6:.0f})"
+        for peak, is_to, each_expected in zip(peaks, found.num_bytes, expected, strict=True)
     ]
     print(f"{name}: {found.sizes}, {', '.join(megabytes)} MB; {seconds:.3f} ({found.step_s:.3f}) s")
     assert found.num_bytes == pytest.approx(peaks, rel=0.1)
+    # So is what each rank expected before its first step.
+    assert expected == pytest.approx(peaks, rel=0.1)
     if TIMES and case.ranks <= (os.cpu_count() or 1):
         assert found.step_s == pytest.approx(seconds, rel=0.15)

@@ -11,6 +11,7 @@ import pytest
 from tiny import write_model
 
 from allhands.config.schema import build_config
+from allhands.data.loader import Largest
 from allhands.distributed.mesh import Mesh
 from allhands.kernels import native
 from allhands.model.adapters import make_trainable
@@ -59,7 +60,7 @@ def expected(path: Path, rank: int, *, copies: int = 1, **how: Any) -> int:
         100_000_000 + mx.get_active_memory() + mx.get_cache_memory()
     )  # of which arrays are no part of a need
     device = Device(CPU, Mesh(rank, 2 * copies, local_size=2 * copies, shard=2), present)
-    found = estimated_bytes(config, loaded, (256, 1), device, sharding=sharding)
+    found = estimated_bytes(config, loaded, Largest(256, 1), device, sharding=sharding)
     assert found is not None
     return found
 

@@ -80,7 +80,7 @@ class Calibration:
         first_s: by which a training's first steps take longer than others, all together: on a GPU.
         largest: padded tokens that are computed at once at most in the whole training, and into how
             many such parts a batch is cut; ``None``: the training did not tell.
-        longest: tokens of the longest row.
+        longest: tokens of the longest row; ``lengths``: number of lengths that rows have.
         whole_s: of a step by one process that has all cores, where the others had fewer.
         doubt: why these times are no measure, in words; empty if they are.
     """
@@ -96,6 +96,7 @@ class Calibration:
     cores_per_rank: int | None = None
     largest: tuple[int, int] | None = None
     longest: int | None = None
+    lengths: int | None = None
     first_s: float = 0.0
     whole_s: float | None = None
     doubt: str = ""
@@ -157,6 +158,7 @@ def _measured(
         cores_per_rank=first.started.cores_per_rank,
         largest=first.started.largest,
         longest=first.started.longest,
+        lengths=first.started.lengths,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
         # Nobody has to give a process all cores.
         whole_s=None if whole_s is None else min(whole_s, points[0][1]),

@@ -472,7 +472,12 @@ class _Facts:
             masters=self.kind == "cuda" and config.master_weights and word == 2 and full,
             batch_tokens=share,
             packed=self._packed(),
+            lengths=self._lengths(),
         )
+
+    def _lengths(self) -> int:
+        """Return the number of lengths that rows have; 1 where it is not known."""
+        return (self.measured and self.measured.lengths) or 1
 
     def _weights_bytes(self) -> int:
         """Return the bytes of the weights; on a GPU quantised ones are dense where they have room."""

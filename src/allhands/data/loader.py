@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,6 +94,24 @@ class Cut:
     begin: int = 0
 
 
+class Largest(NamedTuple):
+    """The size of a rank's largest work.
+
+    Attributes:
+        tokens: padded tokens at once; ``micro_batches`` of a batch.
+        lengths: number of lengths that rows have.
+    """
+
+    tokens: int
+    micro_batches: int
+    lengths: int = 1
+
+
+def num_lengths(work: Ints | Int32s) -> int:
+    """Return how many lengths rows of so many tokens have."""
+    return len(np.unique(work))
+
+
 class Loader:
     """Micro-batches of one rank for any batch of the run."""
 
@@ -169,8 +188,8 @@ class Loader:
             self._so_far = iteration, tokens
         return tokens
 
-    def largest(self, weights: Sequence[float] = ()) -> tuple[int, int]:
-        """Return this rank's largest work: padded tokens at once, and micro-batches of a batch.
+    def largest(self, weights: Sequence[float] = ()) -> Largest:
+        """Return the size of this rank's largest work.
 
         Args:
             weights: other ones than this loader's.
@@ -181,7 +200,7 @@ class Loader:
             parts = list(cut_share(self._windows, share, self._sizing))
             most = max(most, len(parts))
             tokens = max(tokens, *(len(part) * length for part, length in parts), 0)
-        return tokens, most
+        return Largest(tokens, most, num_lengths(self._windows.work))
 
     def _most_of_one(self, shares: Sequence[Ints]) -> int:
         """The most places of a share's micro-batch if each share is one; else 0."""

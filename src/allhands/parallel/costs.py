@@ -39,6 +39,7 @@ class Work:
         alive: number of micro-batches whose activations exist at the same time: several in a
             pipeline.
         has_head: True if the rank computes the loss; in a pipeline only the last stage does.
+        lengths: number of lengths that rows have.
     """
 
     method: Method
@@ -56,6 +57,7 @@ class Work:
     packed: PackedGradients | None = None
     alive: float = 1.0
     has_head: bool = True
+    lengths: int = 1
 
     def divided(self, ranks: int) -> Work:
         """Return the work of each of so many ranks with an equal share of the batch."""
@@ -90,6 +92,8 @@ class Memory:
         activations: part of ``backward`` and ``loss``: activations; ``logits``: the part that the
             loss adds.
         beside: bytes of the process outside of arrays: buffers of the products with the head.
+        buffers: further ones, which are kept for rows of other lengths; they count in a pipeline,
+            whose ranks have little else.
         renewed: part of ``update``: new values of the arrays that a rank updates.
         trained: part of ``weights``: the trained ones.
     """
@@ -102,6 +106,7 @@ class Memory:
     activations: int = 0
     logits: int = 0
     beside: int = 0
+    buffers: int = 0
     renewed: int = 0
     trained: int = 0
 

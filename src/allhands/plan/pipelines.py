@@ -25,7 +25,6 @@ from allhands.run.stage_costs import (
     Model,
     Weights,
     alive,
-    kept_of_unequal,
     layers_of,
     on_the_way,
     small_enough,
@@ -173,8 +172,8 @@ def split_model(
     on_gpu, ranks = not job.present_bytes, len(team)
     more = 1.0 if on_gpu else ON_CPU
     parts = [layers_of(each, cut.work, of, more=more, again=not on_gpu) for each in models]
-    layers, once = parts[0]
-    taken = once + beside_bytes + _process_bytes(job, layers)
+    once = parts[0][1]
+    taken = once + beside_bytes + _process_bytes(job)
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one
     # micro-batch.
@@ -190,15 +189,13 @@ def split_model(
     return form, parts[form][0], splits[form], _packed_takes(cut.work.tokens) if form else 1.0
 
 
-def _process_bytes(job: Job, layers: Layers) -> int:
+def _process_bytes(job: Job) -> int:
     """Bytes of a process on a CPU beside its stage's arrays; 0 on a GPU."""
     if not job.present_bytes:
         return 0
-    longest = 0 if job.small is None else job.small.longest
-    kept = kept_of_unequal(job.step.tokens / job.step.rows, longest, layers)
     # A process is there also where one that was looked at had the model's weights in its memory
     # anyway.
-    return max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS + kept
+    return max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS
 
 
 def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:

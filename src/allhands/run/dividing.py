@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from numpy.typing import NDArray
 
 from allhands.config.schema import TrainConfig
+from allhands.data.loader import num_lengths
 from allhands.distributed.backend import Communicator
 from allhands.distributed.bench import time_products
 from allhands.distributed.handout import gather_json, hand_out_json
@@ -37,7 +38,6 @@ from allhands.run.stage_costs import (
     Model,
     Weights,
     alive,
-    kept_of_unequal,
     layers_of,
     on_the_way,
     summing_bytes,
@@ -392,13 +392,11 @@ def _part_costs(
         for model in models
     ]
     weights, _ = layers_of(models[-1], None, None)
-    once, hidden, lengths = found[0][1], 0, divided.work
+    once, hidden = found[0][1], 0
     once += models[0].fetched_bytes(mesh.shard, keeps=keeps)
     if work is not None and blocks is not None:
         hidden = work.tokens * blocks.dims * word
         once += summing_bytes(mesh, work.trained_bytes // mesh.pipe, BUCKET_BYTES)
-        if accelerator.kind == "cpu" and lengths is not None:
-            once += kept_of_unequal(float(lengths.mean()), float(lengths.max()), found[0][0])
     return _PartCosts([layers for layers, _ in found], weights, once, batches, hidden)
 
 
@@ -434,6 +432,7 @@ def _work(
         recomputed=config.grad_checkpoint,
         accumulated=True,
         masters=has_masters(config, divided.model, accelerator),
+        lengths=num_lengths(divided.work),
     )
     return work, batches
 

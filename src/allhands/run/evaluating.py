@@ -14,7 +14,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.run.adapter_files import check_adapter
 from allhands.run.context import RunContext
 from allhands.run.contexts import agreed, context_of, same_rows
-from allhands.run.piping import piped, piping_of, sums_together
+from allhands.run.piping import micro_batch_tokens, piped, piping_of, sums_together
 from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
 
@@ -77,12 +77,13 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     together = sums_together(piping, ready, CAUSAL_LM)
     context = context_of(ready.communicator, surroundings.mesh)
     group = same_rows(ready.communicator, surroundings.mesh)
+    tokens = micro_batch_tokens(config, windows.work, surroundings.mesh)
     evaluator = Evaluator(
         ready.loaded.model,
         windows,
         ready.communicator,
         surroundings.mesh,
-        agreed(ready.accelerator.sizing(config.micro_batch_tokens, compiled=False), group),
+        agreed(ready.accelerator.sizing(tokens, compiled=False), group),
         batch_size=config.batch_size,
         num_batches=config.test_batches,
         cpu_native=ready.accelerator.cpu_native,

@@ -15,7 +15,7 @@ import psutil
 
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
-from allhands.data.loader import Loader
+from allhands.data.loader import Largest, Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
 from allhands.distributed.codecs import CODECS
@@ -44,7 +44,7 @@ from allhands.run.divided_costs import (
 )
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
-from allhands.run.stage_costs import Model, Weights, alive, summing_bytes
+from allhands.run.stage_costs import Model, Weights, alive, of_stage, summing_bytes
 from allhands.run.training_memory import (
     WRITING_BYTES,
     DecoderShape,
@@ -99,7 +99,7 @@ class Device:
 def expected_bytes(
     config: TrainConfig,
     loaded: LoadedModel,
-    largest: tuple[int, int],
+    largest: Largest,
     device: Device,
     stages: Sequence[Stage] = (),
     sharding: Sharding | None = None,
@@ -115,7 +115,7 @@ def expected_bytes(
 def estimated_bytes(
     config: TrainConfig,
     loaded: LoadedModel,
-    largest: tuple[int, int],
+    largest: Largest,
     device: Device,
     stages: Sequence[Stage] = (),
     weights_bytes: int | None = None,
@@ -134,10 +134,10 @@ def estimated_bytes(
         sharding: this rank's part of every array; ``None`` where it has whole ones, or they are not
             divided yet.
     """
-    accelerator, present_bytes = device.accelerator, device.present_bytes
+    accelerator = device.accelerator
     native_way = accelerator.runs_natively(config.compile) and native.available()
     blocks = blocks_of(loaded.config) if native_way or not accelerator.cpu_native else None
-    tokens, cuts = largest
+    tokens, cuts, lengths = largest
     if blocks is None or not tokens:
         return None
     model: Any = loaded.model
@@ -162,14 +162,19 @@ def estimated_bytes(
             config, device.mesh, cuts, len(stages), native=native_way and sharding is None
         ),
         has_head=has_head,
+        lengths=lengths,
     )
     own = _own_arrays(config, model, blocks, work, device, stages, sharding)
     memory = _of_rank(own, work, config, device.mesh)
     if not accelerator.cpu_native:
         return memory.arrays
-    return _writing_bytes(config, device.mesh) + of_process(
-        memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory()
-    )
+    return _writing_bytes(config, device.mesh) + _peak(memory, device)
+
+
+def _peak(memory: Memory, device: Device) -> int:
+    """The peak of the process, on a CPU, with such arrays."""
+    of = of_stage if device.mesh.pipe > 1 else of_process
+    return of(memory, device.present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 
 
 def _own_arrays(

@@ -16,6 +16,7 @@ from allhands.checkpoints import quick_step
 from allhands.checkpoints.copies import Copies
 from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.config.pretrain_schema import pretraining
+from allhands.data.loader import Largest
 from allhands.errors import AllhandsError
 from allhands.io.files import (
     ClaimedError,
@@ -59,7 +60,7 @@ class Outputs:
     ready: LoadedRun
     copies: Copies
 
-    def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
+    def started(self, total: int, state: LoopState, largest: Largest) -> RunStarted:
         """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest
         one.
         """
@@ -84,7 +85,8 @@ class Outputs:
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
-            largest=largest,
+            largest=(largest.tokens, largest.micro_batches),
+            lengths=largest.lengths,
             longest=int(windows.work.max()) if windows else None,
             vocabulary=ready.loaded.vocabulary,
             iteration=state.iteration,

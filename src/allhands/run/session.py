@@ -11,12 +11,14 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from allhands.checkpoints.arrays import Held
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.saving import Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
-from allhands.data.loader import Loader, MicroBatch
+from allhands.data.loader import Largest, Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
@@ -198,8 +200,9 @@ class _RankRun:
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
-        if ready.divided:
-            give_back_freed_pages()  # of whole arrays, which were read to be divided
+        # Buffers in which the model was read: training has no use for their sizes.
+        mx.clear_cache()
+        give_back_freed_pages()
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         sizing = self._sizing(windows, order, device, compiled)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
@@ -442,7 +445,7 @@ class _RankRun:
             self.config, self.ready.communicator, self.ready.loaded.model, self._strategy
         )
 
-    def _expect(self, largest: tuple[int, int], device: Device) -> None:
+    def _expect(self, largest: Largest, device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         on_cpu = device.accelerator.cpu_native
         ready = self.ready
@@ -565,7 +568,9 @@ class _RankRun:
             self.ready.communicator,
             self.mesh,
             agreed(
-                self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
+                self.ready.accelerator.sizing(
+                    micro_batch_tokens(self.config, windows.work, self.mesh), compiled=False
+                ),
                 self._same_rows,
             ),
             batch_size=self.config.batch_size,

@@ -9,12 +9,9 @@ from allhands.distributed.mesh import Mesh
 from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
-from allhands.run.training_memory import KEPT_BYTES
 
 # Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
 MICRO_BATCHES = 4
-_ALIKE = 0.9  # of the longest row
-_KEPT_BLOCKS = 2  # whose activations are about what is kept in buffers of other sizes
 # Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed
 # and new.
 _STATES, _GRADIENTS = 2.0, 2.0
@@ -86,8 +83,8 @@ def layers_of(
     more: float = 1.0,
     again: bool = False,
 ) -> tuple[Layers, int]:
-    """Return the parts that a split is made of, and the bytes that every rank has for a while in a
-    pass.
+    """Return the parts that a split is made of, and the bytes that every rank has besides: for a
+    while in a pass, and in buffers for rows of other lengths.
 
     Args:
         work: of a rank with a micro-batch of the step; ``None``: nothing is trained.
@@ -102,7 +99,9 @@ def layers_of(
     if work is not None and of is not None:
         one, two = (of(replace(work, trained_layers=layers)) for layers in (1, 2))
         kept = two.activations - one.activations
-        once, logits = max(0.0, one.activations - kept), one.logits + one.beside
+        buffers = of(replace(work, has_head=False)).buffers
+        once = max(0.0, one.activations - kept) + buffers
+        logits = one.logits + one.beside + one.buffers - buffers
         if work.trained_bytes:
             for_trained = one.optimizer / work.trained_bytes + _GRADIENTS
     trained = [place for place, block in enumerate(model.blocks) if block.trained_bytes]
@@ -154,16 +153,13 @@ def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
     return int((alive + ranks + 1) * hidden_bytes)
 
 
-def kept_of_unequal(tokens: float, longest: float, layers: Layers) -> int:
-    """Bytes of buffers that a process on a CPU keeps for later where rows differ in length; 0 where
-    they hardly do.
-
-    Args:
-        tokens: of a row on the average; ``longest`` of any.
+def of_stage(memory: Memory, present_bytes: int, present_arrays: int) -> int:
+    """Return the peak of a process on a CPU that has a stage, as
+    :func:`allhands.run.training_memory.of_process` does for one that has the whole model.
     """
-    if tokens > _ALIKE * longest:
-        return 0
-    return int(min(KEPT_BYTES, _KEPT_BLOCKS * max(block.kept_bytes for block in layers.blocks)))
+    new = memory.arrays - present_arrays
+    more = ROOM_OF_PRODUCTS + memory.buffers + memory.beside
+    return int(present_bytes + ON_CPU * new + more)
 
 
 def small_enough(longest: int, rows: int, stages: int) -> int:

@@ -26,6 +26,7 @@ WRITING_BYTES = (
 )
 _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
+_LENGTHS = 16  # of rows, for which buffers of a block are kept at most
 _CHUNK_ROWS = 256  # of the loss
 _LOGITS = 512 << 20  # bytes of them at once on a GPU
 _ONE_ARRAY = (
@@ -107,6 +108,7 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
     logits = blocks.vocabulary * _FLOAT if work.has_head else 0
     chunk = min(_CHUNK_ROWS, work.tokens) * logits
     update = int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes)
+    others = min(work.lengths, _LENGTHS) - 1
     head = 0
     if work.method == "full" and layers == blocks.layers:
         # The embedding's gradient, as input and as head, before they are one.
@@ -121,7 +123,9 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
         trained=work.trained_bytes,
         activations=int(values * held),
         logits=chunk,
-        beside=int(1.2 * _CHUNK_ROWS * logits + 0.5 * head),
+        beside=int(1.2 * chunk + 0.5 * head),
+        # Those of logits are among the buffers that are kept.
+        buffers=max(0, int(min(KEPT_BYTES, others * values * kept) - 1.2 * chunk)),
     )
 
 

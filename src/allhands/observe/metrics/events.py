@@ -42,7 +42,7 @@ class RunStarted:
         resumed_from: checkpoint of another run from which this one goes on.
         largest: padded tokens that rank 0 computes at once at most, and the number of such parts in
             a batch.
-        longest: tokens of the longest row.
+        longest: tokens of the longest row; ``lengths``: number of lengths that rows have.
         vocabulary: number of tokens among which the model chooses.
         iteration: iterations done before this start.
         total_iterations: iterations of the whole run.
@@ -68,6 +68,7 @@ class RunStarted:
     resumed_from: str | None = None
     largest: tuple[int, int] | None = None
     longest: int | None = None
+    lengths: int | None = None
     vocabulary: int | None = None
     iteration: int | None = None
     total_iterations: int | None = None
