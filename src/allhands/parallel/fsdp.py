@@ -26,7 +26,7 @@ from allhands.distributed.backend import on_stream
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.regions import Box, Region, Shape
-from allhands.io.trees import flatten
+from allhands.io.trees import flatten, numbers
 from allhands.kernels.fused import kernels
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.stages import Blocks, Stage
@@ -256,10 +256,13 @@ class FullySharded(Strategy):
         sums: list[mx.array] = []
         found: list[mx.array] = []
         counts = {"targets": 0, "tokens": 0}
-        left = list(micro_batches)
+        # All ranks make as many passes, one at least. Asked before the first, whose exchanges the
+        # answer comes with, and read after it: the host is not to wait for the device.
+        passes_of_all, left = self._sharding.everyones(len(micro_batches)), list(micro_batches)
+        made = 0
         with self._held():
-            while self._sharding.anyone(bool(left)):
-                batch = left.pop(0) if left else None
+            while not made or made < max(numbers(passes_of_all)):
+                batch, made = left.pop(0) if left else None, made + 1
                 if batch is not None:
                     passes.note(batch)
                     counts = {

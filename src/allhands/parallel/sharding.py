@@ -23,6 +23,7 @@ from allhands.io.regions import Region, Shape
 from allhands.io.trees import flatten, number, unflatten
 from allhands.model.stages import Blocks, Stage, cut
 from allhands.parallel.rows import BoxedRow, DividedRow, Slot
+from allhands.parallel.sums import places_of_all
 
 # Beside the numbers of blocks: the table of tokens, and what follows the last block.
 _TABLE, _OUTSIDE = -1, -2
@@ -165,6 +166,12 @@ class Sharding:
         the same number.
         """
         return number(self.world.all_sum(mx.array(float(wants)))) > 0
+
+    def everyones(self, mine: float) -> mx.array:
+        """(ranks,) each rank's number, handed out but not waited for; called on all ranks together."""
+        every = self.world.all_sum(mx.array(places_of_all([mine], self.world)))
+        mx.async_eval(every)
+        return every
 
     def fetched(
         self, units: Sequence[Unit], wait: Callable[[list[mx.array]], None]
@@ -349,8 +356,7 @@ def _rows(
     """
     apart = getattr(communicator, "scatters", False)
     kinds: dict[tuple[bool, mx.Dtype, str], list[Slot]] = {}
-    # Those of gate and up beside each other.
-    for name, module, key, trained in sorted(named, key=lambda each: ".down_proj." in each[0]):
+    for name, module, key, trained in _as_multiplied(named):
         array = module[key]
         group = _group_of(name) if apart and trained and array.size >= _LARGE else ""
         places = kinds.setdefault((trained, array.dtype, group), [])
@@ -362,7 +368,30 @@ def _rows(
     ]
 
 
+def _as_multiplied(
+    named: Sequence[tuple[str, nn.Module, str, bool]],
+) -> list[tuple[str, nn.Module, str, bool]]:
+    """Arrays with those of one product beside each other, in its order: a whole row is then its
+    factor.
+    """
+    groups: dict[str, int] = {}
+    for name, *_ in named:
+        groups.setdefault(_group_of(name), len(groups))
+    layers = {layer: place for place, layer in enumerate(_OF_ONE_INPUT)}
+
+    def place(each: tuple[str, nn.Module, str, bool]) -> tuple[int, int]:
+        return groups[_group_of(each[0])], layers.get(_layer_of(each[0])[1], 0)
+
+    return sorted(named, key=place)
+
+
 def _group_of(name: str) -> str:
     """What the weights of layers with one input have in common."""
-    owner, _, layer = name.rpartition(".")[0].rpartition(".")
+    owner, layer = _layer_of(name)
     return f"{owner}.{_OF_ONE_INPUT.get(layer, name)}"
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """The name of an array's layer, and of the module that has it."""
+    owner, _, layer = name.rpartition(".")[0].rpartition(".")
+    return owner, layer
