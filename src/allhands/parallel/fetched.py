@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +35,9 @@ _MAY_STAY = 1 / 16
 # in few operations, as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own
 # take the place of these, as measured on a CPU for six architectures.
 _KEPT_FUSED, _KEPT = 1.25, 3.5
+# Blocks at the end of a backward pass that the host does not wait for, where others have left room:
+# meanwhile it hands out the update, and the next passes.
+_AHEAD = 3
 
 
 @dataclass
@@ -332,11 +336,17 @@ class _Graph:
 class FetchedPasses:
     """A micro-batch's passes with the rows that they need, and once more for the backward pass, for
     each block.
+
+    Attributes:
+        begun: True if the first block's rows are on their way.
+        ahead: blocks at the end that the host does not wait for.
     """
 
     wholes: list[list[mx.array]]
     again: list[list[mx.array]]
     graph: _Graph
+    begun: bool = False
+    ahead: int = 0
 
 
 class FetchedGraph:
@@ -415,19 +425,45 @@ class FetchedGraph:
             found.add(at)
         return found
 
-    def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> FetchedPasses:
+    def first_rows(self) -> list[mx.array]:
+        """Begin to fetch the first block's rows; called on all ranks together."""
+        return self._sharding.begin(self._sharding.wholes(self._units[0].rows))
+
+    def prepare(
+        self,
+        arguments: tuple[mx.array, ...] | None,
+        tokens: int,
+        first_rows: Sequence[mx.array] = (),
+    ) -> FetchedPasses:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
         ``None``: of none.
+
+        Args:
+            first_rows: what :meth:`first_rows` has given, if it was called.
         """
-        sharding = self._sharding
-        wholes = [sharding.wholes(unit.rows) for unit in self._units]
+        sharding, begun = self._sharding, bool(first_rows)
+        rest = [sharding.wholes(unit.rows) for unit in self._units[1 if begun else 0 :]]
+        wholes = [list(first_rows), *rest] if begun else rest
         again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
         if arguments is None:
-            return FetchedPasses(wholes, again, _Graph(self._first, None))
+            return FetchedPasses(wholes, again, _Graph(self._first, None), begun)
         function = self._function(self.computed_twice(tokens))
-        return FetchedPasses(
-            wholes, again, _Graph(self._first, function(wholes, again, list(arguments)))
+        graph = _Graph(self._first, function(wholes, again, list(arguments)))
+        return FetchedPasses(wholes, again, graph, begun, self._ahead(tokens))
+
+    def _ahead(self, tokens: int) -> int:
+        """Blocks at the end of a backward pass that the host need not wait for: what the blocks
+        before them have kept has room for them.
+        """
+        twice, stop = self.computed_twice(tokens), self._first + _AHEAD
+        given_back = sum(
+            self._blocks[at].bytes_kept(tokens)
+            for at in range(stop, len(self._units) - 1)
+            if at not in twice
         )
+        # Rows, and gradients of them.
+        needed = 2 * sum(row.size * row.dtype.size for row in self._units[self._first].rows)
+        return int(min(_AHEAD, given_back // needed))
 
     def begin(self, prepared: FetchedPasses) -> tuple[list[mx.array], list[mx.array]]:
         """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`,
@@ -439,16 +475,24 @@ class FetchedGraph:
         last, first = len(self._units) - 1, self._first
         wholes, again, graph = prepared.wholes, prepared.again, prepared.graph
         before, parts = list[mx.array](), dict[int, mx.array]()
-        self._sharding.begin(wholes[0])
+        if not prepared.begun:
+            self._sharding.begin(wholes[0])
         for at in range(last + 1):
             following = wholes[at + 1] if at < last else again[at - 1]
             before = self._next(wholes, at, graph.forward(at), before, following)
-        # The last block's passes are one; the others' backward passes follow.
-        for at in range(last, first - 1, -1):
-            if at < last:
-                before = self._next(again, at, graph.backward(at), before, again[at - 1])
+
+        def push(at: int) -> None:
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
             graph.drop(at)
+
+        # The last block's passes are one; the others' backward passes follow. The gradients of a
+        # block travel behind the next rows, which are waited for.
+        for at in range(last - 1, first - 1, -1):
+            wanted, late = graph.backward(at), at - first < prepared.ahead
+            before = self._next(
+                again, at, wanted, before, again[at - 1], partial(push, at + 1), waits=not late
+            )
+        push(first)
         return graph.sums, [parts[id(row)] for row in self.rows]
 
     def _next(
@@ -458,6 +502,9 @@ class FetchedGraph:
         wanted: list[mx.array],
         before: list[mx.array],
         following: list[mx.array],
+        push: Callable[[], None] = lambda: None,
+        *,
+        waits: bool = True,
     ) -> list[mx.array]:
         """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched;
         returns it.
@@ -473,8 +520,10 @@ class FetchedGraph:
         if at + 2 == len(fetched) and len(before) > 1:
             self._computed(before)
         sharding.begin(following)
+        push()
         mx.async_eval(wanted)
-        self._computed(before)
+        if waits:
+            self._computed(before)
         return wanted
 
     def _again(self, at: int) -> list[DividedRow]:

@@ -208,6 +208,7 @@ class FullySharded(Strategy):
         self._compute: FetchedStage | FetchedGraph | None = None
         self._flat: FlatWeights | None = None
         self._ahead: tuple[MicroBatch, FetchedPasses] | None = None
+        self._first_rows: list[mx.array] = []
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
@@ -286,10 +287,11 @@ class FullySharded(Strategy):
         """The sums of a micro-batch, and this rank's parts of its gradients."""
         ahead, self._ahead = self._ahead, None
         if isinstance(self._compute, FetchedGraph):
-            made = ahead is not None and ahead[0] is batch
-            return self._compute.begin(
-                ahead[1] if ahead is not None and made else self._prepared(passes, batch)
-            )
+            if ahead is not None and ahead[0] is batch:
+                return self._compute.begin(ahead[1])
+            if ahead is not None:
+                self._first_rows = ahead[1].wholes[0]
+            return self._compute.begin(self._prepared(passes, batch))
         assert self._compute is not None
         outputs, _, new = self._compute.begin(
             None, None, None if batch is None else passes.arguments(batch)
@@ -298,25 +300,26 @@ class FullySharded(Strategy):
 
     def _prepared(self, passes: Passes, batch: MicroBatch | None) -> FetchedPasses:
         assert isinstance(self._compute, FetchedGraph)
+        rows, self._first_rows = self._first_rows, []
         if batch is None:
-            return self._compute.prepare(None, 0)
-        return self._compute.prepare(passes.arguments(batch), batch.inputs.size)
+            return self._compute.prepare(None, 0, rows)
+        return self._compute.prepare(passes.arguments(batch), batch.inputs.size, rows)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Make the next step's first passes while a GPU updates weights; of a new shape that would
-        take long.
+        """Fetch the next step's first rows, and make its first passes, while a GPU updates weights;
+        of a new shape that would take long.
         """
-        batches = (
-            upcoming()
-            if isinstance(self._compute, FetchedGraph) and self._sharding.scatters
-            else ()
-        )
-        if batches and batches[0].shape in passes.shapes:
-            with self._held():
+        if not isinstance(self._compute, FetchedGraph) or not self._sharding.scatters:
+            return
+        batches = upcoming()
+        with self._held():
+            # On all ranks, whatever follows: they are the first that is exchanged.
+            self._first_rows = self._compute.first_rows()
+            if batches and batches[0].shape in passes.shapes:
                 self._ahead = batches[0], self._prepared(passes, batches[0])
 
     def forget(self) -> None:
-        self._ahead = None
+        self._ahead, self._first_rows = None, []
 
     @contextmanager
     def _held(self) -> Generator[None]:
