@@ -56,7 +56,7 @@ class _Segment:
     @property
     def looked_up(self) -> bool:
         """True for a table of tokens, whose numbers no backward pass needs."""
-        return isinstance(self.places[0].module, nn.Embedding | nn.QuantizedEmbedding)
+        return _is_table(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,6 +71,10 @@ class _Segment:
         """The segment of a row whose arrays lie end to end."""
         start, last = self.places[0].start, self.places[-1]
         return row[start : last.start + last.size].reshape(self.shape)
+
+
+def _is_table(arrays: _Segment | DividedRow) -> bool:
+    return isinstance(arrays.places[0].module, nn.Embedding | nn.QuantizedEmbedding)
 
 
 class _Block:
@@ -429,6 +433,11 @@ class FetchedGraph:
         """Begin to fetch the first block's rows; called on all ranks together."""
         return self._sharding.begin(self._sharding.wholes(self._units[0].rows))
 
+    def begin_first(self, prepared: FetchedPasses) -> None:
+        """Begin to compute the first block of prepared passes whose rows are on their way."""
+        if prepared.begun:
+            mx.async_eval(prepared.graph.forward(0))
+
     def prepare(
         self,
         arguments: tuple[mx.array, ...] | None,
@@ -538,6 +547,9 @@ class FetchedGraph:
         given = [row.joined(None, ranks) for row in rows] if gradients is None else gradients
         for _ in rows:
             self._pushes()
+        # The gradient of a table of tokens is the last that is computed.
+        order = sorted(range(len(rows)), key=lambda at: _is_table(rows[at]))
+        rows, given = [rows[at] for at in order], [given[at] for at in order]
         for row, new in zip(rows, self._sharding.push_rows(rows, given), strict=True):
             before = parts.get(id(row))
             parts[id(row)] = new if before is None else before + new

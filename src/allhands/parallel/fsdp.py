@@ -317,6 +317,7 @@ class FullySharded(Strategy):
             self._first_rows = self._compute.first_rows()
             if batches and batches[0].shape in passes.shapes:
                 self._ahead = batches[0], self._prepared(passes, batches[0])
+                self._compute.begin_first(self._ahead[1])
 
     def forget(self) -> None:
         self._ahead, self._first_rows = None, []

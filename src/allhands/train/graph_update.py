@@ -29,7 +29,8 @@ from allhands.train.optimizers import KernelAdam, Optimizer
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
-# Of so many, the old and new values of two are in memory at once, where there is little.
+# Of so many, the old and new values of two are in memory at once, where there is little; of more,
+# where the passes needed more.
 _PIECES = 8
 
 
@@ -152,7 +153,8 @@ class GraphUpdate:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
             self.pieces = _pieces(wholes, state) if self._one_by_one else []
-            mx.async_eval([self.pieces[:2], norm] if self.pieces else [wholes, state, norm])
+            first = self.pieces[: _begun(self.pieces)]
+            mx.async_eval([first, norm] if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
             return norm
         weights = self._model.trainable_parameters()
@@ -235,6 +237,19 @@ def _pieces(weights: list[mx.array], state: Any) -> list[Any]:
             found.append([])
         found[-1].append((weight, state[str(place)]))
     return found
+
+
+def _begun(pieces: Sequence[Any]) -> int:
+    """Return how many pieces are handed out at once: two, and others for which the passes have left
+    room.
+    """
+    room, count = mx.get_peak_memory() - mx.get_active_memory(), 0
+    for piece in pieces:
+        room -= sum(array.nbytes for _, array in flatten(piece))
+        if room < 0:
+            break
+        count += 1
+    return max(2, count)
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
