@@ -102,9 +102,8 @@ class Exchanging:
         """
         every = [*numbers, squares, *places_of_all(extra, self.communicator)]
         _, totals = sum_over_ranks(self.communicator, [], every)
-        if lazy:
-            mx.async_eval(totals)
-        else:
+        # Handed out together with the update: by itself, the host would wait for the exchange.
+        if not lazy:
             mx.eval([array for _, array in grads], totals)
         self.heartbeat("update")
         return Reduced(grads, totals, totals[len(numbers)], num_gathered=self.size * len(extra))

@@ -430,12 +430,15 @@ class FetchedGraph:
         return found
 
     def first_rows(self) -> list[mx.array]:
-        """Begin to fetch the first block's rows; called on all ranks together."""
-        return self._sharding.begin(self._sharding.wholes(self._units[0].rows))
+        """Return the first block's rows, which are still to be fetched by :meth:`begin_first`."""
+        return self._sharding.wholes(self._units[0].rows)
 
-    def begin_first(self, prepared: FetchedPasses) -> None:
-        """Begin to compute the first block of prepared passes whose rows are on their way."""
-        if prepared.begun:
+    def begin_first(self, rows: list[mx.array], prepared: FetchedPasses | None) -> None:
+        """Begin to fetch the first block's rows, and to compute it, where its passes are prepared;
+        called on all ranks together.
+        """
+        self._sharding.begin(rows)
+        if prepared is not None:
             mx.async_eval(prepared.graph.forward(0))
 
     def prepare(
@@ -448,7 +451,8 @@ class FetchedGraph:
         ``None``: of none.
 
         Args:
-            first_rows: what :meth:`first_rows` has given, if it was called.
+            first_rows: what :meth:`begin_first` is called with before :meth:`begin`; else they are
+                fetched there.
         """
         sharding, begun = self._sharding, bool(first_rows)
         rest = [sharding.wholes(unit.rows) for unit in self._units[1 if begun else 0 :]]

@@ -313,11 +313,11 @@ class FullySharded(Strategy):
             return
         batches = upcoming()
         with self._held():
-            # On all ranks, whatever follows: they are the first that is exchanged.
-            self._first_rows = self._compute.first_rows()
+            rows = self._first_rows = self._compute.first_rows()
             if batches and batches[0].shape in passes.shapes:
                 self._ahead = batches[0], self._prepared(passes, batches[0])
-                self._compute.begin_first(self._ahead[1])
+            # On all ranks, whatever follows: they are the first that is exchanged.
+            self._compute.begin_first(rows, self._ahead[1] if self._ahead else None)
 
     def forget(self) -> None:
         self._ahead, self._first_rows = None, []
