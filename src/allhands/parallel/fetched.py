@@ -35,6 +35,8 @@ _MAY_STAY = 1 / 16
 # in few operations, as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own
 # take the place of these, as measured on a CPU for six architectures.
 _KEPT_FUSED, _KEPT = 1.25, 3.5
+# Blocks at the start that are computed while the host ends a step.
+_FIRST = 2
 # Blocks at the end of a backward pass that the host does not wait for, where others have left room:
 # meanwhile it hands out the update, and the next passes.
 _AHEAD = 3
@@ -342,14 +344,14 @@ class FetchedPasses:
     each block.
 
     Attributes:
-        begun: True if the first block's rows are on their way.
+        begun: blocks whose rows are on their way, from the first on.
         ahead: blocks at the end that the host does not wait for.
     """
 
     wholes: list[list[mx.array]]
     again: list[list[mx.array]]
     graph: _Graph
-    begun: bool = False
+    begun: int = 0
     ahead: int = 0
 
 
@@ -395,6 +397,7 @@ class FetchedGraph:
         ]
         self._functions: dict[frozenset[int], Any] = {}
         self._twice: dict[int, frozenset[int]] = {}
+        self._aheads: dict[int, int] = {}
         self.rows = list(
             {id(row): row for unit in self._units for row in unit.trained_rows}.values()
         )
@@ -429,23 +432,25 @@ class FetchedGraph:
             found.add(at)
         return found
 
-    def first_rows(self) -> list[mx.array]:
-        """Return the first block's rows, which are still to be fetched by :meth:`begin_first`."""
-        return self._sharding.wholes(self._units[0].rows)
+    def first_rows(self) -> list[list[mx.array]]:
+        """Return the first blocks' rows, which are still to be fetched by :meth:`begin_first`."""
+        return [self._sharding.wholes(unit.rows) for unit in self._units[:-1][:_FIRST]]
 
-    def begin_first(self, rows: list[mx.array], prepared: FetchedPasses | None) -> None:
-        """Begin to fetch the first block's rows, and to compute it, where its passes are prepared;
-        called on all ranks together.
+    def begin_first(self, rows: list[list[mx.array]], prepared: FetchedPasses | None) -> None:
+        """Begin to fetch the first blocks' rows, and to compute them, where their passes are
+        prepared; called on all ranks together.
         """
-        self._sharding.begin(rows)
-        if prepared is not None:
-            mx.async_eval(prepared.graph.forward(0))
+        for place, each in enumerate(rows):
+            self._sharding.begin(each)
+            if prepared is not None:
+                mx.async_eval(prepared.graph.forward(place))
 
     def prepare(
         self,
         arguments: tuple[mx.array, ...] | None,
         tokens: int,
-        first_rows: Sequence[mx.array] = (),
+        first_rows: Sequence[list[mx.array]] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> FetchedPasses:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
         ``None``: of none.
@@ -453,21 +458,27 @@ class FetchedGraph:
         Args:
             first_rows: what :meth:`begin_first` is called with before :meth:`begin`; else they are
                 fetched there.
+            meanwhile: called between the parts of what the host does.
         """
-        sharding, begun = self._sharding, bool(first_rows)
-        rest = [sharding.wholes(unit.rows) for unit in self._units[1 if begun else 0 :]]
-        wholes = [list(first_rows), *rest] if begun else rest
+        sharding, begun = self._sharding, len(first_rows)
+        rest = [sharding.wholes(unit.rows) for unit in self._units[begun:]]
+        # Lists of its own: others may still have those.
+        wholes = [*map(list, first_rows), *rest]
+        meanwhile()
         again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
         if arguments is None:
             return FetchedPasses(wholes, again, _Graph(self._first, None), begun)
-        function = self._function(self.computed_twice(tokens))
+        function, ahead = self._function(self.computed_twice(tokens)), self._ahead(tokens)
+        meanwhile()
         graph = _Graph(self._first, function(wholes, again, list(arguments)))
-        return FetchedPasses(wholes, again, graph, begun, self._ahead(tokens))
+        return FetchedPasses(wholes, again, graph, begun, ahead)
 
     def _ahead(self, tokens: int) -> int:
         """Blocks at the end of a backward pass that the host need not wait for: what the blocks
         before them have kept has room for them.
         """
+        if tokens in self._aheads:
+            return self._aheads[tokens]
         twice, stop = self.computed_twice(tokens), self._first + _AHEAD
         given_back = sum(
             self._blocks[at].bytes_kept(tokens)
@@ -476,7 +487,8 @@ class FetchedGraph:
         )
         # Rows, and gradients of them.
         needed = 2 * sum(row.size * row.dtype.size for row in self._units[self._first].rows)
-        return int(min(_AHEAD, given_back // needed))
+        self._aheads[tokens] = int(min(_AHEAD, given_back // needed))
+        return self._aheads[tokens]
 
     def begin(self, prepared: FetchedPasses) -> tuple[list[mx.array], list[mx.array]]:
         """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`,

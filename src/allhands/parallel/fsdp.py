@@ -208,7 +208,7 @@ class FullySharded(Strategy):
         self._compute: FetchedStage | FetchedGraph | None = None
         self._flat: FlatWeights | None = None
         self._ahead: tuple[MicroBatch, FetchedPasses] | None = None
-        self._first_rows: list[mx.array] = []
+        self._first_rows: list[list[mx.array]] = []
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
@@ -290,7 +290,7 @@ class FullySharded(Strategy):
             if ahead is not None and ahead[0] is batch:
                 return self._compute.begin(ahead[1])
             if ahead is not None:
-                self._first_rows = ahead[1].wholes[0]
+                self._first_rows = ahead[1].wholes[: ahead[1].begun]
             return self._compute.begin(self._prepared(passes, batch))
         assert self._compute is not None
         outputs, _, new = self._compute.begin(
@@ -303,7 +303,8 @@ class FullySharded(Strategy):
         rows, self._first_rows = self._first_rows, []
         if batch is None:
             return self._compute.prepare(None, 0, rows)
-        return self._compute.prepare(passes.arguments(batch), batch.inputs.size, rows)
+        arguments = passes.arguments(batch)
+        return self._compute.prepare(arguments, batch.inputs.size, rows, passes.meanwhile)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Fetch the next step's first rows, and make its first passes, while a GPU updates weights;
@@ -312,6 +313,7 @@ class FullySharded(Strategy):
         if not isinstance(self._compute, FetchedGraph) or not self._sharding.scatters:
             return
         batches = upcoming()
+        passes.meanwhile()
         with self._held():
             rows = self._first_rows = self._compute.first_rows()
             if batches and batches[0].shape in passes.shapes:

@@ -44,6 +44,8 @@ class Passes:
         computing: how.
         flat: all trained weights as few arrays; ``None``: by name.
         shapes: (B, T, N) of every micro-batch so far; a compiled pass is traced once for each.
+        meanwhile: called now and then while the host makes passes ahead, to hand out what waits for
+            room.
         run_ahead: keeps a GPU's memory in bounds; ``None`` elsewhere.
     """
 
@@ -61,6 +63,7 @@ class Passes:
         self.computing = computing
         self.flat = flat
         self.shapes: set[tuple[int, int, int]] = set()
+        self.meanwhile: Callable[[], None] = lambda: None
         self.run_ahead = (
             RunAhead(device_memory(), exchanging=waits) if kernels.available() else None
         )

@@ -31,7 +31,7 @@ _HIDDEN = mx.array(0.0)
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Of so many, the old and new values of two are in memory at once, where there is little; of more,
 # where the passes needed more.
-_PIECES = 8
+_PIECES, _AT_ONCE = 8, 2
 
 
 class GraphUpdate:
@@ -63,7 +63,7 @@ class GraphUpdate:
             place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: True if ranks add up gradients while others are computed.
         """
-        self.pieces: list[Any] = []
+        self.pieces = Pieces()
         self._model = model
         self._selection = selection_of(model)
         self._optimizer = optimizer
@@ -152,9 +152,10 @@ class GraphUpdate:
             if exchange is not None:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
-            self.pieces = _pieces(wholes, state) if self._one_by_one else []
-            first = self.pieces[: _begun(self.pieces)]
-            mx.async_eval([first, norm] if self.pieces else [wholes, state, norm])
+            self.pieces = Pieces(_pieces(wholes, state) if self._one_by_one else [])
+            if self.pieces:
+                self.pieces.begin()
+            mx.async_eval(norm if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
             return norm
         weights = self._model.trainable_parameters()
@@ -239,21 +240,39 @@ def _pieces(weights: list[mx.array], state: Any) -> list[Any]:
     return found
 
 
-def _begun(pieces: Sequence[Any]) -> int:
-    """Return how many pieces are handed out at once: two, and others for which the passes have left
-    room.
-    """
-    room, count = mx.get_peak_memory() - mx.get_active_memory(), 0
-    for piece in pieces:
-        room -= sum(array.nbytes for _, array in flatten(piece))
-        if room < 0:
-            break
-        count += 1
-    return max(2, count)
-
-
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
+
+
+class Pieces:
+    """Parts of an update that are computed one after the other, because there is little room."""
+
+    def __init__(self, pieces: Sequence[Any] = ()) -> None:
+        self._pieces = pieces
+        self._begun = 0
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def begin(self) -> None:
+        """Hand out two of them, and more where the passes, or others that are done, have left room."""
+        room = mx.get_peak_memory() - mx.get_active_memory()
+        while self._begun < len(self._pieces):
+            piece = self._pieces[self._begun]
+            room -= sum(array.nbytes for _, array in flatten(piece))
+            if room < 0 and self._begun >= _AT_ONCE:
+                return
+            mx.async_eval(piece)
+            self._begun += 1
+
+    def finish(self) -> None:
+        """Have the others computed, each when the one before the last is done."""
+        while self._begun < len(self._pieces):
+            mx.async_eval(self._pieces[self._begun])
+            mx.eval(self._pieces[self._begun - 1])
+            self._begun += 1
+        # Whoever still has them keeps the next update from writing in their place.
+        self._pieces, self._begun = (), 0
 
 
 class FlatState:

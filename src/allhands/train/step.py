@@ -176,8 +176,9 @@ class TrainStep:
             arrays = [updated.norm, reduced.totals, updated.lazy]
             if strategy.overlaps:
                 mx.async_eval(arrays)
+            self.passes.meanwhile = updated.pieces.begin
             strategy.start_next(self.passes, upcoming)
-            updated.finish_pieces()
+            updated.pieces.finish()
             times = strategy.wait(reduced, arrays, times, handing_out)
             self._free_since = time.perf_counter()
         if ahead is not None:

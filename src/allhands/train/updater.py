@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from mlx.utils import tree_map
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
 from allhands.parallel.sums import Named, Reduced
-from allhands.train.graph_update import FlatState, GraphUpdate, initialise
+from allhands.train.graph_update import FlatState, GraphUpdate, Pieces, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
@@ -65,13 +65,7 @@ class Updated:
 
     norm: mx.array
     lazy: Any = None
-    pieces: Sequence[Any] = ()
-
-    def finish_pieces(self) -> None:
-        """Have :attr:`pieces` computed one after the other."""
-        for place, piece in enumerate(self.pieces):
-            mx.async_eval(piece)
-            mx.eval(self.pieces[place - 1] if place else [])
+    pieces: Pieces = field(default_factory=Pieces)
 
 
 class Updater(ABC):
