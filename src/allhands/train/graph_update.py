@@ -155,8 +155,11 @@ class GraphUpdate:
             self.pieces = Pieces(_pieces(wholes, state) if self._one_by_one else [])
             if self.pieces:
                 self.pieces.begin()
-            mx.async_eval(norm if self.pieces else [wholes, state, norm])
+            # With pieces, what belongs to none of them: somebody who waits for what has not been
+            # handed out waits for everything that has been.
+            rest = [] if self.pieces else [wholes, state]
             joined.put(state, wholes)
+            mx.async_eval([norm, rest, joined.others()])
             return norm
         weights = self._model.trainable_parameters()
         gradients = (
@@ -312,7 +315,7 @@ class FlatState:
         self._state: dict[str, Any] = {}
         # Views from the first step on: products may depend on where in memory their factors lie, in
         # the last bits.
-        self.put({**state, **self._others()}, weights)
+        self.put({**state, **self.others()}, weights)
         mx.eval(self._weights, self._state)
 
     def _kept(self, index: int, whole: mx.array) -> mx.array:
@@ -320,8 +323,8 @@ class FlatState:
         # Contiguous: in memory of its own.
         return whole if self.shards is None else mx.contiguous(self.shards.part(index, whole))
 
-    def _others(self) -> dict[str, mx.array]:
-        """The optimizer's state that belongs to no weight."""
+    def others(self) -> dict[str, mx.array]:
+        """Return the optimizer's state that belongs to no weight."""
         return {
             name: value for name, value in self._present().items() if isinstance(value, mx.array)
         }
@@ -354,7 +357,7 @@ class FlatState:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's state with a chunk's number where names of weights would be."""
-        return {**self._state, **self._others()}
+        return {**self._state, **self.others()}
 
     def forget(self, *, everywhere: bool = False) -> None:
         """Let go of what the next :meth:`put` replaces, so that it can be written in place.
