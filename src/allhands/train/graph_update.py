@@ -155,11 +155,12 @@ class GraphUpdate:
             self.pieces = Pieces(_pieces(wholes, state) if self._one_by_one else [])
             if self.pieces:
                 self.pieces.begin()
-            # With pieces, what belongs to none of them: somebody who waits for what has not been
-            # handed out waits for everything that has been.
-            rest = [] if self.pieces else [wholes, state]
+            mx.async_eval(norm if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
-            mx.async_eval([norm, rest, joined.others()])
+            if self.pieces:
+                # What belongs to none of them: somebody who waits for what has not been handed out
+                # waits for everything that has been.
+                mx.async_eval(joined.others())
             return norm
         weights = self._model.trainable_parameters()
         gradients = (
