@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,16 @@ class Scattering(Copying):
     """The same as a back-end that scatters sums."""
 
     scatters = True
+
+
+class Asked(SingleProcess):
+    """One process that counts sums of numbers."""
+
+    times = 0
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        self.times += array.size == 1
+        return array + 0
 
 
 def sharded(model: Any, *, scatters: bool = False, **more: Any) -> Sharding:
@@ -222,6 +233,10 @@ def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: 
     assert_same(expected, found_by(passes(sharding), tokens))
     # Gate with up, and each other large array; with queries go keys and values.
     assert of_a_block == 5
+    # In the order of the product, which then takes a fetched row as it is.
+    layers = [[place.name.split(".")[-2] for place in row.places] for row in sharding.units[1].rows]
+    assert ["q_proj", "k_proj", "v_proj"] in layers
+    assert ["gate_proj", "up_proj"] in layers
 
 
 def batches(step: int, count: int) -> list[MicroBatch]:
@@ -275,6 +290,18 @@ def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: boo
     assert found[1].keys() == weights.keys()
     for name, array in weights.items():
         assert mx.allclose(found[1][name].reshape(array.shape), array, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("scatters", [False, True], ids=["summed", "scattered"])
+def test_ranks_ask_once_a_step_how_many_passes_there_are(scatters: bool) -> None:
+    # Asked between passes, the host would wait for the device.
+    def asked(count: int) -> int:
+        world: Any = Asked()
+        sharding = replace(sharded(wide(), scatters=scatters), world=world)
+        trained(KernelAdamW(1e-3), (count,), strategy="fsdp", sharding=sharding)
+        return world.times
+
+    assert asked(3) == asked(1)
 
 
 def test_blocks_are_computed_twice_only_where_memory_is_short_or_has_to_be() -> None:

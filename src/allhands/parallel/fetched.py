@@ -37,8 +37,6 @@ _MAY_STAY = 1 / 16
 _KEPT_FUSED, _KEPT = 1.25, 3.5
 # Blocks at the start that are computed while the host ends a step.
 _FIRST = 2
-# Blocks of a backward pass whose rows are fetched ahead.
-_FETCHED = 2
 # Blocks at the end of a backward pass that the host does not wait for, where others have left room:
 # meanwhile it hands out the update, and the next passes.
 _AHEAD = 3
@@ -516,11 +514,8 @@ class FetchedGraph:
         # block travel behind the next rows, which are waited for.
         for at in range(last - 1, first - 1, -1):
             wanted, late = graph.backward(at), at - first < prepared.ahead
-            # Two blocks ahead, as soon as others have given back what they kept.
-            nearest = at - _FETCHED if at < last - 1 else at - 1
-            following = [row for each in range(at - 1, nearest - 1, -1) for row in again[each]]
             before = self._next(
-                again, at, wanted, before, following, partial(push, at + 1), waits=not late
+                again, at, wanted, before, again[at - 1], partial(push, at + 1), waits=not late
             )
         push(first)
         return graph.sums, [parts[id(row)] for row in self.rows]
