@@ -63,7 +63,7 @@ class GraphUpdate:
             place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: True if ranks add up gradients while others are computed.
         """
-        self.pieces = Pieces()
+        self.pieces = UpdatePieces()
         self._model = model
         self._selection = selection_of(model)
         self._optimizer = optimizer
@@ -152,7 +152,7 @@ class GraphUpdate:
             if exchange is not None:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
-            self.pieces = Pieces(_pieces(wholes, state) if self._one_by_one else [])
+            self.pieces = UpdatePieces(_pieces(wholes, state) if self._one_by_one else [])
             if self.pieces:
                 self.pieces.begin()
             mx.async_eval(norm if self.pieces else [wholes, state, norm])
@@ -248,7 +248,7 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
 
 
-class Pieces:
+class UpdatePieces:
     """Parts of an update that are computed one after the other, because there is little room."""
 
     def __init__(self, pieces: Sequence[Any] = ()) -> None:

@@ -21,7 +21,7 @@ from mlx.utils import tree_map
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
 from allhands.parallel.sums import Named, Reduced
-from allhands.train.graph_update import FlatState, GraphUpdate, Pieces, initialise
+from allhands.train.graph_update import FlatState, GraphUpdate, UpdatePieces, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
@@ -65,7 +65,7 @@ class Updated:
 
     norm: mx.array
     lazy: Any = None
-    pieces: Pieces = field(default_factory=Pieces)
+    pieces: UpdatePieces = field(default_factory=UpdatePieces)
 
 
 class Updater(ABC):
