@@ -200,8 +200,10 @@ class _RankRun:
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
-        # Buffers in which the model was read: training has no use for their sizes.
-        mx.clear_cache()
+        if ready.sharding is None:
+            # Buffers in which the model was read: training has no use for their sizes. Rows of
+            # whole arrays have the sizes of those that are fetched.
+            mx.clear_cache()
         give_back_freed_pages()
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         sizing = self._sizing(windows, order, device, compiled)
