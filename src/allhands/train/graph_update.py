@@ -29,8 +29,8 @@ from allhands.train.optimizers import KernelAdam, Optimizer
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
-# Of so many, the old and new values of two are in memory at once, where there is little; of more,
-# where the passes needed more.
+# Parts of an update. Two of them have old and new values in memory at once, or more if the passes
+# needed as much memory.
 _PIECES, _AT_ONCE = 8, 2
 
 
@@ -158,8 +158,7 @@ class GraphUpdate:
             mx.async_eval(norm if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
             if self.pieces:
-                # What belongs to none of them: somebody who waits for what has not been handed out
-                # waits for everything that has been.
+                # The arrays of no piece. MLX waits for all queued work if one array is not queued.
                 mx.async_eval(joined.others())
             return norm
         weights = self._model.trainable_parameters()
