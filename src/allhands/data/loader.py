@@ -98,7 +98,8 @@ class Largest(NamedTuple):
     """The size of a rank's largest work.
 
     Attributes:
-        tokens: padded tokens at once; ``micro_batches`` of a batch.
+        tokens: padded tokens at once.
+        micro_batches: number of such parts in a batch.
         lengths: number of lengths that rows have.
     """
 

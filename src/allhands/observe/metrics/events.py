@@ -42,7 +42,8 @@ class RunStarted:
         resumed_from: checkpoint of another run from which this one goes on.
         largest: padded tokens that rank 0 computes at once at most, and the number of such parts in
             a batch.
-        longest: tokens of the longest row; ``lengths``: number of lengths that rows have.
+        longest: tokens of the longest row.
+        lengths: number of lengths that rows have.
         vocabulary: number of tokens among which the model chooses.
         iteration: iterations done before this start.
         total_iterations: iterations of the whole run.
