@@ -396,6 +396,13 @@ def table_lines(runs: list[RunHistory], width: int = 80) -> list[str]:
     return capture.get().splitlines()
 
 
+def test_long_names_keep_what_tells_them_apart_and_are_broken_between_words() -> None:
+    rates = ("lr-1e-4", "lr-2e-4")
+    lines = table_lines([history(f"qwen3-lora-rank-16-on-my-notes-{rate}") for rate in rates])
+    for rate in rates:
+        assert sum(rate in line.split("  ")[0] for line in lines) == 1
+
+
 @pytest.mark.parametrize("restarts", [0, 3])
 @pytest.mark.parametrize("number", [1, 3, 4, 5, 12])
 def test_the_table_of_any_number_of_runs_is_whole_in_80_columns(number: int, restarts: int) -> None:

@@ -15,7 +15,8 @@ from rich.text import Text
 from allhands.io.formatting import format_bytes, format_duration, format_memory, format_rate
 from allhands.observe.metrics import RunHistory, RunStarted, typical
 
-_LONGEST_NAME = 30
+# As many as a table of 80 columns has room for. What tells two names apart is often at their end.
+_LONGEST_NAME = 24
 _NONE = "-"
 # Of a run that went on with others each number once, since all have a part in its figures.
 _RANKS = attrgetter("num_ranks")
@@ -28,7 +29,7 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
     labels: list[str] = []
     for run in runs:
         name = " ".join(run.name.split())
-        label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+        label = _shortened(name)
         if ranks := of_starts(run, _RANKS):
             label += f" ({ranks} rank{'s' * (ranks != '1')})"
         labels.append(label)
@@ -37,6 +38,14 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
         seen[label] += 1
         labels[place] = f"{label} #{seen[label]}" if count[label] > 1 else label
     return labels
+
+
+def _shortened(name: str) -> str:
+    """A name without the middle of a long one."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    half = _LONGEST_NAME // 2
+    return f"{name[: half - 1]}…{name[-half:]}"
 
 
 def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:

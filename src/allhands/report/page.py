@@ -47,6 +47,9 @@ _DATA = (
     "test_batches",
 )
 
+# Runs whose phases of ranks are all shown.
+_FEW = 2
+
 
 @dataclass(frozen=True)
 class RunPart:
@@ -67,7 +70,7 @@ class Section:
 
     Attributes:
         short: the name in the bar that stays at the top of the page; empty: the title.
-        folded: whether the tables are long, and shown when asked for.
+        folded: whether charts and tables are long, and shown when asked for.
     """
 
     key: str
@@ -213,9 +216,9 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
         phases += phase_charts(
             f"phases-{place}", run.label, run.facts.history, run.facts.samples, place
         )
-    yield Section(
-        "phases", "Phases of a step over the run", PHASES_TOLD, "Phases", charts=tuple(phases)
-    )
+    # Those of many runs would be most of the page; the bars above compare them.
+    over, charts = "Phases of a step over the run", tuple(phases)
+    yield Section("phases", over, PHASES_TOLD, "Phases", charts=charts, folded=len(runs) > _FEW)
     yield Section("memory", "Memory", charts=tuple(_memory_charts(runs)), grids=grids(_needs))
     planned = grids(lambda run: planned_grids(run.label, run.compared))
     yield Section("plan", "Planned and measured", PLANNED_TOLD, "Plan", grids=planned)
