@@ -105,6 +105,24 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, tiny_model
 
 
 @pytest.mark.slow
+def test_ctrl_c_ends_a_training_of_a_tokenizer_at_once(tmp_path: Path) -> None:
+    """The library that trains hears no signal until it is done, after 12 s on two idle cores."""
+    rows = write(tmp_path / "rows.jsonl", 10_000).read_text()
+    (tmp_path / "rows.jsonl").write_text(rows * 15)
+    command = [*ALLHANDS, "tokenizer", "train", "rows.jsonl", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: any(tmp_path.glob(".out.partial-*")), 60, "nothing was begun")
+        time.sleep(2)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 4
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["eval", "generate", "fuse", "plan"])
 def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None:
     """None of them trains, so none of them stops before a step."""

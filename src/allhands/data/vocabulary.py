@@ -8,8 +8,9 @@ Byte-level BPE: every text can be cut, and every text comes back. The work is do
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from allhands.data.sources import Source
 from allhands.data.tokens_shown import cut
 from allhands.errors import ConfigError
 from allhands.io.staging import publish, require_place, staging
+from allhands.runtime.threads import side_by_side
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +35,7 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 TEMPLATES = {"chatml": CHATML}
+_READS_S = 10.0
 OUTPUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 # As Llama 3 cuts words: English endings; letters with the one character before them; numbers; other
@@ -206,11 +209,32 @@ def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus.training(), trainer)
+    _train(tokenizer, corpus, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, names.index(BOS))]
     )
     return tokenizer
+
+
+def _train(tokenizer: Any, corpus: Corpus, trainer: Any) -> None:
+    """Train a tokenizer; Ctrl-C ends this at once, which the library by itself would not."""
+    stopped, read = threading.Event(), threading.Event()
+
+    def texts() -> Iterator[str]:
+        try:
+            for text in corpus.training():
+                if stopped.is_set():
+                    break
+                yield text
+        finally:
+            read.set()
+
+    try:
+        side_by_side(lambda learns: learns.train_from_iterator(texts(), trainer), [tokenizer])
+    finally:
+        stopped.set()
+        # A thread that still asks for texts when Python ends would end the process by a signal.
+        read.wait(_READS_S)
 
 
 def _write(tokenizer: Any, directory: Path, options: VocabularyOptions) -> None:
