@@ -21,6 +21,7 @@ from test_stages import CUT, loss_of, model_of, tokens_of
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import SingleProcess
+from allhands.errors import DistributedError
 from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
 from allhands.parallel.fetched import FetchedGraph
@@ -49,6 +50,28 @@ class Scattering(Copying):
     """The same as a back-end that scatters sums."""
 
     scatters = True
+
+
+class Groups:
+    """Groups of exchanges that NCCL would make one kernel each."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.opened, self.closed, self.error = 0, 0, error
+
+    def ncclGroupStart(self) -> None:
+        assert self.opened == self.closed
+        self.opened += 1
+
+    def ncclGroupEnd(self) -> int:
+        self.closed += 1
+        return self.error
+
+
+class Joining(Scattering):
+    """The same as a back-end that joins exchanges."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.nccl = Groups(error)
 
 
 class Asked(SingleProcess):
@@ -237,6 +260,20 @@ def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: 
     layers = [[place.name.split(".")[-2] for place in row.places] for row in sharding.units[1].rows]
     assert ["q_proj", "k_proj", "v_proj"] in layers
     assert ["gate_proj", "up_proj"] in layers
+
+
+def test_rows_and_gradients_of_a_block_are_one_exchange() -> None:
+    tokens = mx.random.randint(0, 60, (2, 9))
+    joining: Any = Joining()
+    sharding = shard(wide(), joining, joining, joining)
+    assert_same(by_mlx(wide(), tokens), found_by(passes(sharding), tokens))
+    units = len(sharding.units)
+    # Rows of each block twice, but of the last one, and its gradients.
+    assert joining.nccl.opened == joining.nccl.closed == (units - 1) + units + units
+    refused: Any = Joining(error=5)
+    with pytest.raises(DistributedError) as raised:
+        found_by(passes(shard(wide(), refused, refused, refused)), tokens)
+    assert raised.value.code == "exchange-not-started"
 
 
 def batches(step: int, count: int) -> list[MicroBatch]:

@@ -9,14 +9,15 @@ and a process has one stream for all exchanges.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -24,8 +25,10 @@ from allhands.distributed.capabilities import can, require_way
 from allhands.distributed.ring import Watch, reach_first, receive_in_bulk, take_turns, wait_asleep
 from allhands.errors import ConfigError, DistributedError
 from allhands.runtime.accelerator import nothing_computed
-from allhands.runtime.jit_cache import launch_directly
+from allhands.runtime.jit_cache import launch_directly, launches_directly
 
+# Whether NCCL's exchanges are joined where MLX launches kernels by itself; off until it is measured.
+_JOINS = False
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 DeviceKind = Literal["cpu", "gpu"]
@@ -165,6 +168,9 @@ def exchange_stream(device: DeviceKind) -> ExchangeStream:
 class MlxGroup:
     """A communicator over ``mx.distributed``; all of a process share one :class:`ExchangeStream` a
     device.
+
+    Attributes:
+        nccl: library by which :func:`start` makes several exchanges one kernel; ``None``: by none.
     """
 
     def __init__(self, group: Any, backend: str, stream: Any = None) -> None:
@@ -176,6 +182,8 @@ class MlxGroup:
         self.size: int = group.size()
         self.backend = backend
         self.scatters = can(backend, "sum_scatter")
+        joins = _JOINS and backend == "nccl" and launches_directly()
+        self.nccl = _loaded_nccl() if joins else None
         self.exchange = exchange_stream(device_of(backend))
         on_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
         self._fetches = on_cuda and device_of(backend) == "cpu"
@@ -252,6 +260,65 @@ class MlxGroup:
                 code="group-mismatch",
             )
         return part
+
+
+class Exchange(NamedTuple):
+    """An exchange that is still to be handed out, by :func:`start`.
+
+    Attributes:
+        sent: the collective itself.
+        array: its result for those that compute with it.
+    """
+
+    sent: mx.array
+    array: mx.array
+
+
+def exchange(
+    communicator: Communicator, collective: Callable[[mx.array], mx.array], array: mx.array
+) -> Exchange:
+    """Return the exchange of ``array`` by a ``collective`` of the communicator."""
+    sent = collective(array)
+    if getattr(communicator, "nccl", None) is None:
+        return Exchange(sent, sent)
+    # On the stream of the exchange, behind it; it keeps what is sent until then.
+    return Exchange(sent, mx.depends([sent], [array])[0])
+
+
+def start(communicator: Communicator, exchanges: Sequence[Exchange]) -> list[mx.array]:
+    """Hand out exchanges, in the same order on all ranks; returns their results.
+
+    Over NCCL they may become one kernel. A product takes all multiprocessors of a GPU, so that each
+    kernel of an exchange waits for the end of one, and is then in the way of the next one.
+
+    Raises:
+        DistributedError: NCCL cannot start them.
+    """
+    arrays, nccl = [each.array for each in exchanges], getattr(communicator, "nccl", None)
+    if nccl is not None and len(exchanges) > 1:
+        nccl.ncclGroupStart()
+        try:
+            # MLX notes here that they are done, before NCCL launches them: only what comes behind
+            # them on their stream may be waited for.
+            mx.async_eval([each.sent for each in exchanges])
+        finally:
+            failed = nccl.ncclGroupEnd()
+        if failed:
+            raise DistributedError(
+                f"NCCL cannot start {len(exchanges)} exchanges together: its error {failed}",
+                code="exchange-not-started",
+                hint="NCCL_DEBUG=WARN has it print the reason",
+            )
+    mx.async_eval(arrays)
+    return arrays
+
+
+def _loaded_nccl() -> Any:
+    """The NCCL that MLX has loaded; ``None``, if it has another name."""
+    try:
+        return ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return None
 
 
 def device_of(backend: str) -> DeviceKind:

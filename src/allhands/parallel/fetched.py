@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
+from allhands.distributed.backend import Exchange
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused.again import FrozenLinear, FrozenQuantizedLinear, give_again
 from allhands.kernels.fused.linear import DenseQuantizedLinear, Product, TrainedLinear, products_of
@@ -251,6 +252,11 @@ class _Block:
                 module.update(mine)
 
 
+def _arrays(fetched: Sequence[Sequence[Exchange]]) -> list[list[mx.array]]:
+    """The rows of each block that exchanges fetch."""
+    return [[each.array for each in rows] for rows in fetched]
+
+
 def _arrays_of(row: DividedRow, segments: Sequence[_Segment], whole: mx.array) -> list[mx.array]:
     """The arrays of a row's segments."""
     if not row.end_to_end:
@@ -348,8 +354,8 @@ class FetchedPasses:
         ahead: blocks at the end that the host does not wait for.
     """
 
-    wholes: list[list[mx.array]]
-    again: list[list[mx.array]]
+    wholes: list[list[Exchange]]
+    again: list[list[Exchange]]
     graph: _Graph
     begun: int = 0
     ahead: int = 0
@@ -432,11 +438,11 @@ class FetchedGraph:
             found.add(at)
         return found
 
-    def first_rows(self) -> list[list[mx.array]]:
+    def first_rows(self) -> list[list[Exchange]]:
         """Return the first blocks' rows, which are still to be fetched by :meth:`begin_first`."""
         return [self._sharding.wholes(unit.rows) for unit in self._units[:-1][:_FIRST]]
 
-    def begin_first(self, rows: list[list[mx.array]], prepared: FetchedPasses | None) -> None:
+    def begin_first(self, rows: list[list[Exchange]], prepared: FetchedPasses | None) -> None:
         """Begin to fetch the first blocks' rows, and to compute them, where their passes are
         prepared; called on all ranks together.
         """
@@ -449,7 +455,7 @@ class FetchedGraph:
         self,
         arguments: tuple[mx.array, ...] | None,
         tokens: int,
-        first_rows: Sequence[list[mx.array]] = (),
+        first_rows: Sequence[list[Exchange]] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> FetchedPasses:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
@@ -470,7 +476,7 @@ class FetchedGraph:
             return FetchedPasses(wholes, again, _Graph(self._first, None), begun)
         function, ahead = self._function(self.computed_twice(tokens)), self._ahead(tokens)
         meanwhile()
-        graph = _Graph(self._first, function(wholes, again, list(arguments)))
+        graph = _Graph(self._first, function(_arrays(wholes), _arrays(again), list(arguments)))
         return FetchedPasses(wholes, again, graph, begun, ahead)
 
     def _ahead(self, tokens: int) -> int:
@@ -522,11 +528,11 @@ class FetchedGraph:
 
     def _next(
         self,
-        fetched: list[list[mx.array]],
+        fetched: list[list[Exchange]],
         at: int,
         wanted: list[mx.array],
         before: list[mx.array],
-        following: list[mx.array],
+        following: list[Exchange],
         push: Callable[[], None] = lambda: None,
         *,
         waits: bool = True,
@@ -539,7 +545,7 @@ class FetchedGraph:
         """
         sharding = self._sharding
         if not sharding.scatters:  # else the device itself waits, for which it needs no host
-            self._wait(fetched[at])
+            self._wait([each.array for each in fetched[at]])
         fetched[at] = []
         # Most is in memory when the last block's passes are done: nothing is ahead there.
         if at + 2 == len(fetched) and len(before) > 1:

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.distributed.backend import Communicator, sum_scatter
+from allhands.distributed.backend import Communicator, Exchange, exchange, start, sum_scatter
 from allhands.io.regions import Region, Shape
 from allhands.io.trees import flatten, number, unflatten
 from allhands.model.stages import Blocks, Stage, cut
@@ -133,7 +133,7 @@ class Sharding:
     world: Communicator
     fetching: BetweenPasses = BetweenPasses()
     held: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
-    _kept: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+    _kept: dict[int, Exchange] = field(default_factory=dict[int, Exchange])
 
     @property
     def rows(self) -> list[DividedRow]:
@@ -196,14 +196,15 @@ class Sharding:
             finally:
                 unit.remove()
 
-    def wholes(self, rows: Sequence[DividedRow]) -> list[mx.array]:
+    def wholes(self, rows: Sequence[DividedRow]) -> list[Exchange]:
         """Return whole rows, which are still to be fetched: by :meth:`begin`, in the same order on
         all ranks.
         """
-        found: list[mx.array] = []
+        found: list[Exchange] = []
         for row in rows:
             if (whole := self._kept.get(id(row))) is None:
-                whole = self.shard.all_gather(row.part(self.parts, self.held.get(id(row))))
+                part = row.part(self.parts, self.held.get(id(row)))
+                whole = exchange(self.shard, self.shard.all_gather, part)
                 if self.fetching.keeps:
                     self._kept[id(row)] = whole
             found.append(whole)
@@ -221,7 +222,8 @@ class Sharding:
         self, rows: Sequence[DividedRow], gradients: Sequence[mx.array]
     ) -> list[mx.array]:
         """:meth:`push` of the gradients of several whole rows."""
-        sums = self.begin([sum_scatter(self.shard, gradient) for gradient in gradients])
+        scatter = partial(sum_scatter, self.shard)
+        sums = self.begin([exchange(self.shard, scatter, gradient) for gradient in gradients])
         if self.scatters:
             # A stream that computes would wait for what is made of sums.
             return [each[: row.kept] for row, each in zip(rows, sums, strict=True)]
@@ -236,18 +238,13 @@ class Sharding:
         """True if the back-end adds up parts of arrays, and gives each rank its own."""
         return bool(getattr(self.shard, "scatters", False))
 
-    def begin(self, arrays: list[mx.array]) -> list[mx.array]:
-        """Hand out arrays that come of one exchange each, in the same order on all ranks; returns
-        them.
-        """
+    def begin(self, exchanges: Sequence[Exchange]) -> list[mx.array]:
+        """Hand out exchanges, in the same order on all ranks; returns what comes of them."""
         if self.scatters:
             # Together: what NCCL is handed out by itself waits for what was handed out before it,
             # and the host with it.
-            mx.async_eval(arrays)
-            return arrays
-        for array in arrays:
-            mx.async_eval(array)
-        return arrays
+            return start(self.shard, exchanges)
+        return [array for each in exchanges for array in start(self.shard, [each])]
 
     def forget(self) -> None:
         """Drop rows that were kept; their weights will not be those of the next step."""
