@@ -31,6 +31,7 @@ from allhands.run.divided_costs import (
     memory_of_experts,
     memory_of_matrices,
     memory_of_rows,
+    outside_experts,
     part_of_experts,
     part_of_matrices,
     tensor_costs,
@@ -315,6 +316,9 @@ class MeshWay:
         if self.mesh.shard > 1 or alone:
             return 0
         trained = self.divided.work.trained_bytes // self.mesh.pipe
+        if self.mesh.expert > 1 and self.mesh.size_of("data") == 1:
+            own = self.divided.model.blocks
+            trained = outside_experts(trained, own, self.blocks, self.work, self.mesh.expert)
         return 2 * min(self.held.bucket_bytes, trained)
 
     # --- traffic ----------------------------------------------------------------------------------

@@ -427,6 +427,21 @@ def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) 
     return replace(model, blocks=tuple(map(of, model.blocks)))
 
 
+def outside_experts(
+    trained: int, own: Sequence[Weights], blocks: DecoderShape, work: Work, ranks: int
+) -> int:
+    """Return the bytes of a rank's trained weights that are in no expert: all ranks add up the
+    gradients of these.
+
+    Args:
+        trained: bytes of all of its trained weights.
+        own: weights of its blocks, with one of ``ranks`` parts of the experts.
+    """
+    share = _in_experts(blocks, work)
+    inside = share / ranks / (1.0 - share + share / ranks)
+    return trained - int(inside * sum(each.trained_bytes for each in own))
+
+
 def memory_of_experts(
     of: Callable[[DecoderShape, Work], Memory],
     blocks: DecoderShape,

@@ -396,7 +396,7 @@ def _part_costs(
     once += models[0].fetched_bytes(mesh.shard, keeps=keeps)
     if work is not None and blocks is not None:
         hidden = work.tokens * blocks.dims * word
-        once += summing_bytes(mesh, work.trained_bytes // mesh.pipe, BUCKET_BYTES)
+        once += summing_bytes(mesh, work.trained_bytes // mesh.pipe, 0, BUCKET_BYTES)
     return _PartCosts([layers for layers, _ in found], weights, once, batches, hidden)
 
 

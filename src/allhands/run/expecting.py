@@ -40,6 +40,7 @@ from allhands.run.divided_costs import (
     memory_of_experts,
     memory_of_matrices,
     memory_of_rows,
+    outside_experts,
     sharded_costs,
 )
 from allhands.run.model_sizes import left_to_adam
@@ -190,7 +191,10 @@ def _own_arrays(
     if sharding is not None:
         return _own_parts(config, model, blocks, work, device, stages, sharding)
     own = _arrays_of(config, device)(blocks, work)
-    summing = summing_bytes(device.mesh, work.trained_bytes, BUCKET_BYTES)
+    trained, ranks, shared = work.trained_bytes, device.mesh.expert, 0
+    if ranks > 1:
+        shared = outside_experts(trained, [*map(_weights, model.layers)], blocks, work, ranks)
+    summing = summing_bytes(device.mesh, trained, shared, BUCKET_BYTES)
     return replace(own, beside=own.beside + summing)
 
 

@@ -131,15 +131,18 @@ def layers_of(
     return Layers(blocks, embedding, head, first_trained), round(more * once)
 
 
-def summing_bytes(mesh: Mesh, trained: int, bucket_bytes: int) -> int:
+def summing_bytes(mesh: Mesh, trained: int, shared: int, bucket_bytes: int) -> int:
     """Bytes of gradients end to end, and of their sum, where several ranks have the same stage or
-    the same experts.
+    the same experts, or all ranks what is in no expert.
 
     Args:
         trained: bytes of a rank's trained weights; ``bucket_bytes``: of a call, at most.
+        shared: bytes of those that ranks with other experts have, too.
     """
-    divided = mesh.pipe > 1 or mesh.expert > 1
-    return 2 * min(bucket_bytes, trained) if divided and mesh.size_of("data") > 1 else 0
+    if mesh.pipe == 1 and mesh.expert == 1:
+        return 0
+    summed = trained if mesh.size_of("data") > 1 else shared if mesh.expert > 1 else 0
+    return 2 * min(bucket_bytes, summed)
 
 
 def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
