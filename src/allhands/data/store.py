@@ -143,7 +143,7 @@ class StoreWriter:
         token = least if least < 0 else part.largest_token
         if not 0 <= token < self._vocabulary:
             message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
-            hint = "the tokenizer's files do not matchgether: fetch the model again"
+            hint = "the tokenizer's files do not match: fetch the model again"
             raise ModelError(message, code="vocabulary-mismatch", hint=hint)
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():

@@ -77,7 +77,7 @@ def load_for_generation(
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, they do not matchgether, or there is no
+        ModelError: the model or the adapter is missing, they do not match, or there is no
             memory for them.
     """
     if adapter_path is not None:
@@ -117,7 +117,7 @@ def put_on(model: Any, adapter_path: Path) -> None:
     """Give ``model`` the adapter's layers and weights.
 
     Raises:
-        ModelError: they do not matchgether.
+        ModelError: they do not match.
     """
     try:
         load_adapters(model, str(adapter_path))
