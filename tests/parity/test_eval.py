@@ -310,7 +310,7 @@ def test_benchmarks_score_the_model_with_its_adapter(
         raise ConnectionError("Couldn't reach the Hub")
 
     module("lm_eval", simple_evaluate=offline)
-    with pytest.raises(DataError, match="cannot be had: Couldn't reach"):
+    with pytest.raises(DataError, match="cannot be fetched: Couldn't reach"):
         run_harness(harness, ["made-up"])
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)

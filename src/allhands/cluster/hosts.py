@@ -200,7 +200,7 @@ def host_from_name(name: str, where: str | None = None) -> Host:
         hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
         if re.fullmatch(r"[^:]+:\d+", bare):
             hint = (
-                "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; "
+                "the number of its ranks belongs in the hostfile (slots), or in --hosts of allhands train; "
                 + hint
             )
         _refuse(where, f"{_shown(name)} is not the name of a host", hint, code="host-name-invalid")
@@ -303,7 +303,7 @@ def _slots(value: object, text: str, where: str) -> int:
         _refuse(
             where,
             f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}",
-            "say how many ranks it gets",
+            "give the number of its ranks",
             code="value-out-of-range",
         )
     return value

@@ -143,7 +143,7 @@ class Encoder:
         """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
         if self._backend is None:
             raise ModelError(
-                "this tokenizer does not tell where in the text its tokens lie, so the prompt cannot be masked",
+                "this tokenizer does not give the places of its tokens in the text, so the prompt cannot be masked",
                 code="tokenizer-without-offsets",
                 hint="use a model with a tokenizer.json, or leave out --mask-prompt",
             )

@@ -152,7 +152,7 @@ def _checked_splits(
         # Somebody who names nothing but a test.jsonl wants to train on it.
         words = " and ".join(sorted(map(str, named)))
         notes = [
-            f"the sources bring no train split, only {words}: all of their rows are split anew"
+            f"the sources bring no train split, only {words}: all of their rows get new splits"
         ]
         sources = [replace(source, split=None) for source in sources]
     for split, share in (("valid", options.valid), ("test", options.test)):
@@ -308,7 +308,7 @@ def _sizes(
             )
             yield f"{what} are kept for {name} (--{name}; seed {options.seed})"
         if name not in carried and got != target:
-            why = "there are too few rows" if alone else "rows that belong together stay so"
+            why = "there are too few rows" if alone else "rows that belong together stay together"
             yield f"{name} has {got} rows where {target} were wanted: {why}"
         held += got * by_default
     if held >= LARGE_PART * total:

@@ -226,9 +226,9 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         raise StorageError(
             error.message, code=error.code, where=error.where, hint=hint
         ) from error.__cause__
-    hint = "let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE"
+    hint = "another program removes files there: stop it, or choose another place with ALLHANDS_TOKEN_CACHE"
     raise StorageError(
-        "the tokens vanish as soon as they are stored",
+        "the stored tokens disappear at once",
         code="token-cache-removed",
         where=str(path),
         hint=hint,

@@ -323,7 +323,7 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
     for name in sorted(expected.keys() | read.keys()):
         if expected.get(name) != read.get(name):
             raise ModelError(
-                f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
+                f"the written files are not the model, and were not kept: shape, type and checksum of {name} are read "
                 f"back as {read.get(name)}, not {expected.get(name)}",
                 code="written-files-differ",
                 where=str(out),
@@ -338,7 +338,7 @@ def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
     """Refuse weights that compute nothing (ModelError)."""
     if not np.isfinite(logits).all():
         raise ModelError(
-            "what they compute are no finite numbers",
+            "their outputs are not finite numbers",
             code="weights-not-finite",
             where=str(weights),
             hint=_HARMED,
@@ -353,7 +353,7 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
         "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
     )
     if not np.isfinite(difference):
-        told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
+        told = "the outputs of the fused model are not finite, unlike those of model and adapter, and it was not kept"
         hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
         raise ModelError(
             told,
@@ -363,7 +363,7 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
         )
     if limit is not None and difference > limit:
         raise ModelError(
-            f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
+            f"the outputs of the fused model are not those of model and adapter (logits differ by {difference:.2g} of their "
             "spread), and was not kept",
             code="fused-model-differs",
             where=str(out),

@@ -217,7 +217,7 @@ class _Vocabulary:
         try:
             rule = _rule(description)
         except LookupError as error:
-            message = f"llama.cpp cannot be told how this tokenizer works: {error.args[0]}"
+            message = f"this tokenizer cannot be described for llama.cpp: {error.args[0]}"
             raise ModelError(
                 message, code="tokenizer-unsupported", where=str(file), hint=_OTHERWISE
             ) from None

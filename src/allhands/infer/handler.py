@@ -123,7 +123,7 @@ class Handler(APIHandler):
         if self._incoming.ended:  # nobody has looked for more than the head
             raise Refused("the head of the request is not complete")
         if self.headers.defects or self.headers.get_payload():
-            raise Refused("a header is not written as HTTP wants it")
+            raise Refused("a header is not valid HTTP")
         if refusal := self.server.guard.refusal(self.command, self.headers.items()):
             raise Refused(refusal.message, refusal.status, refusal.code)
         if self.command != "OPTIONS" and not self.server.guard.knows_token(self.headers.items()):
@@ -170,9 +170,7 @@ class Handler(APIHandler):
             )  # what the method that was used may ask
             there = "; ".join(f"{method} {', '.join(ways[method])}" for method in first)
             return Refused(f"there is no {shown} here; there is {there}", 404, "unknown_url")
-        return Refused(
-            f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported"
-        )
+        return Refused(f"{shown} takes {takes}, not {self.command}", 405, "method_not_supported")
 
     def _refuse_method(self) -> None:
         raise self._unknown()

@@ -341,7 +341,7 @@ class Conversion:
             )
         if self.group_size is not None and self.quantize_bits is None:
             raise ConfigError(
-                "a group size without quantization does nothing",
+                "a group size without quantization has no effect",
                 code="option-without-effect",
                 where="--group-size",
                 hint="add --quantize 4",

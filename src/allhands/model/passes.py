@@ -228,12 +228,12 @@ PASSES = (
         "dropout by sample",
         lambda c: None if c.in_passes else "nothing is trained",
         _drop_by_sample,
-        "{} layers drop by seed, step and sample, whatever the number of ranks",
+        "{} layers drop values by seed, step and sample, for any number of ranks",
     ),
     # The weights before what computes with them: native and fused layers take over what they find.
     Pass(
         "quantised weights",
-        lambda c: "Metal multiplies by codes" if c.kind == "metal" else None,
+        lambda c: "Metal multiplies packed weights" if c.kind == "metal" else None,
         _hold_quantized,
         _quantized_form,
     ),
@@ -261,13 +261,13 @@ PASSES = (
         "fused blocks",
         _in_passes("cuda", "for CUDA"),
         lambda model, c: fuse(model, c.longest, c.selection, joins=not c.fetched),
-        "{} attention and feed-forward blocks as few products and kernels of our own",
+        "{} attention and feed-forward blocks use few matrix products, and kernels of allhands",
     ),
     Pass(
         "dense products",
         _in_passes("metal", "for Metal"),
         lambda model, c: use_dense(model, c.selection),
-        "{} quantised layers multiply by codes or dense, as selected for each number of tokens",
+        "{} quantised layers multiply packed or dense weights, as selected for each number of tokens",
     ),
     # Around whole blocks, whatever they are by now: computes again what is called then.
     Pass(
@@ -306,6 +306,6 @@ def _applied(each: Pass, model: nn.Module, context: PassContext) -> Applied:
     if reason := each.why_not(context):
         return Applied(each.name, 0, f"not applied ({reason})")
     if not (changed := each.apply(model, context)):
-        return Applied(each.name, 0, "not applied (this model has nothing of the kind)")
+        return Applied(each.name, 0, "not applied (this model has no such modules)")
     words = each.explain if isinstance(each.explain, str) else each.explain(model, context)
     return Applied(each.name, changed, words.format(changed))

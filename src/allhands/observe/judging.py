@@ -154,7 +154,7 @@ def _better_before(valid: Curve) -> Iterator[Judgement]:
         )
         text += f"{valid.steps[-1]:.0f} ({_by(low, last)}): those weights are the better ones (best/, if they were "
         yield Judgement(
-            "overfitting", "warning", f"{text}kept). Of few validation rows that may be chance."
+            "overfitting", "warning", f"{text}kept). With few validation rows that may be chance."
         )
 
 
@@ -219,7 +219,7 @@ def _guessing(
     if len(train) < FEW:
         return None  # a new model begins there
     advice = f"{course.other('Try other learning rates')}, and look at what is trained on (allhands data check)."
-    return Judgement("guessing", "bad", f"{text}. Nothing is learnt. {advice}")
+    return Judgement("guessing", "bad", f"{text}. The model learns nothing. {advice}")
 
 
 def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
@@ -233,7 +233,7 @@ def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
             continue
         place = int(np.argmax(curve.losses))
         text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
-        text += f"{before:.3f} before the first step: the learning rate is too high at its height. {course.slower}"
+        text += f"{before:.3f} before the first step: the learning rate is too high at its peak. {course.slower}"
         yield Judgement("excursion", "warning", text)
         return
 

@@ -482,7 +482,7 @@ def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
         *at.unable,
         f"no way of dividing it among these fits: {where}",
         f"or a smaller model, {smaller}, 4 bits ({QUANTISE}); or a computer with more memory",
-        "what you have goes elsewhere: allhands export --to peft for an adapter; data and model are files as they are",
+        "you can take your results along: allhands export --to peft converts an adapter; data and model are plain files",
     )
 
 

@@ -150,7 +150,9 @@ class _Compared:
         config: Mapping[str, Any],
         samples: Sequence[Sample],
     ) -> None:
-        assert history.started is not None, "without a start there is no time to find a plan by"
+        assert history.started is not None, (
+            "the run has no recorded start, so its plan cannot be found"
+        )
         self.plan, self.history, self.config, self.samples = plan, history, config, samples
         self.started, self.ranks = history.started, history.started.num_ranks
         self.same_ranks = len({start.num_ranks for start in history.starts}) <= 1

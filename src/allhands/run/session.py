@@ -345,7 +345,9 @@ class _RankRun:
             self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed
         ):
             self.outputs.say(
-                [f"note: what {before} had left out of the last gradients is dropped: {lost}"]
+                [
+                    f"note: what {before} had kept as rounding errors of the last gradients is dropped: {lost}"
+                ]
             )
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate

@@ -142,9 +142,7 @@ def _like(gradients: Any, found: Any) -> Any:
     odd += sorted(there.keys() - {name for name, _ in expected})
     if odd:
         problem = f"gradients came back with other names or shapes: {', '.join(odd[:3])}"
-        hint = (
-            "return a tree like the one that was given, or None to leave the gradients as they are"
-        )
+        hint = "return a tree with the same names and shapes, or None to keep the gradients"
         raise ConfigError(problem, code="argument-invalid", where="after_backward", hint=hint)
     return unflatten([(name, there[name].astype(array.dtype)) for name, array in expected])
 

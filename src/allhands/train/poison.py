@@ -159,6 +159,6 @@ def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
     if count == 0:
         return Blame(otherwise="no single example is to blame")
     if count == examined > 1:
-        return Blame(otherwise="each example of the next batch by itself gives the same")
+        return Blame(otherwise="each single example of the next batch gives the same")
     numbers = everyone[:, 3:]
     return Blame(tuple(sorted(map(int, numbers[numbers != _NO_EXAMPLE]))), count)
