@@ -154,9 +154,9 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
         return
     plain, *_ = outlook.lighter
     console.print(
-        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} {_percent(plain.exposed_s, plain.step_s)} of a step "
-        "is waiting for the link. One of them computes a batch in "
-        f"{_milliseconds(outlook.lines[0].prediction.step_s)}; with less to send all together take:"
+        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} a step waits for the link "
+        f"{_percent(plain.exposed_s, plain.step_s)} of its time. A single one computes a batch in "
+        f"{_milliseconds(outlook.lines[0].prediction.step_s)}. With less to send, all together need:"
     )
     room = max(24, console.width - _OTHER_COLUMNS)
     rows = [
