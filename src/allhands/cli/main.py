@@ -70,8 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = _INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
         # The reader of our output has gone (a pager, head), so there is nobody to print for. rich
-        # and the
-        # parser turn that into their own exit.
+        # and the parser turn that into their own exit.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()

@@ -288,8 +288,7 @@ def _leave_out(
         return frozenset(), None
     blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
     # The cause of an exactly repeated failure may be a computer or GPU, or the job. A start without
-    # the
-    # computer shows it.
+    # the computer shows it.
     repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None

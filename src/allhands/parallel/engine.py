@@ -57,8 +57,7 @@ class Messages:
         self.waited_s = 0.0  # for others, so far
         self._sent: list[mx.array] = []
         # Sent arrays stay in memory until they are known to be received: at most those that a
-        # pipeline
-        # has under way.
+        # pipeline has under way.
         self._on_their_way = communicator.size
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)

@@ -258,8 +258,7 @@ class FullySharded(Strategy):
         found: list[mx.array] = []
         counts = {"targets": 0, "tokens": 0}
         # All ranks make the same number of passes, at least one. The number is exchanged with the
-        # first
-        # pass and read after it, so that the host does not wait for the device.
+        # first pass and read after it, so that the host does not wait for the device.
         passes_of_all, left = self._sharding.everyones(len(micro_batches)), list(micro_batches)
         made = 0
         with self._held():

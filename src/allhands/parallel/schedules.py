@@ -141,8 +141,7 @@ class _Game:
         order, free, now = count(), set(range(self._size)), 0
         while True:
             # If no rank can begin a pass by the rules, as with a rest of micro-batches, every rank
-            # that
-            # can begin any pass does.
+            # that can begin any pass does.
             begun = self._begun_by(free, eager=False) or (
                 [] if ends else self._begun_by(free, eager=True)
             )

@@ -315,8 +315,7 @@ class FlatState:
                 home.update(dict.fromkeys(self._names, _HIDDEN))
         self._state: dict[str, Any] = {}
         # Views from the first step on, because the last bits of products may depend on the address
-        # of
-        # their factors.
+        # of their factors.
         self.put({**state, **self.others()}, weights)
         mx.eval(self._weights, self._state)
 
