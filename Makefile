@@ -1,16 +1,16 @@
-# `make demo` and `make test` need Python >= 3.11, make and a way to PyPI; everything else they fetch.
+# `make demo` and `make test` need Python >= 3.11, make and access to PyPI; they fetch everything else.
 PYTHON ?= python3
-# A kernel that the place asks of OpenBLAS would be that of some ranks and not of others, which start by ssh.
+# A kernel of OpenBLAS that the environment sets would not reach ranks that are started over ssh.
 unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
-# Without bytecode each of a thousand processes compiles all modules again: a quarter of its start.
+# Without bytecode each of a thousand processes compiles all modules again, a quarter of its start.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# How many test files run at once.
+# Number of test files that run at once.
 JOBS ?= 3
 
-# The MLX that fits this machine: its own on macOS, CUDA where an NVIDIA driver answers, CPU elsewhere.
+# The MLX for this machine: the usual one on macOS, CUDA with an NVIDIA driver, else CPU.
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
@@ -27,34 +27,34 @@ $(STAMP): pyproject.toml scripts/choose_extra.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA),dev]'
 	@touch $(STAMP)
 
-install: $(STAMP) ## allhands and what it needs, into .venv
+install: $(STAMP) ## install allhands and its packages into .venv
 
 demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
 	$(BIN)/allhands demo $(DEMO)
 
-# These measure seconds in which processes die or stand still, and have the computer to themselves.
+# These measure the times of dying and hanging processes, and run alone on the computer.
 TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
 # A part of the suite: make test TESTS="tests/unit tests/parity".
 TESTS ?=
-test: $(STAMP) ## tests of every part and of every way of training (9 minutes on 2 cores)
+test: $(STAMP) ## tests of every part and every strategy (9 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(TESTS),$(addprefix --ignore=,$(TIMED)))
 
 test-slow: $(STAMP) ## more cases, and trainings in processes of their own (20 minutes)
 	$(BIN)/python -m pytest -m "slow and not long" -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest -m "not long" $(TIMED)
 
-# Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
+# Long tests that measure times, or the speed of a cable, also run alone.
 TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,broken_cluster_network.py recovery_pipeline_network.py)
 test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 70 minutes)
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED_LONG))
 	$(BIN)/python -m pytest -m long $(TIMED_LONG)
 
-soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
+soak: $(STAMP) ## a hundred faults in a row on three ranks; the run must end with the bits of an undisturbed one (about half an hour)
 	$(BIN)/python scripts/soak.py
 
-lint: $(STAMP) ## style, types, what may import what, unused names and dependencies, links between pages, workflows
+lint: $(STAMP) ## style, types, imports between directories, unused names and dependencies, links between pages, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -68,14 +68,14 @@ format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Without the variable the theme prints news of its own.
+# Without the variable the theme prints its own news.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 docs: $(STAMP) ## the pages as a site: build/site/index.html
 	$(MKDOCS)
 
-# What needs more than Python (sync.py: root, sshd, rsync) says so and is passed over.
+# A benchmark that needs more than Python (sync.py: root, sshd, rsync) prints that and is skipped.
 BENCHES ?= cpu_lora cpu_scaling startup data process_memory backends recovery sync instructions ceilings
-bench: $(STAMP) ## every table of a CPU, then what is worse than before (cpu_lora 25 minutes, cpu_scaling 10, startup 10, data 35, process_memory 8, backends 4, recovery 8, sync 6, instructions 8, ceilings 3; one of them: ONLY=cpu_lora)
+bench: $(STAMP) ## every table of a CPU, then figures that are worse than before (cpu_lora 25 minutes, cpu_scaling 10, startup 10, data 35, process_memory 8, backends 4, recovery 8, sync 6, instructions 8, ceilings 3; one of them: ONLY=cpu_lora)
 	@failed=; for name in $(or $(ONLY),$(BENCHES)); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --write || failed="$$failed $$name"; \
 	done; \
@@ -89,5 +89,5 @@ dist: $(STAMP) ## wheel, sdist and notes of a release, into dist/: make dist TAG
 	$(BIN)/python scripts/release_notes.py "$(TAG)" dist >$(VENV)/notes.md
 	mv $(VENV)/notes.md dist/
 
-clean: ## remove what the other targets made, the environment included
+clean: ## remove the results of the other targets, and .venv
 	rm -rf $(VENV) demo-run build dist .pytest_cache .ruff_cache

@@ -1,7 +1,8 @@
-"""Fine-tune a language model with a loss of one's own: here label smoothing, counted on the answers only.
+"""Fine-tune a language model with a loss of your own: here label smoothing, counted on the answers only.
 
-``python examples/finetune_custom_loss.py --model MODEL`` with a directory or a name that mlx-lm loads, such as what
-``allhands model get`` makes; on two processes: ``allhands launch -n 2 -- python examples/finetune_custom_loss.py ...``.
+On one process: ``python examples/finetune_custom_loss.py --model MODEL``. MODEL is a directory or a name that mlx-lm
+loads, such as a directory of ``allhands model get``. On two processes:
+``allhands launch -n 2 -- python examples/finetune_custom_loss.py ...``.
 """
 
 import argparse
@@ -35,7 +36,7 @@ EXAMPLES = [(f"How many is {n}? ", "one " * n + "and no more.") for n in range(1
 
 
 def collate(examples):
-    """Token ids (B, T), and (B, T - 1) 1.0 where the next token is of an answer."""
+    """Token ids (B, T), and a mask (B, T - 1): 1.0 if the next token belongs to an answer."""
     rows = []
     for question, answer in examples:
         asked = tokenizer.encode(question)
@@ -48,7 +49,7 @@ def collate(examples):
 
 
 def smoothed_loss(model, ids, mask):
-    """Mean over the trained tokens of -log p, of the right token mostly, and a little of every other one."""
+    """Mean over the trained tokens of -log p: mostly of the right token, and a little of every token."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     right = mx.take_along_axis(log_p, ids[:, 1:, None], axis=-1).squeeze(-1)
@@ -63,7 +64,7 @@ loader = allhands.DistributedLoader(EXAMPLES, 8, seed=1, collate=collate)
 with allhands.Metrics(options.out, show=print) as metrics:
     for step, (ids, mask) in zip(range(1, options.steps + 1), loader.endless(), strict=False):
         loss, grads = loss_and_grad_fn(model, ids, mask)
-        grads = allhands.average_gradients(grads, num_tokens=mask.sum())  # the one line more
+        grads = allhands.average_gradients(grads, num_tokens=mask.sum())  # the additional line
         optimizer.update(model, grads)
         mx.eval(model.trainable_parameters(), optimizer.state)
         metrics.log(step, {"loss": loss}, reduce="mean", weight=mask.sum())

@@ -1,8 +1,8 @@
-"""Fine-tune with LoRA as a script around mlx_lm's trainer does, on one process or on several.
+"""Fine-tune with LoRA like a script around mlx_lm's trainer, on one process or on several.
 
-It is what becomes of such a script, with its options under their own names: the loss is collected by an ordinary
-callback of mlx_lm's, and nothing averages gradients, because that is done. On one process
-``python examples/finetune_mlx_lm.py --model MODEL --data DATA``, on two with ``mpirun -np 2`` before it.
+The options have the names of the original script. A callback of mlx_lm collects the losses. No callback averages
+gradients, because allhands does that. On one process:
+``python examples/finetune_mlx_lm.py --model MODEL --data DATA``. On two: the same command after ``mpirun -np 2``.
 """
 
 import argparse
@@ -19,7 +19,9 @@ parser.add_argument("--model", default="demo")
 parser.add_argument("--data", default="demo")
 parser.add_argument("--fine-tune-type", default="lora")
 parser.add_argument("--num-layers", type=int, default=8)
-parser.add_argument("--batch-size", type=int, default=2, help="of all processes together")
+parser.add_argument(
+    "--batch-size", type=int, default=2, help="examples of a batch, over all processes together"
+)
 parser.add_argument("--iters", type=int, default=100)
 parser.add_argument("--val-batches", type=int, default=25)
 parser.add_argument("--learning-rate", type=float, default=1e-5)
@@ -36,7 +38,7 @@ parser.add_argument(
 
 
 class Losses(TrainingCallback):
-    """Keeps and prints the losses; called on the first process alone."""
+    """Keep and print the losses; only the first process calls this."""
 
     def __init__(self):
         self.train, self.valid = [], []

@@ -1,8 +1,8 @@
-"""A small Llama that learns to write stories, letter by letter: alone, or on several processes that share the work.
+"""A small Llama that learns to write stories, letter by letter, on one process or on several.
 
-Alone: ``python examples/llama.py``. Together: ``allhands launch -n 2 -- python examples/llama.py``; every process
-takes its part of each batch, and the losses are the same. With ``--naive`` every process does all the work of every
-batch: right as well, but no faster. ``--text`` names a text file, or JSON lines with "text", such as TinyStories.
+On one process: ``python examples/llama.py``. On two: ``allhands launch -n 2 -- python examples/llama.py``. Every
+process takes its part of each batch, and the losses are the same. With ``--naive`` every process computes every whole
+batch: the result is right, but no faster. ``--text`` names a text file, or JSON lines with "text", such as TinyStories.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 
 STORY = "{} saw a {} {}. It was very {}! {} took it home and they were happy.\n"
-CONTEXT, BATCH_SIZE = 64, 16  # letters a piece, pieces a step of all processes together
+CONTEXT, BATCH_SIZE = 64, 16  # letters of a piece; pieces of a step, over all processes
 WORDS = (
     ["Tom", "Lily", "Ben"],
     ["big", "little", "red"],
@@ -29,7 +29,7 @@ WORDS = (
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--text", help="in place of small stories that are made here")
+parser.add_argument("--text", help="text file in place of generated small stories")
 parser.add_argument("--naive", action="store_true", help="every process computes every batch")
 parser.add_argument("--out", default="llama-run")
 parser.add_argument("--save-every", type=int, default=50)
@@ -39,7 +39,7 @@ world = allhands.init()
 
 
 def read_text():
-    """The text as numbers from 0 to 255, one a letter (or a byte of one)."""
+    """The text as its bytes: numbers from 0 to 255, one for each plain letter."""
     if options.text:
         text = Path(options.text).read_text(encoding="utf-8")
         if options.text.endswith(".jsonl"):
@@ -51,7 +51,7 @@ def read_text():
 
 
 def collate(numbers):
-    """Pieces of the text: what the model reads, and the letter that follows each letter."""
+    """Pieces of the text as the model reads them, and the letter after each letter."""
     starts = np.array(numbers)[:, None] * CONTEXT + np.arange(CONTEXT)
     return mx.array(text[starts]), mx.array(text[starts + 1])
 
@@ -79,14 +79,14 @@ text = read_text()
 pieces = range((len(text) - 1) // CONTEXT)
 loader = allhands.DistributedLoader(pieces, BATCH_SIZE, collate=collate, world=sharing)
 keeper = allhands.Checkpointer(options.out, model=model, optimizer=optimizer, loader=loader)
-first = keeper.restore()  # started again, it goes on where it was
+first = keeper.restore()  # the number of finished steps; 0 in a new run
 
 with allhands.Metrics(options.out, first_step=first, show=print) as metrics:
     for step, (inputs, targets) in zip(
         range(first + 1, options.steps + 1), loader.endless(), strict=False
     ):
         loss, grads = loss_and_grad_fn(model, inputs, targets)
-        grads = allhands.average_gradients(grads, num_tokens=targets.size)  # the one line more
+        grads = allhands.average_gradients(grads, num_tokens=targets.size)  # the additional line
         optimizer.update(model, grads)
         mx.eval(model.parameters(), optimizer.state)
         metrics.log(step, {"loss": loss}, reduce="mean", weight=targets.size)

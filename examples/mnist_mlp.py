@@ -20,11 +20,11 @@ parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--out", default="mnist-run")
 options = parser.parse_args()
 
-world = allhands.init()  # who takes part, checked; a world of one without a launcher
+world = allhands.init()  # joins all processes; without a launcher there is one
 
 
 def make_pictures(count, seed):
-    """Pictures (count, 784) and what they show (count,)."""
+    """Pictures (count, 784) and their labels (count,)."""
     patterns = np.random.default_rng(0).normal(size=(10, 784))
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, size=count)
@@ -33,7 +33,7 @@ def make_pictures(count, seed):
 
 
 class MLP(nn.Module):
-    """Layers of plain products with a bend between them."""
+    """Linear layers with ReLU between them."""
 
     def __init__(self, dims):
         super().__init__()
@@ -57,7 +57,7 @@ model = MLP([784, 64, 64, 10])
 optimizer = optim.Adam(learning_rate=1e-3)
 loss_and_grad_fn = nn.value_and_grad(model, loss_fn)
 
-# Each process gets the pictures of its own numbers; a batch has 200 of all of them together.
+# Each process gets a part of the numbers. A batch has 200 pictures over all processes.
 numbers = range(len(labels))
 loader = allhands.DistributedLoader(
     numbers, 200, collate=lambda chosen: (images[mx.array(chosen)], labels[mx.array(chosen)])
@@ -68,7 +68,7 @@ with allhands.Metrics(options.out, show=print) as metrics:
     for _ in range(options.epochs):
         for x, y in loader:
             loss, grads = loss_and_grad_fn(model, x, y)
-            grads = allhands.average_gradients(grads)  # the one line more
+            grads = allhands.average_gradients(grads)  # the additional line
             optimizer.update(model, grads)
             mx.eval(model.parameters(), optimizer.state)
             step += 1

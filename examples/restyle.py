@@ -1,11 +1,11 @@
-"""Write a data set whose answers are in another style, by rules that you can read: here pirate English.
+"""Rewrite the answers of a data set in another style, by readable rules: here pirate English.
 
     allhands data prepare questions.csv --out data/mine
     python examples/restyle.py data/mine data/pirate-mine --mix 0.1
     allhands data check data/pirate-mine --model demo
 
-Only words of the assistant change. Code, addresses, numbers and quotations stay as they are. The same data give
-the same result, whatever the order of the rows. Change RULES, or name a YAML file of the same keys: --rules FILE.
+Only the assistant's words change. Code, addresses, numbers and quotations stay as they are. The same data give the
+same result, in any order of the rows. Change RULES, or give a YAML file with the same keys: --rules FILE.
 """
 
 import argparse
@@ -76,7 +76,7 @@ STEM = r"(?<!\w)([A-Za-z]*[aeiouyAEIOUY][A-Za-z]*)"
 
 
 def number(*parts):
-    """A number from 0 to 1 that depends on the words alone: the same in every run."""
+    """A number from 0 to 1 that depends only on the words, so it is the same in every run."""
     return (
         int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).digest(), "big")
         / 2**48
@@ -100,7 +100,7 @@ class Style:
         )
 
     def answer(self, question, answer):
-        """The answer with every rule applied once: no rule sees what another one wrote."""
+        """The answer with every rule applied once, to the original words only."""
         pieces, done = [], 0
         for protected in [*PROTECTED.finditer(answer), None]:
             end = protected.start() if protected else len(answer)
@@ -136,7 +136,7 @@ class Style:
         return texts[int(number(self.seed, answer) * len(texts))] + " "
 
     def row(self, row):
-        """A row of chat or of prompt and completion; another one comes back as it is."""
+        """The rewritten row of a chat, or of a prompt and completion; other rows are returned unchanged."""
         question = row.get("prompt", "")
         for message in row.get("messages", []) + (
             row["completion"] if isinstance(row.get("completion"), list) else []

@@ -1,8 +1,8 @@
-"""A training program of one's own that survives its machines.
+"""A training program of your own that goes on after faults.
 
 Start it on two processes with
 ``allhands launch -n 2 --checkpoints checkpoints -- python examples/supervised_training.py``. Kill one of them, or press
-Ctrl-C and start it again: it ends with the same numbers. Alone it goes on, too:
+Ctrl-C and start it again: it ends with the same numbers. It also resumes without a launcher:
 ``python examples/supervised_training.py --out supervised-run``.
 """
 
@@ -19,7 +19,7 @@ import mlx.optimizers as optim
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save-every", type=int, default=20)
-# The launcher says where its checkpoints are; alone there is nobody who does.
+# The launcher names the directory of its checkpoints. Without a launcher there is a default.
 parser.add_argument("--out", default=os.environ.get("ALLHANDS_CHECKPOINT_DIR", "supervised-run"))
 options = parser.parse_args()
 
@@ -38,7 +38,7 @@ if saved:
 
 
 def batch(step):
-    """A function of the step alone, so that a restart sees the same examples; each rank takes its share of them."""
+    """This rank's share of a step's examples. They depend on the step alone, so a restart sees the same ones."""
     inputs = mx.random.normal((64, 8), key=mx.random.key(step))
     targets = mx.sin(inputs.sum(axis=1, keepdims=True))
     return inputs[group.rank() :: group.size()], targets[group.rank() :: group.size()]

@@ -381,17 +381,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Random faults in a row, and the same weights at the end."
     )
-    parser.add_argument("--faults", type=int, default=100, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses them (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=100, help="number of faults (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=3, help="number of ranks (%(default)s)")
     parser.add_argument(
-        "--model", default="demo", help="'demo', 'tiny' (made up, for a quick look) or a directory"
+        "--model",
+        default="demo",
+        help="'demo', 'tiny' (a generated model, for a quick test) or a directory",
     )
     parser.add_argument(
-        "--data", type=Path, help="a directory with a chat train.jsonl (the demo's)"
+        "--data", type=Path, help="a directory with train.jsonl of chats (default: the demo data)"
     )
     parser.add_argument(
-        "--work", type=Path, help="keep everything here, and go on with what is here already"
+        "--work", type=Path, help="a directory for all files; a soak that is there already goes on"
     )
     return parser.parse_args(arguments)
 

@@ -30,8 +30,8 @@ of progress, reports, curves, trackers and the names of checkpoints. With `grad_
 iterations, and the last step takes the rest. A report, validation or save that is due at an iteration comes after the
 step that contains this iteration.
 
-An option with one value may be given only once. To give it twice on the command line, under two names, or twice in a
-file is an error for every command. A `~` or `~user` at the beginning of a path means that home directory, in flags
+An option with one value may be given only once on the command line and once in a file, under any of its names. A second
+time is an error for every command. A `~` or `~user` at the beginning of a path means that home directory, in flags
 (also in `--data=~/x`), in files and in Python. In YAML a `~` alone means "not set". With several computers each one
 uses its own home directory; `allhands launch` uses that of this computer. `allhands cluster sync` and `cluster check`
 also use the home directory of each computer in the paths of model and data. In a hostfile `cwd` and `python` may begin
@@ -54,7 +54,7 @@ defaults ([pre-training](pretraining.md)).
 """
 
 OTHER_NAMES = """In other trainers `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count updates; here they
-count iterations. With `grad_accumulation_steps` 4 give four times the number."""
+count iterations. With `grad_accumulation_steps` 4 give a number that is four times as large."""
 
 
 def row(name: str, field: Any) -> str:

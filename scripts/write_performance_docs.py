@@ -38,7 +38,7 @@ Record = Mapping[str, Any]
 
 INTRODUCTION = """# Performance
 
-After this page you know the speed of allhands in comparison with other programs, and you can repeat each measurement.
+This page compares the speed and memory of allhands with those of other programs. You can repeat each measurement.
 Each table comes from one run of a script in `benchmarks/`, which measured all programs one after the other on the same
 machine with the same work ([method](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this
 page from the records in `benchmarks/results`.
@@ -49,7 +49,7 @@ How to read the tables:
 - The last column is the ratio to the peer: above 1 allhands is better, **below 1 (in bold) the peer is better**. Lower
   times and memory are better, and higher speeds are better.
 - Ratios are also valid on other machines of the same kind; absolute figures of a shared machine are not.
-- `make bench` repeats the tables of a CPU, `benchmarks/h200.sh` those of NVIDIA GPUs. `benchmarks/regressions.py` names
+- `make bench` repeats the tables of a CPU, and `benchmarks/h200.sh` those of NVIDIA GPUs. `benchmarks/regressions.py` names
   each ratio and each count of instructions that is more than 5 % worse than in the record before.
 """
 
@@ -242,9 +242,7 @@ def readme(text: str, directory: Path = ROOT / "benchmarks" / "results") -> str:
             continue
         record, begin = records[name], FROM.format(name)
         file = f"benchmarks/results/{name}-{record['date'][:10]}.json"
-        told = (
-            f"({device_of(record)}; medians, [recorded]({file}) with everything else about them.)"
-        )
+        told = f"({device_of(record)}; medians. The [record]({file}) has versions, settings and all figures.)"
         block = "\n".join([*write(rows_in(record)), "", told])
         found = re.compile(f"{re.escape(begin)}.*?{re.escape(TO)}", re.DOTALL)
         text = found.sub(lambda _, block=begin + block + "\n" + TO: block, text)

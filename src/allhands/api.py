@@ -40,9 +40,9 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune a model: the same as ``allhands train`` with the same options.
 
-    In a script that a launcher has started, such as ``allhands launch``, every process calls it and they train
-    together; otherwise it trains in this process. Under ``allhands launch`` the script is started again after a
-    fault, and the run goes on from its last checkpoint.
+    Without a launcher it trains in this process. Under a launcher such as ``allhands launch`` every
+    process calls it, and the processes train together. ``allhands launch`` also starts the script
+    again after a fault, and the run goes on from its last checkpoint.
 
     Args:
         config: YAML file with options; keyword arguments win over it.
@@ -57,7 +57,7 @@ def finetune(
 
     Raises:
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
-        AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
+        AllhandsError: wrong input or a failure; each exit code of the command has its own subclass.
 
     Examples:
         >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
@@ -93,7 +93,7 @@ def pretrain(
 
     Raises:
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
-        AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
+        AllhandsError: wrong input or a failure; each exit code of the command has its own subclass.
 
     Examples:
         >>> result = allhands.pretrain(data="stories", tokenizer="tokenizer", shape="llama-15m", epochs=4)
@@ -117,7 +117,7 @@ def _run(
     from allhands.objectives.causal_lm import CAUSAL_LM
     from allhands.run.session import RunContext, run_finetune
 
-    # Who has called allhands.init() is connected already.
+    # After allhands.init() the process is connected already.
     joined = joined_here()
     launch = launch_here() if joined else recognise_here()
     _check_processes(chosen, launch)
@@ -150,10 +150,10 @@ def _run(
 
 
 def _check_processes(chosen: TrainConfig, launch: LaunchPlace) -> None:
-    """A call starts no processes: those that the options ask for must be there.
+    """Check that the processes that the options ask for exist, because a call starts none.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not.
     """
     wanted = f"-n {chosen.num_ranks}" if chosen.num_ranks not in (1, launch.size) else ""
     where, words = "num_ranks=", f"num_ranks={chosen.num_ranks}"
@@ -172,10 +172,10 @@ def _check_processes(chosen: TrainConfig, launch: LaunchPlace) -> None:
 
 
 class _Stops:
-    """Ctrl-C and SIGTERM in a person's own process while it trains: the first saves, the second is
-    Python's own.
+    """Ctrl-C and SIGTERM in a user's own process while it trains: the first signal saves and ends
+    the training, and the second has Python's own effect.
 
-    A signal for which the person has a handler, or that is ignored, stays theirs.
+    A signal that is ignored, or that has a handler of the user, keeps its effect.
     """
 
     def __init__(self, pace: Pace, *, speaks: bool) -> None:
@@ -186,7 +186,7 @@ class _Stops:
         self._signal = 0
 
     def started(self) -> None:
-        """Note that from now on there is something to save."""
+        """Note that a stop has something to save from now on."""
         self._started = True
 
     def requested(self) -> int:
@@ -215,7 +215,7 @@ class _Stops:
         if self._signal:
             signal.raise_signal(
                 self._signal
-            )  # came when the last step was done: what follows in the script must hear
+            )  # it came after the last step: the rest of the script must receive it
 
     def _put_back(self) -> None:
         while self._before:
@@ -231,7 +231,7 @@ class _Stops:
         if self._speaks:
             more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             text = f"allhands: {self.pace.told()}{more}"
-            # In a thread of its own: the signal may have come in the midst of a print.
+            # In a thread of its own, because the signal may have interrupted a print.
             threading.Thread(target=tell, args=(text,), daemon=True).start()
 
 

@@ -19,7 +19,7 @@ class AllhandsError(Exception):
         code: the fault, in at most five words with hyphens (``"file-missing"``). It is the same in
             every version, and belongs to one exit code.
         where: file and line (``"train.jsonl:12"``), flag (``"--num-layers"``) or rank, if known.
-        hint: what the person can do now.
+        hint: what the user can do now.
     """
 
     exit_code: ClassVar[int] = 1
@@ -89,7 +89,7 @@ class DistributedError(AllhandsError):
 
 
 class PeerLostError(DistributedError):
-    """This rank ended because another rank of the group had ended: the cause is there."""
+    """This rank ended because another rank had ended; that rank has the cause."""
 
     exit_code = 8
 

@@ -189,4 +189,4 @@ def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(
 def test_they_are_short(name: str) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     assert len(text.splitlines()) < 100
-    assert text.count("# the one line more") == 1
+    assert text.count("# the additional line") == 1

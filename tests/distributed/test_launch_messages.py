@@ -48,7 +48,7 @@ def test_without_a_directory_checkpoints_go_beside_the_logs(tmp_path: Path) -> N
     note, hint = second.stderr.splitlines()
     assert note == (
         f"allhands: note: {tmp_path / 'my logs'} has a checkpoint of step 20, "
-        "and a program that asks for the last one goes on from it"
+        "and a program that reads the last checkpoint goes on from it"
     )
     assert hint == "  to begin anew: --checkpoints with another directory"
     assert (tmp_path / "my logs" / "earlier-1" / "rank-0.log").exists()

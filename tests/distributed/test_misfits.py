@@ -239,7 +239,7 @@ def test_a_newcomer_that_fits_joins(hosts: Hosts, trial: Trial, tmp_path: Path) 
 def test_of_two_that_differ_nobody_is_blamed(hosts: Hosts, trial: Trial) -> None:
     spoil(hosts, "node1", "model.safetensors")
     message = hosts.start(trial, ["node0", "node1"], "--min-ranks", "1").fails(
-        7, "node0", "node1", "do not matchgether"
+        7, "node0", "node1", "do not match"
     )
     first, second = (
         digest(hosts.files(name) / "model" / "model.safetensors") for name in ("node0", "node1")

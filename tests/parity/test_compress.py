@@ -295,7 +295,7 @@ def test_what_is_left_out_is_dropped_with_a_note_where_it_does_not_fit(
     capsys.readouterr()
     resumed = train(flags, size, tmp_path / "resumed", resume=str(half.path), compress=compress)
     text = " ".join(capsys.readouterr().out.split())
-    assert f"what int8 had left out of the last gradients is dropped: {why}" in text
+    assert f"what int8 had kept as rounding errors of the last gradients is dropped: {why}" in text
     assert ("compress changed from" in text) == (compress != "int8")
     assert saved(resumed)[0].step == 8
     names = [name for name in arrays(saved(resumed)[0]) if name.startswith(LEFT_FILE)]

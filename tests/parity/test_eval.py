@@ -151,7 +151,7 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--batch-size", "0"], "--batch-size", 2),
         (
             ["--test-batches", "0"],
-            "--test-batches: 0 batches are nothing to evaluate: give a number from 1, or -1",
+            "--test-batches: 0 batches evaluate nothing: give a number from 1, or -1",
             2,
         ),
         (["--limit", "3"], "no effect without --tasks", 2),
@@ -310,7 +310,7 @@ def test_benchmarks_score_the_model_with_its_adapter(
         raise ConnectionError("Couldn't reach the Hub")
 
     module("lm_eval", simple_evaluate=offline)
-    with pytest.raises(DataError, match="cannot be had: Couldn't reach"):
+    with pytest.raises(DataError, match="cannot be fetched: Couldn't reach"):
         run_harness(harness, ["made-up"])
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)

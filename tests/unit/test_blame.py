@@ -159,7 +159,7 @@ def test_other_tokens_of_the_same_data_are_the_libraries_doing() -> None:
 def test_where_no_value_is_the_most_frequent_nobody_is_blamed(statements: list[Statement]) -> None:
     found = verdict(*statements)
     assert found.misfits == ()
-    assert "do not matchgether" in found.message
+    assert "do not match" in found.message
     for one in statements:
         assert one.name in found.message
         assert one.files["model/model.safetensors"][:8] in found.message
@@ -229,7 +229,7 @@ def test_the_ranks_of_a_computer_have_one_voice() -> None:
     assert "a does not match b and c" in error.message
     error = told(["a", "a", "b", "b"], [{"seed": 1}] * 2 + [{"seed": 2}] * 2)
     assert error.misfits == ()
-    assert "a and b do not matchgether" in error.message
+    assert "a and b do not match" in error.message
 
 
 def test_ranks_are_told_apart_where_computers_do_not() -> None:

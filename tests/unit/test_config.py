@@ -616,7 +616,7 @@ def test_what_a_structured_option_has_is_named(tmp_path: Path) -> None:
 
 
 def test_a_line_that_does_not_begin_where_others_do(tmp_path: Path) -> None:
-    assert "all of them from the line's beginning" in str(told(tmp_path, "iters: 3\n  model: m\n"))
+    assert "without blanks before the key" in str(told(tmp_path, "iters: 3\n  model: m\n"))
 
 
 def test_v_explains_what_is_chosen() -> None:

@@ -278,7 +278,7 @@ def test_names_and_pages(served: Dashboard) -> None:
         assert served.ask("/api/runs", headers={"Host": host})[0] == 400
     for origin in ("http://evil.example", "null", "http://localhost:3000"):
         status, told, headers = served.ask("/api/runs", headers={"Origin": origin})
-        assert (status, "may not ask" in told) == (403, True)
+        assert (status, "may not send requests" in told) == (403, True)
         assert not [name for name in headers if name.lower().startswith("access-control")]
         stop = {"X-Allhands": "stop", "Origin": origin}
         assert served.ask("/api/stop?run=one", method="POST", headers=stop)[0] == 403

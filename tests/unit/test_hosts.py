@@ -373,7 +373,7 @@ def test_where_slots_go_is_said_where_a_name_alone_is_wanted() -> None:
     with pytest.raises(ConfigError) as refused:
         host_from_name("node0:2", "--hosts")
     assert refused.value.code == "host-name-invalid"
-    assert "how many ranks it gets stands in the hostfile (slots)" in (refused.value.hint or "")
+    assert "the number of its ranks belongs in the hostfile (slots)" in (refused.value.hint or "")
     with pytest.raises(ConfigError) as refused:
         host_from_name("a;b", "--hosts")
     assert "slots" not in (refused.value.hint or "")

@@ -591,7 +591,7 @@ def started_again(*attempts: int) -> RunHistory:
         (history(comm_s=0.3), ["30 % of a step was waiting for other ranks"]),
         (history(1, comm_s=0.3), []),
         (history(data_wait_s=0.1), ["10 % of a step was waiting for data"]),
-        (history(rest=0.4), ["40 % of a step is the same on every rank, however many there are"]),
+        (history(rest=0.4), ["40 % of a step gets no shorter with more ranks"]),
         (history(1, rest=0.4), []),
         (started_again(2, 3, 4), ["it was started again 3 times after faults"]),
         (started_again(2, 1, 2, 1), []),

@@ -165,10 +165,10 @@ def test_the_power_that_is_taken_is_told(tmp_path: Path, tiny_model: Path) -> No
     [
         ("10GbE,-5ms", "'-5ms' is no delay", "give one from 0 on, as 10GbE,5ms"),
         ("100Mbit/s,soon", "'soon' is no delay", "give one from 0 on, as 100Mbit/s,5ms"),
-        ("0Gbit/s", "nothing gets through a link of 0Gbit/s", "give a rate above 0, as 400Mbit/s"),
+        ("0Gbit/s", "a link of 0Gbit/s sends nothing", "give a rate above 0, as 400Mbit/s"),
         (
             "-1Mbit/s,5ms",
-            "nothing gets through a link of -1Mbit/s",
+            "a link of -1Mbit/s sends nothing",
             "give a rate above 0, as 400Mbit/s",
         ),
     ],

@@ -387,7 +387,7 @@ def test_a_later_plan_is_no_prediction_and_takes_nothing_away(tmp_path: Path) ->
     facts = read_facts(run, now=BEGAN + 1e6)
     assert facts.plan is None
     assert (
-        "plan.json was made 1m00s after this run had begun: it is no prediction of it, nor compared."
+        "plan.json was made 1m00s after this run had begun: it is no prediction, and is not compared."
         in facts.notes
     )
     page = make_page([facts])

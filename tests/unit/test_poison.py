@@ -156,9 +156,7 @@ def test_everybody_is_nobody(path: Path) -> None:
     windows = tokens({1, 2, 3})
     trainer = Trainer(path, non_finite="skip")
     result = trainer.step([batch(windows, 1, 2), batch(windows, 3)])
-    assert (
-        result.skipped == "the loss is nan; each example of the next batch by itself gives the same"
-    )
+    assert result.skipped == "the loss is nan; each single example of the next batch gives the same"
     assert result.culprits == ()
     # But one that is alone in its batch is named.
     assert trainer.step([batch(windows, 2)]).culprits == (2,)

@@ -100,7 +100,7 @@ def test_tiny_sets_go_on_and_the_reason_is_true(
 def test_where_rows_belong_together_that_is_the_reason(tmp_path: Path) -> None:
     near = [{"text": sentence(1, 40)}, {"text": sentence(1, 40) + " indeed"}]
     _, screen = run(tmp_path, near)
-    assert screen.count("rows that belong together stay so") == 2
+    assert screen.count("rows that belong together stay together") == 2
     assert "too few" not in screen
 
 

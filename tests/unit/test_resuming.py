@@ -122,7 +122,7 @@ def test_a_restart_with_its_own_all_damaged_begins_as_the_first_attempt_did(run:
         step, notes = chosen(run, resume, run_id=RUN, attempt=2)
         assert step is None
         assert notes.count("a damaged checkpoint is left out") == 3
-        assert notes.endswith("so it starts again as it first did: from the beginning")
+        assert notes.endswith("so it starts again like the first time: from the beginning")
         assert "a new run begins" not in notes
     # The one that a person starts is refused nevertheless.
     with pytest.raises(CheckpointError):
@@ -135,7 +135,7 @@ def test_a_restart_goes_back_to_what_it_went_on_from(run: Path, tmp_path: Path) 
     (run / RUN_NAME).write_text(RUN)
     step, notes = chosen(run, str(tmp_path / "old"), run_id=RUN, attempt=2)
     assert step == 50
-    assert notes.endswith(f"as it first did: from {checkpoint_path(tmp_path / 'old', 50)}")
+    assert notes.endswith(f"like the first time: from {checkpoint_path(tmp_path / 'old', 50)}")
 
 
 def test_a_restart_does_not_begin_anew_where_the_first_attempt_went_on(run: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_page_of_another_origin_gets_nothing(
         assert {key: value for key, value in got.items() if value} == {}
         page.evaluate(FORM, server)
         page.wait_for_url(f"{server}/**")
-        assert "may not ask" in page.content()
+        assert "may not send requests" in page.content()
         # Not even unread: the model was never asked.
         assert '" 200' not in running.said()
         assert running.ask("GET", "/v1/models")[0] == 200

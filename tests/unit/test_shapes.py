@@ -608,4 +608,4 @@ def test_an_empty_text_is_an_error_or_a_warning() -> None:
         parse_example({"text": " "}, columns, source="f", line=1)
     example = parse_example({"text": " "}, columns, source="f", line=1, empty_texts=True)
     assert example.warnings == ("the text is empty: training leaves it out",)
-    assert "none is needed" in remedy_of_warning(example.warnings[0])
+    assert "nothing is needed" in remedy_of_warning(example.warnings[0])

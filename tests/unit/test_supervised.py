@@ -184,7 +184,7 @@ def test_later_checkpoints_of_another_run_are_not_written_beside(
 ) -> None:
     save_checkpoint(9, [mx.array(9)], directory=tmp_path)
     session.seen.clear()
-    with pytest.raises(CheckpointError, match="step-0000009 is there from another run") as caught:
+    with pytest.raises(CheckpointError, match="step-0000009 belongs to another run") as caught:
         save_checkpoint(1, [mx.array(1)], directory=tmp_path)
     assert "last_checkpoint()" in str(caught.value)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-0000009"]

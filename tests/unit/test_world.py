@@ -203,7 +203,7 @@ def test_gradients_travel_as_they_are_told(travels: str, num_tokens: list[int] |
     [
         ({"communication_stream": mx.float16}, "communication_stream is a dtype"),
         ({"communication_type": mx.int8}, "int8 cannot hold gradients"),
-        ({"reduction": "sum"}, "not of how many"),
+        ({"reduction": "sum"}, "needs their number"),
         ({"reduction": "max", "num_tokens": 3}, "reduction='max'"),
     ],
 )

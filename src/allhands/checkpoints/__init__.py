@@ -1,5 +1,5 @@
-"""Checkpoints on disk: directories that are whole or absent, and found by what they hold, never by
-name alone.
+"""Checkpoints on disk: directories that are whole or absent, and recognised by their content, never
+by name alone.
 
 A checkpoint is a directory of safetensors and JSON files. ``manifest.json``, written last, has the
 size and the SHA-256 sum of each, and a sum of itself. A run keeps them as

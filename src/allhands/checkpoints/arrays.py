@@ -60,8 +60,8 @@ def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the arrays of a tree with their dotted names, which stay what they are while training
-    goes on.
+    """Return the arrays of a tree with their dotted names; they do not change while training goes
+    on.
     """
     return held(owned_tree(tree), on_device=False)
 
@@ -110,8 +110,8 @@ class Held:
     ranks_here: int = 1
 
     def waits(self) -> bool:
-        """True if training has to wait, because there is no room for this state beside that of the
-        next steps.
+        """True if training has to wait, because there is no memory for this state beside the next
+        steps.
         """
         size = num_bytes_of(self.groups())
         return (
@@ -121,12 +121,11 @@ class Held:
 
 
 def snapshot(groups: Groups, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
-    """Hold a rank's state as it is now, see :func:`held`; call the result for it, by file.
+    """Hold a rank's present state, see :func:`held`; the result returns it, by file.
 
     Args:
-        spare_bytes: what a GPU's own memory has beside a step. Copies are made there only where it
-            has twice their
-            room: weights and optimizer may be held one after the other.
+        spare_bytes: bytes of a GPU's own memory that a step leaves free. Copies are made there only
+            if they fit twice, because weights and optimizer may be held one after the other.
     """
     on_device = 2 * num_bytes_of(groups) < spare_bytes
     kept = {file: held(state, on_device=on_device) for file, state in groups.items()}
@@ -142,9 +141,7 @@ def _later(array: mx.array) -> Callable[[], memoryview]:
 
 
 def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
-    """The bytes where MLX has them; of an array that lies in another order there a copy, made when
-    it is written.
-    """
+    """Return a view of MLX's bytes; for an array in another order a copy, made when it is written."""
     plain = np.asarray(array)
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
 
@@ -154,7 +151,7 @@ def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
 
 class StoredArrayReader(Protocol):
     """An array of a checkpoint that can be read; ``shape`` and ``dtype`` (code of safetensors) are
-    of all of it.
+    those of the whole array.
     """
 
     @property
@@ -164,9 +161,9 @@ class StoredArrayReader(Protocol):
     def dtype(self) -> str: ...
 
     def read(self, region: Region | None = None) -> mx.array:
-        """Return the numbers of ``region``, by default all, in its shape; read when this is called.
+        """Read and return the numbers of ``region``, by default all, in its shape.
 
-        What several ranks read together (see :func:`shared_arrays`) each reads in the same order,
+        If several ranks read together (see :func:`shared_arrays`), they read arrays in the same order,
         each its own region.
         """
         ...
@@ -192,7 +189,7 @@ class LocalArray:
 
 @dataclass(frozen=True)
 class SharedArray:
-    """An array that rank 0 reads and hands out; ``numbers`` are there on rank 0."""
+    """An array that rank 0 reads and sends; only rank 0 has ``numbers``."""
 
     communicator: Communicator
     shape: Shape
@@ -202,7 +199,7 @@ class SharedArray:
     def read(self, region: Region | None = None) -> mx.array:
         wanted = everything(self.shape) if region is None else region
         flat, word = wanted.flat(self.shape), ITEM_BYTES[self.dtype]
-        # A range is taken out of what passes by; for another box the whole array has to be there.
+        # A range is taken out of the stream; another box needs the whole array.
         taken = Flat(0, math.prod(self.shape)) if flat is None else flat
         result, at = np.empty(taken.size * word, dtype=np.uint8), -taken.start * word
         for piece in hand_out_bytes(
@@ -263,7 +260,7 @@ def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayRead
 def shared_arrays(
     communicator: Communicator, checkpoint: Checkpoint | None, file: str
 ) -> dict[str, StoredArrayReader]:
-    """Return the same on every rank, of rank 0's checkpoint; called, and then read, on all ranks
+    """Return the same from rank 0's checkpoint on every rank; called and read on all ranks
     together.
     """
     numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
@@ -291,7 +288,7 @@ def require_same(
     and types.
 
     Raises:
-        CheckpointError: they are others.
+        CheckpointError: they differ.
     """
     here = {name: (shape, CODES[dtype]) for name, shape, dtype in wanted}
     there = {name: (each.shape, each.dtype) for name, each in stored.items()}

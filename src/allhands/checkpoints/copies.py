@@ -45,7 +45,7 @@ class Copies:
         self._look()
 
     def fail(self, error: AllhandsError) -> bool:
-        """Note that the copy here cannot be written now; whether that is new."""
+        """Note that the copy here cannot be written now; return whether that is new."""
         new, self.trouble = (
             not self.trouble,
             f"{error.where}: {error.message}" if error.where else error.message,
@@ -56,9 +56,7 @@ class Copies:
     def note(
         self, outcomes: Sequence[SavedReport | Warned | AllhandsError], step: int
     ) -> list[Warned]:
-        """Take in what has been written here, or could not be; what is to be told of it on this
-        rank.
-        """
+        """Record which copies were written here or failed; return the message for this rank."""
         told: list[Warned] = []
         for outcome in outcomes:
             if isinstance(outcome, AllhandsError) and self.fail(outcome):
@@ -93,7 +91,7 @@ class Copies:
         news = [
             rank
             for rank, (old, now) in enumerate(zip(before, changes, strict=True))
-            # What began and was over between two looks is no news.
+            # Trouble that began and ended between two reports is not reported.
             if (now % 2 and ends) or old % 2 != now % 2
         ]
         if not news:
@@ -104,7 +102,7 @@ class Copies:
         return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
 
     def settle(self, step: int) -> list[Warned]:
-        """Return the last word, when all has been written; called on all ranks together."""
+        """Return the last warnings, after all writes; called on all ranks together."""
         if self.communicator.size == 1:
             return []
         return self.hear(

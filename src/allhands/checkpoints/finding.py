@@ -1,6 +1,4 @@
-"""Checkpoints of a run: the whole ones, the latest one, and the one that a person means by
-``--resume``.
-"""
+"""Checkpoints of a run: the whole ones, the latest one, and the one that ``--resume`` names."""
 
 from __future__ import annotations
 
@@ -134,8 +132,8 @@ def latest(
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
-        rejected: receives what is wrong with each one that was passed over, of a higher step or of
-            none to be read.
+        rejected: receives the error of each checkpoint that was left out, if its step is higher or
+            unreadable.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -174,8 +172,8 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
 
 
 def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Return the result of :func:`survey` in a run directory, or the one checkpoint that ``place``
-    is.
+    """Return the result of :func:`survey` in a run directory, or ``place`` itself if it is a
+    checkpoint.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -187,8 +185,8 @@ def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if the directory ``path`` is, or should be, a checkpoint itself and not a directory with
-    some.
+    """True if the directory ``path`` is, or should be, a checkpoint, and not a directory with
+    checkpoints.
     """
     return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
@@ -197,11 +195,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
-    """Return the checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run
+    """Return the checkpoint for ``--resume TEXT``: a checkpoint, or the latest one of the run
     directory ``TEXT``.
 
     Args:
-        run_dir: where this run keeps its own, for advice.
+        run_dir: directory of this run, for advice.
         verify: whether to compute sums; else sizes are compared, which takes milliseconds.
 
     Raises:
@@ -243,16 +241,14 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
 def find_latest(
     run_dir: Path, *, verify: bool = True, rejected: list[CheckpointError] | None = None
 ) -> Checkpoint | None:
-    """Return the checkpoint that a person means by ``--resume auto``, or ``None`` if the run
-    directory holds none at all.
+    """Return the checkpoint for ``--resume auto``, or ``None`` if the run directory has none.
 
     Args:
         verify: as in :func:`find`.
-        rejected: receives what is wrong with each one that was passed over.
+        rejected: receives the error of each checkpoint that was left out.
 
     Raises:
-        CheckpointError: it holds some, and none is whole: to begin anew then is a person's
-            decision.
+        CheckpointError: there are checkpoints, but none is whole; the user must decide to begin anew.
     """
     errors: list[CheckpointError] = []
     found = latest(run_dir, verify=verify, rejected=errors)
@@ -310,7 +306,7 @@ def _of_other_version(errors: Iterable[CheckpointError]) -> str | None:
 
 
 def _from_weights(place: Path) -> str | None:
-    """The remedy where weights are whole in checkpoints that are not."""
+    """The remedy if damaged checkpoints have whole weights."""
     for it in (found.checkpoint for found in survey(place, verify=False)):
         facts = it.files.get(WEIGHTS_FILE) if it else None
         with suppress(CheckpointError):

@@ -18,12 +18,11 @@ from typing import Any
 
 from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, Shape
 
-# A new number whenever a checkpoint of this version could not be read by the ones before.
+# It changes whenever earlier versions cannot read a checkpoint of this version.
 FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-# What packing has left out of gradients, where they travel packed: each array has a row for every
-# rank.
+# Rounding errors of compressed gradients: each array has a row for every rank.
 LEFT_FILE = "left-out.safetensors"
 
 
@@ -54,8 +53,8 @@ class OwnedSlice:
         return self.region.size * ITEM_BYTES[self.dtype]
 
 
-# What a rank holds of the run's state, by the arrays' names. Slices that several ranks hold are
-# equal on them, and the first of these ranks owns them.
+# A rank's slices of the run's state, by the arrays' names. Slices on several ranks are equal, and
+# the first of these ranks owns them.
 ShardedState = Mapping[str, OwnedSlice]
 # The same by the file that is called after a group of arrays, such as the weights.
 Groups = Mapping[str, ShardedState]
@@ -136,14 +135,14 @@ def num_bytes_of(groups: Groups) -> int:
 
 
 def array_name(file: str, key: str) -> str:
-    """Return the name of an array in a checkpoint: its group, for which the file is called, and its
-    own name.
+    """Return the name of an array in a checkpoint: its group, which names the file, and its own
+    name.
     """
     return f"{file.partition('.')[0]}.{key}"
 
 
 def file_of_rank(file: str, rank: int) -> str:
-    """Return the file with what a rank has of a group of arrays that ranks have divided among them."""
+    """Return the file of a rank's part of a divided group of arrays."""
     stem, dot, suffix = file.partition(".")
     return f"{stem}-{rank}{dot}{suffix}"
 
@@ -166,10 +165,10 @@ def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
 
 
 def dumped(values: Any) -> bytes:
-    """JSON in the one spelling that checkpoints have.
+    """Return JSON in the only spelling of checkpoints.
 
     Raises:
-        ValueError: NaN or infinity, which JSON has not.
+        ValueError: NaN or infinity, which JSON does not have.
     """
     return json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 

@@ -14,7 +14,7 @@ STATE = "state.json"
 RUN_NAME = ".run"
 
 _NAME = re.compile(r"step-(\d+)")
-# What killed writers (see staging) and killed removals leave.
+# Leftovers of killed writers (see staging) and killed removals.
 _LEFT = re.compile(r"\.(step-\d+|best)\.(partial|replaced|removed)-.+")
 
 
@@ -24,7 +24,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def removal_path(path: Path, mark: str) -> Path:
-    """Return the hidden name under which a checkpoint is taken apart."""
+    """Return the hidden name of a checkpoint while it is removed."""
     return path.with_name(f".{path.name}.removed-{mark}")
 
 
@@ -99,7 +99,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def listed(directory: Path) -> list[Path]:
-    """:func:`entries` for who looks for checkpoints.
+    """Like :func:`entries`, for the search of checkpoints.
 
     Raises:
         CheckpointError: the directory cannot be read.

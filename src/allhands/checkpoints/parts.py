@@ -1,10 +1,10 @@
 """Bring arrays that ranks have divided among them into one checkpoint.
 
-Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where
-all ranks see rank 0's directory each writes a file of its own slices into the checkpoint that rank
-0 is making; otherwise ranks send their files, block by block, to those that keep files. Divided
-weights are put together from these files, an array at a time: no rank ever has all of them in
-memory, and the checkpoint has the one file of weights that it always has.
+A slice is owned by the first rank that has it. Slices on all ranks need no exchange, because ranks
+that keep files have them. If all ranks see rank 0's directory, each writes a file of its own slices
+into rank 0's draft. Otherwise ranks send their files, block by block, to the ranks that keep files.
+Divided weights are joined from these files, an array at a time. So no rank ever has all weights in
+memory, and the checkpoint has its usual single file of weights.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Ownership:
     """The slices that each rank is to write.
 
     Attributes:
-        by_rank: what each rank is the first to hold, as it will lie in its file; of what not all
-            ranks hold.
+        by_rank: the slices that each rank owns, in the order of its file, without slices on all
+            ranks.
         rank: this one.
     """
 
@@ -192,7 +192,8 @@ class Delivery:
 
 
 def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tensor]]:
-    """The whole weights in the parts of all ranks, whose files are then gone from ``directory``.
+    """Return the whole weights from the parts of all ranks; their files are then removed from
+    ``directory``.
 
     An array is with the rank that has the first of it. It is put together when it is asked for, and
     of the files' pages only those of the last one are kept.

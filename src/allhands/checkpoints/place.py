@@ -56,7 +56,7 @@ def require_place_of_run(config: TrainConfig) -> None:
         if place.is_relative_to(inputs):
             raise _refused(
                 directory,
-                f"it is, or lies in, the directory of {flag} {name}, from which the run is made",
+                f"it is, or lies in, the directory of {flag} {name}, an input of the run",
                 code="output-place-unsuitable",
             )
         if (

@@ -19,7 +19,7 @@ class OtherFormatError(CheckpointError):
     """A checkpoint of another version of allhands."""
 
 
-_ALTERED = "its SHA-256 sum is wrong: it was altered after it had been written"
+_ALTERED = "its SHA-256 sum is wrong: it was changed after it was written"
 
 
 @dataclass(frozen=True)

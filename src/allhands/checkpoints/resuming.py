@@ -94,7 +94,7 @@ def find_checkpoint(
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
         notes.append(
-            f"no checkpoint of this run is whole, so it starts again as it first did: from {start}"
+            f"no checkpoint of this run is whole, so it starts again like the first time: from {start}"
         )
     elif found is None and config.resume == AUTO and attempt == 1:
         kept = kept_aside(directory)

@@ -377,7 +377,7 @@ class Saver:
         try:
             prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
         except AllhandsError as error:
-            text = f"a checkpoint that need not be kept is still there ({error.where}: {error.message})"
+            text = f"an old checkpoint could not be removed ({error.where}: {error.message})"
             self._troubles.append(Warned(request.step, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:

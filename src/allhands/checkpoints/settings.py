@@ -56,7 +56,7 @@ TOLD: frozenset[str] = frozenset(
 # are compared by their content instead of by their names.
 FREE: frozenset[str] = frozenset(TrainConfig.model_fields) - FIXED - TOLD
 
-_FLOATING = "the learning rate follows it over the whole run, so the rest of it is another curve"
+_FLOATING = "the learning rate follows it over the whole run, so the rest of the curve changes"
 
 
 def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:

@@ -113,8 +113,7 @@ def drafting(target: Path) -> Generator[CheckpointDraft]:
     is removed.
 
     Raises:
-        StorageError: it cannot be written. What stood at ``target`` is untouched and nothing else
-            is left.
+        StorageError: it cannot be written. ``target`` is unchanged, and nothing else is left.
     """
     try:
         if not target.parent.exists():
@@ -126,7 +125,7 @@ def drafting(target: Path) -> Generator[CheckpointDraft]:
     except (OSError, StorageError) as error:
         with suppress(OSError):
             sweep(target.parent)
-        # The name that it had for a while means nothing to a person.
+        # The temporary name has no meaning for the user.
         told = error if isinstance(error, StorageError) else storage_error(target, error)
         raise StorageError(
             told.message, code=told.code, where=str(target), hint=told.hint
@@ -142,10 +141,10 @@ def write_checkpoint(
     texts: Mapping[str, str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
-    """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read
-    it.
+    """Write a checkpoint, and replace the one at ``target`` if there is one; only its owner may
+    read it.
 
-    Killed at any instant, it leaves the old one or the new one, whole.
+    A kill at any time leaves the old checkpoint or the new one, whole.
 
     Args:
         target: its directory, in a directory that no other process writes checkpoints into.
@@ -173,8 +172,8 @@ def _whole_or_part(file: str, tensor: Tensor) -> StoredArray:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed writers and removals left beside checkpoints, and put back what an
-    exchange had moved.
+    """Remove leftovers of killed writers and removals, and restore checkpoints that an exchange had
+    moved.
 
     Raises:
         OSError: the directory cannot be read.
@@ -189,8 +188,7 @@ def sweep(directory: Path) -> None:
 
 
 def others_in(directory: Path, files: Collection[str]) -> list[str]:
-    """Names in a checkpoint's directory that are not its own; hidden files of the system do not
-    count.
+    """Return foreign names in a checkpoint's directory, without hidden files of the system.
 
     Raises:
         OSError: the directory cannot be read.
@@ -243,7 +241,7 @@ def write_file(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> Sto
 
 
 def _refuse_others(target: Path, names: Collection[str]) -> None:
-    """A directory is replaced whole, so nothing of a person's may be in it."""
+    """Refuse foreign files, because a directory is replaced as a whole."""
     known = {*names, LEFT_FILE}  # of which there are only ranks' own
     with suppress(CheckpointError):
         known |= set(described(target).files)

@@ -1,4 +1,4 @@
-"""Options and notices of the verbs that answer, on one process or on several."""
+"""Options and notices of the verbs that generate answers, on one process or on several."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tell_notes(loaded: LoadedModel) -> None:
 
 
 def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
-    """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
+    """Warn in one line if training has made the weights worse, because nothing else shows it."""
     if told := warning_of(adapter_path, model):
         tell(f"allhands: warning: {told}")
 
@@ -52,10 +52,10 @@ def chat_choice(template: str | None, system: str) -> ChatChoice:
     """Return the choice of the two options.
 
     Raises:
-        ConfigError: ``system`` is neither of its two words.
+        ConfigError: ``system`` is neither template nor merge.
     """
     if system not in ("template", "merge"):
-        hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
+        hint = "write merge, or leave it out; --system-prompt gives the text of a system message"
         raise ConfigError(
             f"{system!r} is not known", code="value-unknown", where="--system", hint=hint
         )

@@ -71,13 +71,13 @@ def _is_text(line: str) -> bool:
     try:
         require_words(line)
     except ValueError as error:
-        tell(f"allhands: error: this line cannot be asked: {error}")
+        tell(f"allhands: error: this line cannot be used: {error}")
         return False
     return True
 
 
 def _lines() -> Generator[str]:
-    """Yield lines of the person or of a pipe, until the end or Ctrl-D."""
+    """Yield lines of the terminal or of a pipe, until the end or Ctrl-D."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()
@@ -105,7 +105,7 @@ def _answer(conversation: Talks, line: str) -> None:
     except KeyboardInterrupt:
         print("\n(stopped)", flush=True)
     except AllhandsError as error:
-        # The conversation is as it was before: another line may do.
+        # The conversation is unchanged, so the next line may work.
         tell(f"allhands: error: {error}")
     finally:
         pieces.close()

@@ -1,4 +1,4 @@
-"""``allhands data check``: the options, the words for what was found, and the screen."""
+"""``allhands data check``: the options, and the output on the screen."""
 
 from __future__ import annotations
 
@@ -72,13 +72,12 @@ def _chosen_splits(name: str | None) -> tuple[str, ...]:
 def run_check(
     config: TrainConfig, names: Sequence[str], sample: ShownSample, *, as_json: bool = False
 ) -> bool:
-    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the
-    run is ruined.
+    """Check the splits ``names``; print the findings, and the examples of ``sample``. Return
+    whether there is a serious problem.
 
     Raises:
-        DataError: the data are missing, or the one split that is asked for.
-        typer.Exit: with that error's code, after all is printed: lines were asked for, and no
-            example was shown.
+        DataError: the data or the requested split are missing.
+        typer.Exit: with the code of this error, after the output: requested lines were not found.
     """
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
@@ -114,7 +113,7 @@ def run_check(
 
 
 def _missing(split: str, lines: set[int]) -> list[DataFinding]:
-    """The rows that were asked for and are not there."""
+    """The requested rows that do not exist."""
     rows = [str(line) for line in sorted(lines)]
     return [DataFinding("no-row", "note", split, details={"rows": rows})] if rows else []
 
@@ -164,10 +163,8 @@ def vocabulary_of(model: Path) -> int | None:
 def _sources(
     config: TrainConfig, names: Sequence[str]
 ) -> tuple[dict[str, Iterator[Example | DataError]], list[tuple[str, str]]]:
-    """The rows of the splits ``names`` as training would read them, and the errors at which it
-    would stop.
-
-    And what is to be known of how they are read, each with its split.
+    """Return the rows of the splits ``names`` as training would read them, the errors at which it
+    would stop, and notes on the reading, each with its split.
     """
     wanted: dict[str, Any] = {
         "train": names != ("test",),
@@ -230,9 +227,7 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
 
 
 class ShownSample:
-    """Records spread evenly over a stream of unknown length, and those of chosen lines; few are
-    kept.
-    """
+    """Records spread evenly over a stream of unknown length, and the records of chosen lines."""
 
     def __init__(self, number: int, lines: Sequence[int]) -> None:
         self._number, self.lines = number, lines
@@ -241,7 +236,7 @@ class ShownSample:
         self._asked: list[Record] = []
 
     def watch(self, items: Iterable[Example | DataError]) -> Iterator[Example | DataError]:
-        """Yield the same items, looked at in passing."""
+        """Yield the same items, and keep some of them."""
         for item in items:
             if not isinstance(item, DataError) and item.record is not None:
                 self._add(item.record)
@@ -257,7 +252,7 @@ class ShownSample:
         self._seen += 1
 
     def chosen(self) -> list[Record]:
-        """Return the asked ones, then the spread ones, in order."""
+        """Return the requested records, then the spread ones, in order."""
         last = len(self._spread) - 1
         steps = max(1, self._number - 1)
         places = (

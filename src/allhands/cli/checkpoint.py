@@ -96,7 +96,7 @@ def inspect_checkpoint(asked: CheckpointInspect) -> None:
 
 
 def _place(path: Path) -> Path:
-    """The directory that a person means: of a file in a checkpoint it is that checkpoint.
+    """Return the directory that was meant; a file in a checkpoint means that checkpoint.
 
     Raises:
         CheckpointError: there is nothing, or another file.
@@ -127,7 +127,7 @@ def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
 
 
 def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
-    """True if it is a checkpoint that was asked for, not a run with some."""
+    """True if the directory is a checkpoint, and not a run with checkpoints."""
     return [look.path for look in found] == [place]
 
 
@@ -139,12 +139,12 @@ def _console() -> Console:
 
 
 def _print_path(console: Console, path: Path) -> None:
-    """On a line of its own and unbroken, to be copied."""
+    """Print a path on its own line, unbroken, so that it can be copied."""
     console.print(_printable(str(path)), soft_wrap=True)
 
 
 def _printable(text: object) -> str:
-    """Nothing that a file says can steer the terminal."""
+    """Return a file's text without control characters, which could steer the terminal."""
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
@@ -176,7 +176,7 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
 
 
 def _named(look: FoundCheckpoint) -> list[str]:
-    """The name of its directory, where that says more than the step."""
+    """The name of the checkpoint's directory, if it says more than the step."""
     it = look.checkpoint
     if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
         return []
@@ -222,7 +222,7 @@ def _show(checkpoint: Checkpoint) -> None:
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    """Facts of the run, in the order in which a person asks."""
+    """Facts of the run, the most important ones first."""
     state = checkpoint.state
 
     def told(key: str, words: Callable[[float], str]) -> str | None:
@@ -231,7 +231,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
 
     at = told("best_step", " at step {:.0f}".format)
     model = _mapping(state.get("model"))
-    # What a new model was given of another one is its tokenizer.
+    # A new model has only its tokenizer from another model.
     given = "tokenizer" if _is_of_pretraining(_mapping(state.get("config"))) else "model"
     content = _mapping(state.get("data"))
     date = content.pop(DATE_KEY, None)

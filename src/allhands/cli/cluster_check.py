@@ -1,6 +1,4 @@
-"""``allhands cluster check``: what would keep a set of computers from training together, and what
-to do about it.
-"""
+"""``allhands cluster check``: faults that keep computers from training together, with remedies."""
 
 from __future__ import annotations
 
@@ -65,10 +63,10 @@ def _option(hostfile: Path | None, names: str | None) -> str:
 
 
 def _backend(asked: str, hostfile: Path | None) -> str:
-    """The one asked for, or else the hostfile's.
+    """Return the requested back-end, or else the hostfile's.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no back-end of that name.
     """
     if asked not in BACKENDS:
         raise ConfigError(
@@ -85,7 +83,7 @@ def _backend(asked: str, hostfile: Path | None) -> str:
 
 @contextmanager
 def _told() -> Generator[Callable[[str], None]]:
-    """A line that says what is going on, for a person who waits at a terminal."""
+    """Print a line about the current work at a terminal."""
     console = progress_console()
     if not console.is_terminal:
         yield lambda words: None
@@ -106,7 +104,7 @@ def _console() -> Console:
 def show(
     console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]
 ) -> None:
-    """Everything on one screen: the computers, what is wrong, what to do, what is well."""
+    """Print all results: the computers, the faults, the remedies, and the passed checks."""
     for host in cluster.hosts:
         console.print(_plain(host_line(host)), soft_wrap=True)
     console.print()
@@ -200,7 +198,7 @@ def _seconds(taken: float) -> str:
 
 
 def _with_detail(check: Check, cluster: Cluster) -> str:
-    """Return the title of a passed check, with the figure that people look for."""
+    """Return the title of a passed check, with its main figure."""
     if check.name == "versions":
         versions = next(
             (facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {}

@@ -54,8 +54,8 @@ def run_init(wishes: Wishes) -> int:
     """Set the computers up; returns the exit code: 0 if all of them can be used.
 
     Raises:
-        ConfigError: something would have to be asked, and nobody is there to answer.
-        AllhandsError: nothing could be done at all.
+        ConfigError: a question is necessary, and there is no terminal.
+        AllhandsError: nothing could be done.
     """
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
@@ -112,7 +112,7 @@ def _wishes(
 
 
 class _Terminal:
-    """Tells and asks on standard error."""
+    """Output and questions on standard error."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
@@ -141,7 +141,7 @@ class _Terminal:
 
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
-    """Commands to copy, each under a comment that says what it is for."""
+    """Commands to copy, each under a comment with its purpose."""
     found: list[str] = []
     for step in steps:
         found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")
@@ -155,7 +155,7 @@ def _print_script(report: SetupReport, output: Path) -> None:
         typer.echo(line)
     for outcome in report.outcomes:
         if outcome.pending:
-            typer.echo(f"# {outcome.name}: run this again afterwards to see what else it lacks")
+            typer.echo(f"# {outcome.name}: run this again afterwards: more may be missing")
     if report.up_to_date:
         typer.echo(f"# {output} stays as it is")
     elif report.text is not None:
@@ -221,7 +221,7 @@ def _described(outcome: SetupOutcome) -> str:
 
 
 def _print_end(report: SetupReport, output: Path) -> None:
-    """The hostfile, and what to do next."""
+    """Print the hostfile, and what to do next."""
     try:
         name = str(output.relative_to(Path.cwd()))
     except ValueError:

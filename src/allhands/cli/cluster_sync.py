@@ -40,7 +40,7 @@ _SHOWN_FILES = 8
 
 @dataclass(frozen=True)
 class WantedSync:
-    """The files that a person asks for, as they name them."""
+    """The requested files, by the names of the command line."""
 
     model: str | None
     data: str | None
@@ -87,7 +87,7 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
             hint="give one of them, or none",
         )
     if transport in ("tls", "tcp"):
-        hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
+        hint = "leave it out: all files go over ssh, from host to host if they can log in to each other"
         raise ConfigError(
             f"there is no {transport} any more",
             code="value-unknown",
@@ -108,7 +108,7 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
 def run_sync(
     wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool
 ) -> int:
-    """Copy what is wanted to these hosts and print the result; returns the exit code.
+    """Copy the wanted files to these hosts and print the result; return the exit code.
 
     Raises:
         AllhandsError: nothing could be copied anywhere.
@@ -134,8 +134,7 @@ def run_sync(
 
 
 def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) -> list[str]:
-    """The paths of what is wanted; what the configuration names counts where no flag says something
-    else.
+    """Return the paths of the wanted files; flags win over the configuration.
 
     Args:
         content: the configuration.
@@ -155,10 +154,10 @@ def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) ->
 
 
 def _data_path(data: str) -> str:
-    """The path of the data, if it is there.
+    """Return the path of the data.
 
     Raises:
-        DataError: it is not, which is the same mistake as in training.
+        DataError: it does not exist; training raises the same error.
     """
     if not Path(os.path.expanduser(data)).exists():
         raise DataError(
@@ -171,9 +170,7 @@ def _data_path(data: str) -> str:
 
 
 def _model_path(source: str) -> str:
-    """A directory as it is named; anything else as the place in the cache where it is found by its
-    name.
-    """
+    """Return a directory unchanged, and any other model's place in the cache."""
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     leave_torch_out()
@@ -247,7 +244,7 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Generator[Show, None, None]:
-    """A bar for every host and one for all: what a host reads of its own files, then what it
+    """A bar for every host and one for all: first the files that a host reads, then those that it
     receives.
     """
     if not shown:
@@ -283,5 +280,5 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
 
 
 def _come(host: HostState) -> int:
-    """Bytes for the bar: all when it is done, though rsync may have sent only what differed."""
+    """Bytes for the bar: all bytes at the end, though rsync may have sent only the differences."""
     return host.needed if host.state == "done" else min(host.needed, host.received)

@@ -33,8 +33,9 @@ allhands pretrain --data data/stories --tokenizer tokenizer --shape llama-15m
 allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 """,
 }
-# Of each verb the class of its options in verbs_*.py, module and function of its work, which is
-# imported when the verb is called, and its line of the overview, for which nothing is imported.
+# For each verb: the class of its options in verbs_*.py; the module and function of its work,
+# imported only when the verb is called; and its line of the overview, for which nothing is
+# imported.
 _VERBS = {
     "plan": (
         "runs.Plan plan:plan",

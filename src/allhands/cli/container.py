@@ -1,9 +1,9 @@
-"""``allhands container``: the program of the image under SageMaker, Vertex AI, Kubernetes or a
-person's hand.
+"""``allhands container``: the program of the image, under SageMaker, Vertex AI, Kubernetes or
+alone.
 
-The platform's inputs become options of ``allhands train``; the training runs with a rank a GPU on
-this computer, or as this computer's share of several; its results go where the platform collects
-them.
+The platform's inputs become options of ``allhands train``. The training runs with a rank for each
+GPU of this computer, or as this computer's share of a job on several computers. The results go to
+the place where the platform collects them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from allhands.runtime.gpus import nvidia_gpus
 
 RESTARTS = 3
 _STOPPED = (130, 143)
-# The part of a platform's time to end in which results are copied.
+# The part of the platform's grace time that is for copying results.
 _LEAST_STOP_S = 5.0
 _COPYING_S = 20.0
 _NAMES = {"sagemaker": "SageMaker", "vertex": "Vertex AI", "kubernetes": "Kubernetes"}
@@ -80,9 +80,7 @@ class Machine:
     cuda: bool = False
 
     def launch(self) -> LaunchPlace:
-        """Return the launch that the variables and files describe, with a rank a GPU unless they
-        say another number.
-        """
+        """Return the launch that the variables and files describe; by default each GPU has a rank."""
         env = dict(self.environ)
         given = (
             "ALLHANDS_RANKS_PER_NODE" in env
@@ -121,7 +119,7 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
     if "--help" in words:
         parse_arguments(words)
         return 0
-    # SageMaker's file, for inputs from which the platform cannot even be recognised.
+    # SageMaker's file, if even the platform cannot be recognised.
     output = below(machine.root, "/opt/ml/output")
     failure_file = output / "failure" if output.is_dir() else None
     # The first process of a container is not ended by a signal that it does not handle.
@@ -214,7 +212,7 @@ class ContainerRun:
             elif (code := supervise_training(config, command)) not in (0, *_STOPPED):
                 reason = reason_of(run_dir, code)
         finally:
-            # The rest is short, and the platform ends it if it must.
+            # The rest is short, and the platform can end it.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if mirror is not None:
                 mirror.finish()
@@ -225,8 +223,8 @@ class ContainerRun:
     # --- options ----------------------------------------------------------------------------------
 
     def configure(self, words: Sequence[str]) -> TrainConfig:
-        """Return the options of the training: a person's own, and for the rest those that the
-        platform's inputs mean.
+        """Return the options of the training: the given ones, and defaults from the platform's
+        inputs.
 
         Raises:
             AllhandsError: an option or an input cannot be used.
@@ -296,7 +294,7 @@ class ContainerRun:
         return values
 
     def _defaults(self, asked: TrainConfig) -> dict[str, Any]:
-        """The options that the platform's inputs mean, where a person gives none."""
+        """Return the options that the platform's inputs mean, without the given ones."""
         given, launch = asked.model_fields_set, self.launch
         values: dict[str, Any] = {"train": True, "resume": "auto"}
         if "data" not in given and (data := self._data()) is not None:
@@ -339,7 +337,7 @@ class ContainerRun:
     # --- training ---------------------------------------------------------------------------------
 
     def _train_share(self, config: TrainConfig, command: list[str]) -> tuple[int, str | None]:
-        """Train with this computer's ranks of a job over several."""
+        """Train with this computer's ranks of a job on several computers."""
         launch, count, job = self.launch, self.launch.ranks_per_node, job_of(config)
         if launch.meeting is None:
             raise DistributedError(

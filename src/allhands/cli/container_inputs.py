@@ -29,7 +29,7 @@ SPLITS = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-# Names that SageMaker, its SDK and its tuner add to a person's hyperparameters.
+# Names that SageMaker, its SDK and its tuner add to the user's hyperparameters.
 _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 
 
@@ -80,10 +80,10 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def _pairs(words: Any) -> dict[str, str]:
-    """``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
+    """Return ``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the list has another form.
     """
     found: dict[str, str] = {}
     name = ""  # an option whose value may follow
@@ -140,8 +140,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfig:
-    """Return the options that a person has given: arguments win over hyperparameters, both over
-    their YAML file.
+    """Return the given options: arguments win over hyperparameters, and both over their YAML file.
 
     Raises:
         ConfigError: an option is unknown or out of bounds.
@@ -175,8 +174,7 @@ def as_flags(config: TrainConfig) -> list[str]:
 
 
 def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None, list[str]]:
-    """Return the data directory that the data channels make, ``None`` without one; and notes for a
-    person.
+    """Return the directory with the data channels' data, ``None`` without one; and notes.
 
     A single channel with ``train.jsonl`` is that directory. Otherwise each channel is the split
     that it is named for, and its ``.jsonl`` files are joined in the order of their names.
@@ -232,7 +230,7 @@ def _jsonl_files(path: Path, split: str) -> list[Path]:
         )
     for one in found:
         if one.suffix != ".jsonl":
-            hint = "bring it into shape first: allhands data prepare FILE --out DIR, and give that directory"
+            hint = "convert it first: allhands data prepare FILE --out DIR, and give that directory"
             raise DataError(
                 "training reads .jsonl files",
                 code="file-type-unsupported",

@@ -1,6 +1,4 @@
-"""Results that a container leaves for its platform: model, curves, logs, checkpoints, the reason of
-a failure.
-"""
+"""Results of a container for its platform: model, curves, logs, checkpoints, reason of a failure."""
 
 from __future__ import annotations
 
@@ -144,8 +142,8 @@ def _checkpoints_of(run_dir: Path) -> list[Path]:
 class Mirror:
     """A copy of a run's checkpoints and logs in a bucket, where directories cannot be renamed.
 
-    A checkpoint's manifest is copied last, and training passes over checkpoints without one: a
-    process that is killed leaves the checkpoint before.
+    A checkpoint's manifest is copied last, and training ignores checkpoints without a manifest. So
+    after a kill the checkpoint before is used.
 
     Args:
         local: the run directory.

@@ -24,7 +24,7 @@ def dashboard(asked: Dashboard) -> None:
             there,
             code="run-missing",
             where=str(asked.runs),
-            hint=meant(asked.runs, "give the directory in which runs are"),
+            hint=meant(asked.runs, "give a directory with runs"),
         )
 
     listening = listen(asked.host, asked.port, token=token, names=asked.name or ())

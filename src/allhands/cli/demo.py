@@ -1,6 +1,4 @@
-"""``allhands demo``: from a model that talks like everybody to one that talks like a pirate, with
-the proof.
-"""
+"""``allhands demo``: teach a small model to talk like a pirate, and measure the result."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from allhands.runtime.gpus import nvidia_gpus
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
-# What is written into --out itself, and what is in each file of ours.
+# The files that are written into --out itself, with a mark of each file of ours.
 _WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
@@ -69,7 +67,7 @@ def demo(asked: Demo) -> None:
 
     _title(
         console,
-        "3. Baseline: the model answers questions it will not be trained on",
+        "3. Baseline: the model answers questions outside the training data",
         "allhands generate",
     )
     prompts = held_out_prompts(str(asked.out / "data"), NUM_PROMPTS)
@@ -94,7 +92,7 @@ def demo(asked: Demo) -> None:
     show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
     save_comparison(comparison, asked.out / ANSWERS_FILE)
     console.print(
-        f"\nall of it took {time.perf_counter() - started:.0f} s and is in {asked.out}",
+        f"\nthe demo took {time.perf_counter() - started:.0f} s and is in {asked.out}",
         soft_wrap=True,
     )
     console.print("ask it yourself:", soft_wrap=True)
@@ -118,8 +116,8 @@ def _model(console: Console, path: Path) -> Path:
 
 
 def cores_for_two() -> int:
-    """Cores of each "computer", in both runs: half of this machine's, so that two are twice the
-    hardware.
+    """Cores of each process in both runs: half of this machine's, so that two processes have twice
+    as many as one.
     """
     return max(1, allowed_cores() // 2)
 
@@ -127,7 +125,7 @@ def cores_for_two() -> int:
 def demo_config(
     out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
 ) -> TrainConfig:
-    """Return the training of the demo; the same for both runs but for the number of processes."""
+    """Return the demo's training; only the number of processes differs between both runs."""
     name = {1: "one-process", 2: "two-processes"}[ranks]
     return build_config(
         {
@@ -181,7 +179,7 @@ def _training(
 
 def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
-    # Without the file it came from, which would be read again and undo a flag that had put a
+    # Without its configuration file, which would be read again and undo a flag that had put a
     # default back.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
@@ -195,7 +193,7 @@ def arguments(config: TrainConfig) -> list[str]:
 
 
 def command_line(config: TrainConfig) -> str:
-    """Return the command that a person would type for ``config``."""
+    """Return the command line that gives ``config``."""
     return shlex.join(["allhands", *arguments(config)])
 
 
@@ -213,9 +211,7 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 
 def hardware_line(cores: int) -> str:
-    """Return a line about the hardware of both runs, so that nobody takes the speed-up for
-    something else.
-    """
+    """Return a line about the hardware of both runs, which explains the speed-up."""
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""Verbs that answer on several ranks, each of which has some of the model's blocks."""
+"""Verbs that generate answers on several ranks; each rank has some of the model's blocks."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def run_divided(
     trust_remote_code: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Start the ranks, or be one of them; the exit code.
+    """Start the ranks, or be one of them; return the exit code.
 
     Args:
-        ranks: options of a training that say where ranks are and what each has.
-        work: of a rank; told whether it is the one that speaks.
+        ranks: options of a training that describe the ranks and their blocks.
+        work: work of a rank; its argument says whether this rank prints.
         env: further variables of the ranks.
 
     Raises:
-        AllhandsError: the options do not matchgether, or there is no such adapter.
+        AllhandsError: the options do not match, or there is no such adapter.
     """
     launch = recognise_here()
     with rank_0_speaks_first(launch):
@@ -72,9 +72,9 @@ def run_divided(
 
 
 def at_terminal(talk: Callable[[Talks], None]) -> int:
-    """Let a person talk with ranks, which a process of its own supervises; the exit code.
+    """Run a chat with ranks under a supervisor process; return the exit code.
 
-    Terminal and Ctrl-C are this process's: it reads lines, and the ranks only see what is asked.
+    This process has the terminal and Ctrl-C: it reads lines, and the ranks get only the questions.
 
     Args:
         talk: reads lines and prints answers.
@@ -126,9 +126,7 @@ def _end(wire: Wire | None, ranks: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -> Generator[None]:
-    """Raise :class:`RanksEnded` as soon as their supervisor ends, also out of a line that is being
-    typed.
-    """
+    """Raise :class:`RanksEnded` as soon as their supervisor ends, also while a line is being typed."""
 
     def ended(number: int, frame: object) -> None:
         # An answer's end is seen by who reads it.
@@ -144,23 +142,23 @@ def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -
 
 
 def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
-    """Refuse another launcher, which keeps the terminal, and ranks of which none is on this
-    computer.
+    """Refuse another launcher, because it keeps the terminal, and refuse ranks on other computers
+    only.
 
     Raises:
-        ConfigError: nobody could talk with the ranks.
+        ConfigError: a chat with these ranks is impossible.
     """
     launch = recognise_here()
     if launch.launcher not in ("single", "allhands"):
         raise ConfigError(
-            f"{launch.launcher} keeps the terminal, so nobody can talk with the model",
+            f"{launch.launcher} keeps the terminal, so a chat is impossible",
             code="terminal-unreachable",
             where="allhands chat",
             hint="start it without another launcher: -n or --hosts starts the ranks",
         )
     if (hosts or hostfile) and all(host.ssh is not None for host in hosts_named(hosts, hostfile)):
         raise ConfigError(
-            "no rank is on this computer, but a conversation needs one here",
+            "no rank is on this computer, but a chat needs a rank here",
             code="terminal-unreachable",
             where=f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}",
             hint="add this computer, or start the chat on one of the others; allhands generate --prompt works from "

@@ -1,6 +1,4 @@
-"""``allhands env``: the launcher of this process, the settings that follow from it, and the source
-of each fact.
-"""
+"""``allhands env``: the launcher of this process, its settings, and the source of each value."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def _versions() -> dict[str, str]:
 
 
 def _device() -> dict[str, Any]:
-    """The device of MLX, or the error: people call this command when something is wrong."""
+    """The device of MLX, or its error, because this command is for finding faults."""
     try:
         from allhands.runtime.accelerator import detect
 
@@ -164,9 +162,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ignored(launch: LaunchPlace) -> list[str]:
-    """Variables of other launchers; a long one is not shown, and control characters would steer the
-    terminal.
-    """
+    """Variables of other launchers; long values and control characters are not shown."""
     alone = launch.launcher == "single"
     why = "this variable alone does not make a rank" if alone else f"{launch.launcher} comes first"
     values = {name: os.environ.get(name, "") for name in launch.ignored}

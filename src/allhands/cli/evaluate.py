@@ -66,7 +66,7 @@ def evaluate(asked: Eval) -> None:
 
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
-    """On this process, on several, or as a rank of somebody else's; the exit code."""
+    """Evaluate on this process, on several, or as a rank of another launcher; return the exit code."""
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
@@ -84,12 +84,11 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
 
 
 def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> int:
-    """Start the processes, here or on several computers, and answer for them; their logs stay if
-    they have failed.
+    """Start the processes, here or on several computers, and wait for them; return the exit code.
 
-    ``env`` is for all of them.
+    Their logs stay if they have failed. ``env`` is for all of them.
     """
-    # Not in the run's directory: its events are of the training.
+    # Not in the run's directory, because the events there belong to the training.
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
     kept = False
     try:
@@ -112,7 +111,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
         resume=None,
         max_restarts=0,
         resumes=False,
-        # Rank 0 alone has something to say, and programs read it.
+        # Only rank 0 has output, and programs read it.
         tag_output=bool(config.tag_output),
         keep_logs=False,
         memory_hint=_SHORT_OF_MEMORY,
@@ -124,10 +123,10 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
 
 
 def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
-    """Find an adapter's absence before anything is started or loaded.
+    """Check that the adapter exists, before anything is started or loaded.
 
     Raises:
-        ModelError: there is none.
+        ModelError: it does not exist.
     """
     if launch.launcher == "single" and (config.hostfile or config.hosts):
         return  # other computers have files of their own
@@ -188,7 +187,7 @@ def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
 
 
 def _run_tasks(asked: Eval, tasks: str) -> None:
-    """Benchmarks of lm-evaluation-harness, on this process."""
+    """Run benchmarks of lm-evaluation-harness on this process."""
     flags, known = asked.flags, {"model", "adapter_path", "batch_size", "trust_remote_code"}
     for name in flags:
         if name not in known:

@@ -67,7 +67,7 @@ def export_adapter(asked: Export) -> None:
             hint="give --adapter-path, --model or both",
         )
 
-    tell_harm(asked.adapter_path, asked.model)  # before it may be refused for what the training did
+    tell_harm(asked.adapter_path, asked.model)  # before the adapter may be refused
     export_model(
         asked.to.value,
         FuseOptions(
@@ -132,7 +132,7 @@ def import_adapter(asked: Import) -> None:
 
     assert asked.source is Format.peft
     if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
-        hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
+        hint = "load the adapter in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
             "adapter_model.bin is a pickle, which may run code when it is read",
             code="adapter-is-pickle",
@@ -153,7 +153,7 @@ def import_adapter(asked: Import) -> None:
     try:
         made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
     except ModelError as error:
-        # It is told of a file; in which directory is known here.
+        # The error names a file; the directory is known here.
         raise ModelError(
             error.message,
             code=error.code,
@@ -245,10 +245,10 @@ def _write(
     template: Path | None = None,
     private: bool = False,
 ) -> None:
-    """Write both files, whole or not at all, and only if ``check`` is content with their directory.
+    """Write both files, whole or not at all, and only if ``check`` accepts their directory.
 
-    ``template``: the file with the chat template that goes with them, if there is one. ``private``:
-    for its owner alone, as a run is; else with the modes of every export.
+    ``template``: the file with their chat template, if there is one. ``private``: only for the
+    owner, like a run; else with the modes of every export.
     """
     import mlx.core as mx
 

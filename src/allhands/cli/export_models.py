@@ -21,7 +21,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
 
-    # All that can be wrong with the model, before any work is done.
+    # All checks of the model come before any work.
     path = resolve(described(options)[1])
     check_convertible(path)
     chat = recognise(path, options.adapter_path) if to == "ollama" else None
@@ -37,7 +37,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
 
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
-    """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
+    """Write a directory with the GGUF, and with ``modelfile`` if given, whole or not at all."""
     require_place(out, "an export", (GGUF_FILE, MODELFILE, "README.md"), force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"

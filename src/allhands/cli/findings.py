@@ -1,4 +1,4 @@
-"""The words for what ``allhands data check`` finds, and what to do about each."""
+"""Messages of ``allhands data check`` and their remedies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allhands.data.heard import WORDS as UNHEARD
 from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.io.formatting import counted
 
-# What is said about a finding; errors bring their own words.
+# The message of each finding; errors have their own.
 MESSAGES = {
     "answers-lost": "nothing of the answer is left within {limit}",
     "answers-cut": "the answer is cut off at {limit}",
@@ -89,7 +89,7 @@ REMEDIES = {
     "read-as": "",
     "no-row": "look at the file, and at the rows that are bad",
 }
-# Details that are told with what they count.
+# Details that are counted things.
 _NOUNS = {
     "limit": "token",
     "longest": "token",

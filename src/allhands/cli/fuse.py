@@ -17,7 +17,9 @@ GGUF_NAME = "ggml-model-f16.gguf"
 def fuse(asked: Fuse) -> None:
     """Run the verb."""
     if asked.upload_repo is not None:
-        hint = f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it"
+        hint = (
+            f"allhands upload {asked.save_path} --to {asked.upload_repo}, after you have checked it"
+        )
         raise ConfigError(
             "fusing uploads nothing", code="option-unsupported", where="--upload-repo", hint=hint
         )
@@ -32,7 +34,7 @@ def fuse(asked: Fuse) -> None:
         asked.trust_remote_code,
     )
     if asked.export_gguf:
-        # Before any work is done.
+        # Before any work.
         below = described(options)[1]
         writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))
         check_convertible(resolve(below), dense=asked.dequantize)

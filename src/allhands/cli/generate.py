@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from allhands.infer.divided import AnsweringRanks
     from allhands.model.load import LoadedModel
 
-# Answers with a model, and speaks if it is told to; the ranks are those that have it together.
+# Generates with a model, and prints if the flag says so; the ranks hold the model together.
 Work = Callable[["LoadedModel", bool, "AnsweringRanks | None"], None]
 
 
@@ -55,7 +55,7 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
     """Return the text to ask.
 
     Raises:
-        ConfigError: it is empty, or options of it exclude each other.
+        ConfigError: it is empty, or its options exclude each other.
     """
     if asked.ignore_chat_template and (
         asked.chat_template is not None or asked.system != "template"
@@ -77,7 +77,7 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
     prompt = sys.stdin.read() if asked.prompt == "-" else asked.prompt
     if not prompt.strip():
         raise ConfigError(
-            "the prompt is empty", code="value-empty", where="--prompt", hint="say what to ask"
+            "the prompt is empty", code="value-empty", where="--prompt", hint="give a question"
         )
     return prompt
 
@@ -88,14 +88,14 @@ def with_model(
     work: Work,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Load the model, on this process or with its blocks on ``ranks``, tell what is to be known of
-    it, and let it work.
+    """Load the model, on this process or with its blocks on ``ranks``; print its notes, and let it
+    work.
 
     Args:
         env: further variables of the ranks.
 
     Raises:
-        AllhandsError: the model cannot be loaded, or options do not matchgether.
+        AllhandsError: the model cannot be loaded, or options do not match.
         typer.Exit: the ranks have ended.
     """
     adapter, trust = asked.adapter_path, asked.trust_remote_code

@@ -1,5 +1,5 @@
-"""``allhands launch``: a person's own program, started on every rank, watched, and started again
-after a fault.
+"""``allhands launch``: your own program, started on every rank, watched, and restarted after
+faults.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _job(options: Launch) -> TrainingJob:
         hang_timeout_s=options.hang_timeout_s,
         start_deadline_s=math.inf if options.start_timeout_s is None else options.start_timeout_s,
         stop_grace_s=options.stop_grace_s,
-        # A rank may well have more to do at the end than another: only what hangs is ended, not
-        # what is busy.
+        # One rank may have more work at the end than another: only ranks that hang are ended, not
+        # busy ones.
         finish_grace_s=math.inf,
         checkpoints=directory,
         env={DIRECTORY_VARIABLE: str(directory)},
@@ -73,13 +73,13 @@ def _job(options: Launch) -> TrainingJob:
 
 
 def _tell_found(job: TrainingJob) -> None:
-    """Tell of checkpoints in a place that nobody has chosen: a finished program would seem to do
+    """Name checkpoints in the default directory, because a finished program would seem to do
     nothing.
     """
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
-        text = f"{there}, and a program that asks for the last one goes on from it"
+        text = f"{there}, and a program that reads the last checkpoint goes on from it"
         say(f"note: {text}\n  to begin anew: --checkpoints with another directory")
 
 
@@ -122,11 +122,11 @@ def _refuse_another_launcher() -> None:
 
 
 def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
-    """Return the command with ``python`` as this Python, unless another one is in its place on
+    """Return the command with this Python for ``python``, unless another Python comes first on
     ``PATH``.
 
     Args:
-        anywhere: it runs on other computers, too, which have other files: nothing is looked for
+        anywhere: it also runs on other computers, which have other files, so nothing is checked
             here.
 
     Raises:
@@ -155,8 +155,8 @@ def _is_this_python(found: str | None) -> bool:
 
 
 def _tell_python(command: Sequence[str]) -> None:
-    """Tell that ``python`` is another Python than this, if it lacks what the program is likely to
-    need.
+    """Note that ``python`` is another Python than this one, if it lacks packages that the program
+    is likely to need.
     """
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):

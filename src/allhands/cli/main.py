@@ -18,8 +18,8 @@ from allhands.io.terminal import tell
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
 _NOTHING = "nothing was written"
-# What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the
-# end.
+# State after Ctrl-C for commands that print no message of their own: files are written whole, at
+# the end.
 _LEFT = {
     **dict.fromkeys(
         ("fuse", "export", "import", "model get", "tokenizer train", "data prepare"), _NOTHING
@@ -35,9 +35,7 @@ _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a trainin
 
 
 def make_app(*called: str) -> App:
-    """Return the parser with every verb; given the one that is called, what the others need is not
-    imported.
-    """
+    """Return the parser with every verb; given the called verb, it imports nothing for other verbs."""
     app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
@@ -71,8 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         _tell_interrupted(arguments)
         code = _INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
-        # The reader of our output has gone (a pager, head): nothing is left to say to it. rich and
-        # the parser turn that into an exit of their own.
+        # The reader of our output has gone (a pager, head), so there is nobody to print for. rich
+        # and the parser turn that into their own exit.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()
@@ -92,7 +90,7 @@ def _call(arguments: list[str]) -> int:
     called = [canonical_flag(word) for word in arguments[:2]] or [""]
     result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
     code = result if isinstance(result, int) else 0
-    sys.stdout.flush()  # not after this, where nobody could say what is amiss
+    sys.stdout.flush()  # before the work, where its error can still be printed
     if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
         # The parser passes Ctrl-C on as this code; training has said more about it already.
         _tell_interrupted(arguments)
@@ -100,7 +98,7 @@ def _call(arguments: list[str]) -> int:
 
 
 def _tell_interrupted(arguments: list[str]) -> None:
-    """Say that Ctrl-C ended the command, and what is left."""
+    """Print that Ctrl-C ended the command, and the state that is left."""
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
     tell(f"allhands: interrupted{': ' + left if left else ''}")
@@ -111,7 +109,7 @@ def _silence_output() -> None:
 
 
 def _exit_of(error: Exception, *, with_code: bool) -> int | None:
-    """Tell an error; return its exit code, or ``None`` for a defect of allhands."""
+    """Print an error; return its exit code, or ``None`` for a defect of allhands."""
     if isinstance(error, UnknownCommand):
         error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
     if isinstance(error, AllhandsError):
@@ -136,7 +134,7 @@ def _exit_of(error: Exception, *, with_code: bool) -> int | None:
 
 
 def _all_commands() -> list[str]:
-    """Every command, with the group that it is in."""
+    """Every command, with its group."""
     import typer.main
 
     found: list[str] = []
@@ -151,12 +149,12 @@ def _all_commands() -> list[str]:
 
 
 def print_error(error: AllhandsError, *, with_code: bool = False) -> None:
-    """One clear message on standard error: what, where, what to do."""
+    """Print one clear message on standard error: what, where, what to do."""
     tell(f"allhands: error: {f'[{error.code}] ' if with_code else ''}{error}")
 
 
 def _is_verbose(arguments: list[str]) -> bool:
-    """Return whether ``-v`` is among the words of a command; they need not be right."""
+    """Return whether ``-v`` is among the words of a command; the words may be wrong."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     flags = {word.replace("_", "-") for word in words}
     pairs = pairwise(words)

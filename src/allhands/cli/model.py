@@ -16,15 +16,15 @@ from allhands.model.load import Conversion, get_model
 from allhands.run.gradient_check import GradientVerdict
 from allhands.run.gradient_check_alone import check_gradient
 
-# Tokens of the long row where no data say how long rows are.
+# Tokens of the long row, if there are no data.
 DEFAULT_LONGEST = 1024
 
 
 def _named_once(argument: str | None, option: str | None) -> str:
-    """Return the model that was named in one of both ways.
+    """Return the model, named either as an argument or as an option.
 
     Raises:
-        ConfigError: in none, or in both.
+        ConfigError: it is named in neither way, or in both.
     """
     given = [name for name in (argument, option) if name is not None]
     if len(given) != 1:

@@ -47,7 +47,7 @@ _NONE = "-"
 _WIDE = 200
 _PATIENCE_S = 20.0  # for computers to answer
 _LOOK_S = 0.1
-# In the order in which they go where the terminal is narrow.
+# Columns that a narrow terminal leaves out, in this order.
 _DISPENSABLE = (
     *("pid", "received\n/s", "MLX\ncache", "peak\nPSS", "sent\n/s", "RSS", "MLX\nactive", "CPU"),
     *("GPU\nload", "esti-\nmated", "peak\nRSS", "GPU\nmemory"),
@@ -129,7 +129,7 @@ def _live(options: Monitor, board: Board, new: Read) -> None:
 
 
 def _console() -> Console:
-    """Nothing has to be left out where no terminal limits the width."""
+    """Return a console; without a terminal the width has no limit."""
     if is_screen(sys.stdout):
         return progress_console(sys.stdout, highlight=False)
     return console_for(width=None if is_read_live(sys.stdout) else _WIDE)
@@ -163,7 +163,7 @@ def view(
     width: int = 200,
     verdict: Verdict | None = None,
 ) -> Group:
-    """Return a heading, a row a process, and what they have together."""
+    """Return a heading, a row for each process, and the sums."""
     heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
     return Group(
         Text(broken(heading, width)),
@@ -185,7 +185,7 @@ def _heading(
     if verdict is not None and verdict.status != "going on":
         state = f"{verdict.status}, last seen {age} ago"
     elif board.over(now, gone):
-        # Who ends by itself says so; first comes who started the others.
+        # A process that ends normally says so; the process that started the others comes first.
         state = (
             f"ended {age} ago"
             if rows[0].last.ended
@@ -201,7 +201,7 @@ def _heading(
 
 
 def _last_report(history: RunHistory | None) -> Iterator[str]:
-    """Yield the speed, shares and traffic that the last report tells."""
+    """Yield the speed, shares and traffic of the last report."""
     if history is None or not history.train:
         return
     report = history.train[-1]
@@ -214,8 +214,8 @@ def _last_report(history: RunHistory | None) -> Iterator[str]:
 
 
 def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 200) -> Table:
-    """One row a process; columns of which nothing is known, or for which there is no room, are left
-    out.
+    """Return a table with one row for each process; unknown columns, and columns without room, are
+    left out.
     """
     rows = board.rows()
     columns = _fitting(_columns(rows, now, gone), width)
@@ -231,7 +231,7 @@ def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Without those that matter least, as many as have to go."""
+    """Return the columns that fit; the least important ones are left out first."""
 
     def needed() -> int:
         texts = [[*name.split("\n"), *cells] for name, cells in columns.items()]
@@ -246,7 +246,7 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
 def _columns(
     rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]
 ) -> dict[str, list[str]]:
-    """Return the cells of each column of which something is known, in the order of the table."""
+    """Return the cells of each known column, in the order of the table."""
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
     lives = {id(row): row.state(now, gone) == "lives" for row in rows}
     rates = _rates(rows, lives)
@@ -283,8 +283,8 @@ def _shown(cell: str | float | None) -> str:
 
 
 def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
-    """Return the traffic of each computer, by the row that shows it: that of a rank, if one lives
-    there.
+    """Return the traffic of each computer by the row that shows it: the row of a rank, if there is
+    one.
     """
     found: dict[str, BoardRow] = {}
     for row in sorted(rows, key=lambda row: row.last.role != "rank"):

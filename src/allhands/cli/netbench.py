@@ -69,7 +69,7 @@ def chosen_hosts(
 
 
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
-    """Those to measure, in the order in which they would be taken."""
+    """Return the back-ends to measure, in the order of preference."""
     if backend not in MEASURED:
         raise ConfigError(
             f"{backend!r} is not a back-end",
@@ -102,7 +102,7 @@ def _tell(text: str) -> None:
 
 
 def show(results: Sequence[Measurement], console: Console | None = None) -> None:
-    """Print tables of what has been found, and what has failed."""
+    """Print tables of the results and of the failures."""
     console = console or console_for(width=_WIDTH)
     for result in results:
         if result.whole is not None:

@@ -17,9 +17,9 @@ from allhands.io.terminal import is_screen, tell
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")
-_OF_KILLED = 3  # last lines of a rank that was killed: who is killed says nothing about it
+_OF_KILLED = 3  # number of last lines of a killed rank, which cannot report the reason itself
 _INPUT = tuple(error.exit_code for error in (ConfigError, DataError, ModelError))
-# What the log of every healthy rank is full of: see metrics.console.
+# Lines in the log of every healthy rank, see metrics.console.
 _FRAME = re.compile(r'  File ".*", line \d+ in .*')
 _OWN_LINES = re.compile(
     r"step \d+(/\d+)?  (loss|validation loss|saved) .*|(finished|interrupted|stopped early) at step \d+  .*"
@@ -29,24 +29,23 @@ _OWN_LINES = re.compile(
 
 
 def say(text: str) -> None:
-    """Tell the person ``text``, which comes from allhands itself."""
+    """Print ``text``, a message of allhands itself."""
     tell(f"allhands: {text}")
 
 
 @dataclass
 class Notices:
-    """Tells what the supervisor sees; ``show`` is its ``events``.
+    """Messages about the supervisor's events; the supervisor calls ``show`` with each event.
 
     Attributes:
         memory_hint: what to do if memory was short.
-        way_on: says how to go on after an end that was not the job's own; ``None``: there is
-            nothing to go on from.
-        stop_grace_s: how long ranks have to save and end.
-        ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
+        way_on: returns how to go on after a fault or a stop; ``None``: there is no checkpoint.
+        stop_grace_s: seconds that ranks have to save and end.
+        ranks_tell: whether rank 0 itself reports the end of a stopped run.
         tagged: whether the lines of all ranks are on the screen.
-        places: whether it is told on which computers they start, and how these are reached.
-        sync: the command that brings model and data to a computer that lacks them.
-        codes: whether the code of an error stands before its message.
+        places: whether to print the computers of the ranks, and their addresses.
+        sync: the command that copies model and data to a computer without them.
+        codes: whether the code of an error comes before its message.
     """
 
     memory_hint: str
@@ -64,7 +63,7 @@ class Notices:
     _wrong_input: bool = False
 
     def show(self, event: SupervisorEvent) -> None:
-        """Show the event, or remember what a later one needs."""
+        """Print a message about the event, or keep it for a later event."""
         if event.kind == "launched":
             self._launched = True
             if self.places:
@@ -96,14 +95,14 @@ class Notices:
             tell(f"  log of rank {event.rank}{place}: {event.log_path}")
 
     def _elsewhere(self, event: SupervisorEvent) -> str | None:
-        """The name of the computer that it is about, if that is not this one."""
+        """Return the name of the event's computer, if it is another computer."""
         return event.host if self.places and event.host and not is_here(event.host) else None
 
     def _show_cause(self, event: SupervisorEvent) -> None:
-        """The job goes on after a "fault"; "failed" is the last word."""
+        """Print the cause of a "fault", after which the job goes on, or of "failed", which ends it."""
         title = "error: " if event.kind == "failed" else ""
         if event.explanation:
-            # Only what a rank has written down itself leaves open where.
+            # Only an error that the rank itself has recorded lacks the place.
             host = self._elsewhere(event) if event.error else None
             code = f"[{event.code}] " if self.codes and event.code else ""
             say(
@@ -124,7 +123,7 @@ class Notices:
             tell(f"  {way}")
 
     def _show_tail(self, event: SupervisorEvent, tail: tuple[str, ...]) -> None:
-        # Rank 0's output is on the screen already, or that of all ranks.
+        # The output of rank 0, or of all ranks, is on the screen already.
         if event.rank and not self.tagged and (lines := telling(tail)):
             print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
 
@@ -143,7 +142,7 @@ class Notices:
         return f"{why}; what was not saved is lost"
 
     def _show_stop(self) -> None:
-        """The last line after a stop, where no rank has had the last word."""
+        """Print the last line after a stop, unless a rank has printed it."""
         way = self.way_on()
         if self._killed:
             self._leave_the_line()
@@ -159,22 +158,22 @@ class Notices:
             tell(f"  {way}")
 
     def _leave_the_line(self) -> None:
-        """Get off the line on which a progress display may have been left."""
+        """Begin a new line after an unfinished progress display."""
         if is_screen(sys.stderr) and not self.tagged:
             print(file=sys.stderr)
 
 
 def _of_input(event: SupervisorEvent) -> bool:
-    """True for an error of ours in what was given, found before the first step."""
+    """True for an error in the given input, found before the first step."""
     found_early = event.kind == "failed" and event.explanation is not None and not event.step
     return found_early and event.exit_code in _INPUT
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the lines of a rank's log from the first one on that may say something; none, if all
-    of them tell of progress.
+    """Return the lines of a rank's log from the first informative one on; none, if all are
+    progress.
 
-    The outer end of a stack whose inner one is cut off does not: the log has all of it.
+    The outer part of a cut-off stack is not informative; the log has the whole stack.
     """
     return tuple(
         dropwhile(lambda line: _OWN_LINES.fullmatch(line) or _FRAME.fullmatch(line), lines)

@@ -1,4 +1,4 @@
-"""Under which heading an option of a training stands in its help."""
+"""Headings of a training's options in the help."""
 
 from __future__ import annotations
 

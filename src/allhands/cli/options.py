@@ -14,10 +14,10 @@ from allhands.cli.option_groups import group_of
 from allhands.cli.parser import twice
 from allhands.config.schema import TrainConfig
 
-# Numbers that may be written with a unit: the configuration reads them.
+# Numbers that may have a unit, which the configuration parses.
 AS_TEXT = frozenset({"clear_cache_threshold"})
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-# Flags that people's hands know besides the generated ones.
+# Usual flags besides the generated ones.
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 

@@ -16,8 +16,8 @@ from typer.core import TyperCommand, TyperGroup
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path, require_words
 
-# Options and arguments that are read as text and are paths, or names that may be: of models, of
-# data sets.
+# Options and arguments that are texts and paths, or names that may be paths: of models, of data
+# sets.
 TEXT_PATHS = frozenset(
     {
         *(
@@ -41,7 +41,9 @@ class Command(TyperCommand):
     text_paths: ClassVar[frozenset[str]] = TEXT_PATHS
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Options under their headings, those without one last; arguments first, as ever."""
+        """Write arguments first, then options under their headings, and options without a heading
+        last.
+        """
         if not any(getattr(option, "rich_help_panel", None) for option in self.params):
             super().format_options(ctx, formatter)
             return
@@ -61,8 +63,8 @@ class Command(TyperCommand):
         """Parse, refuse options that are given twice, and put the home directory in place of ``~``.
 
         Raises:
-            ConfigError: the words are not understood, an option that takes one value is given more
-                than once, or a ``~user`` is nobody.
+            ConfigError: the words are not understood, an option with one value is given twice, or a
+                ``~user`` does not exist.
         """
         words = list(args)
         with _in_our_words(words, ctx):
@@ -82,7 +84,7 @@ class Command(TyperCommand):
         return rest
 
     def _refuse_twice(self, ctx: Any, words: list[str], order: list[Any]) -> None:
-        """The parser itself would take the last of several values without a word."""
+        """Refuse an option that is given twice: the parser would silently take the last value."""
         for option, count in Counter(order).items():
             if (
                 option.param_type_name == "option"
@@ -93,8 +95,8 @@ class Command(TyperCommand):
                 raise twice(_spelled(option, words, ctx.token_normalize_func), _flag_of(option))
 
     def _at_home(self, option: Any, typed: Any, value: Any) -> Any:
-        """``value`` as typed, because a ``Path`` does not know any more whether it was ``~`` or
-        ``./~``.
+        """Return ``value`` with the home directory in place of ``~``. ``typed`` has its text,
+        because a ``Path`` does not distinguish ``~`` and ``./~``.
         """
         if isinstance(value, list | tuple):
             pairs: Any = zip(typed, value, strict=True)
@@ -108,7 +110,7 @@ class Command(TyperCommand):
 
 
 class HostsCommand(Command):
-    """A verb about other computers: what it names may lie there, where ``~`` is another directory."""
+    """A verb about other computers, where ``~`` in a path is another directory."""
 
     text_paths: ClassVar[frozenset[str]] = frozenset({"hostfile"})
 
@@ -118,7 +120,7 @@ class UnknownCommand(ConfigError):
 
     Attributes:
         group: the words before it.
-        siblings: what could stand in its place.
+        siblings: the commands of this group.
     """
 
     def __init__(self, word: str, group: str, siblings: Sequence[str]) -> None:
@@ -130,7 +132,7 @@ class UnknownCommand(ConfigError):
 
 
 class VerbGroup(TyperGroup):
-    """Verbs; instead of one that there is not, it is said what to do."""
+    """A group of verbs; for an unknown verb the error says what to do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before the verb.
@@ -153,7 +155,7 @@ class VerbGroup(TyperGroup):
 
 
 class App(typer.Typer):
-    """Verbs, each of them a :class:`Command`."""
+    """The application: its verbs are of class :class:`Command`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=VerbGroup, **settings)
@@ -161,7 +163,7 @@ class App(typer.Typer):
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
     ) -> Callable[[Any], Any]:
-        """As typer has it."""
+        """Register a verb, as in typer."""
         return super().command(name, cls=cls, **settings)
 
 
@@ -197,12 +199,12 @@ def twice(spelled: Sequence[str], where: str) -> ConfigError:
 
 
 def _flag_of(option: Any) -> str:
-    """The longest name, which is the one in messages."""
+    """Return the longest name of an option, which messages use."""
     return max(option.opts, key=len)
 
 
 def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | None) -> list[str]:
-    """The option as it stands among ``words``, with its values, each time."""
+    """Return each occurrence of the option among ``words``, with its value."""
     names = {*option.opts, *option.secondary_opts}
     found: list[str] = []
     ends = words.index("--") if "--" in words else len(words)
@@ -219,9 +221,7 @@ def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | N
 
 
 def with_auto_resume(arguments: list[str]) -> list[str]:
-    """``--resume`` without a value means the latest checkpoint; the parser knows only options with
-    one.
-    """
+    """Give ``--resume`` without a value the value ``auto``, because the parser needs a value."""
     result: list[str] = []
     for place, word in enumerate(arguments):
         result.append(word)

@@ -78,15 +78,15 @@ def plan(asked: Plan) -> None:
     if picture is not None:
         from allhands.plan.chart import draw_chart
 
-        # Last, because what was measured is not to be lost if it cannot be written.
+        # Last, so that a failed write does not lose the measurements.
         typer.echo(f"chart: {draw_chart(outlook, picture)}", err=asked.as_json)
 
 
 def _place_of(picture: Path | None, *, force: bool) -> Path | None:
-    """Return where the chart will be.
+    """Return the path of the chart.
 
     Raises:
-        ConfigError: it is no name of a picture, or a file of somebody else's.
+        ConfigError: it is no name of a picture, or a foreign file is there.
         StorageError: it cannot be written.
     """
     if picture is not None:
@@ -98,9 +98,9 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
 
 
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
-    """Leave the plan where the run will be; the file, and what happened in one line."""
+    """Keep the plan in the run's directory; return the file, and a line about the result."""
     if imagined and runs_begun(directory):
-        # Beside a run it would be taken for the plan of that.
+        # In the directory of a run it would be taken for the plan of that run.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
         return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
     try:
@@ -114,11 +114,13 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     """Return the training that options of ``allhands train`` or ``allhands pretrain`` describe.
 
     Raises:
-        ConfigError: an option that neither has, or a value that cannot be.
+        ConfigError: an option that neither of them has, or an invalid value.
     """
     flags: dict[str, Any] = {}
     app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
-    app.command()(option_function(flags.update, "", PretrainConfig))  # which has all of both
+    app.command()(
+        option_function(flags.update, "", PretrainConfig)
+    )  # which has the options of both
     app(args=list(words), prog_name="allhands plan", standalone_mode=False)
     file = flags.get("config")
     keys = {*flags, *(read_yaml(file) if file else ())}

@@ -1,5 +1,5 @@
-"""``allhands plan --after``: a run beside its plan, and signs that it has outgrown its way of
-training.
+"""``allhands plan --after``: compare a run with its plan, and look for signs that it needs another
+way of training.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from allhands.report.planned import comparison_of, plan_words, planned_grids
 
 
 def show_after(run: Path, *, as_json: bool) -> None:
-    """Print signs that a run has outgrown its way of training, and compare it with its plan.
+    """Print signs that a run needs another way of training, and compare it with its plan.
 
     Raises:
         DataError: there is no run.
     """
     facts = read_facts(run)
     signs, compared = signs_of(facts.history, facts.samples, facts.config), comparison_of(facts)
-    # A faster way to a ruined model is no advice.
+    # If the training has harmed the model, a faster training is no advice.
     done = harm(facts.history)
     ruined = any(one.level == "bad" for one in done)
-    # Of the notes those on the plan: the others are for a report.
+    # Only the notes on the plan; a report has the others.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
         values = {

@@ -28,7 +28,8 @@ class AskedComputers:
 
 
 def devices_of(text: str | None) -> list[PlannedDevice]:
-    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
+    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all must be of one kind, because a training cannot mix
+    kinds.
 
     Raises:
         ConfigError: they are not known, or too many, or of several kinds.
@@ -70,26 +71,26 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
 
 
 def on_hosts(config: TrainConfig) -> bool:
-    """Tell if the plan is for computers that answer over ssh."""
+    """Return whether the plan is for computers over ssh."""
     return bool(config.hosts or config.hostfile)
 
 
 def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
-    """Return the computers that the options name; this one with all ranks, if they name none."""
+    """Return the named computers; without names, this computer with all ranks."""
     return hosts_named(config.hosts, config.hostfile) or (
         Host("this computer", slots=config.num_ranks),
     )
 
 
 def _check_ranks(config: TrainConfig) -> None:
-    """Refuse more processes than this computer has cores for, and other weights than one a rank."""
+    """Refuse more processes than this computer can start, and a wrong number of weights."""
     if not on_hosts(config):
         require_cores(config.num_ranks)
     check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
 
 
 def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
-    """Refuse options that name computers in two ways, before anything that takes long.
+    """Refuse options that name computers in two ways, before any long work.
 
     Raises:
         ConfigError: options contradict each other.

@@ -1,4 +1,4 @@
-"""A short training on this computer, from which ``allhands plan`` takes its figures."""
+"""A short training on this computer that gives ``allhands plan`` its figures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from allhands.observe.monitor import read_samples
 from allhands.plan.job import SmallPasses
 from allhands.run.stage_costs import small_enough
 
-_STEPS = 6  # of which the first does not count: it compiles, and fills caches
-_STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
-_STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
-_ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
+_STEPS = 6  # the first step does not count, because it compiles and fills caches
+_STEPS_OF_GPU = 24  # with packed rows, where nearly all steps are alike
+_STEPS_OF_LENGTHS = 96  # without packing: most of the first 30 steps meet a new length
+_ALIKE = 0.02  # below this difference of sizes the times do not show their dependence on the size
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
-# What belongs to the whole training, or to several computers.
+# Options of the whole training, or of several computers.
 _DROPPED = (
     *(
         "epochs",
@@ -56,7 +56,7 @@ _DROPPED = (
         "warmup_steps",
     ),
     *("resume_adapter_file", "sample_every"),
-    # The division of a model, of which one process has all.
+    # Options that divide a model: here one process has the whole model.
     *("strategy", "tp", "cp", "ep", "dp_shard", "reshard", "pp", "pp_schedule", "pp_split"),
 )
 
@@ -67,22 +67,21 @@ class Calibration:
 
     Attributes:
         points: tokens and seconds of a step, for two sizes of batch.
-        exchanged: numbers that are trained.
-        total: parameters of the model.
-        examples: of the training data.
-        start_s: from the command to the first step.
-        peak_bytes: of the process (CPU), or what it needs of MLX's arrays (GPU), with the whole
-            batch.
-        cores_per_rank: that it had, where they were counted.
-        expected_bytes: what the process itself expected to need before its first step, where it
-            knows that.
-        seconds: that all of it took.
-        first_s: by which a training's first steps take longer than others, all together: on a GPU.
-        largest: padded tokens that are computed at once at most in the whole training, and into how
-            many such parts a batch is cut; ``None``: the training did not tell.
-        longest: tokens of the longest row; ``lengths``: number of lengths that rows have.
-        whole_s: of a step by one process that has all cores, where the others had fewer.
-        doubt: why these times are no measure, in words; empty if they are.
+        exchanged: number of trained parameters.
+        total: number of all parameters.
+        examples: number of training examples.
+        start_s: seconds from the command to the first step.
+        peak_bytes: peak memory with the whole batch: of the process (CPU), or the need of MLX's
+            arrays (GPU).
+        cores_per_rank: cores of the process, if they were counted.
+        expected_bytes: memory that the process expected to need before its first step, if it knows.
+        seconds: duration of the whole calibration.
+        first_s: additional seconds of a training's first steps, all together, on a GPU.
+        largest: most padded tokens that are computed at once in the whole training, and the number
+            of such parts in a batch; ``None``: the training did not report it.
+        longest: tokens of the longest row; ``lengths``: number of different row lengths.
+        whole_s: seconds of a step by one process with all cores, if the others had fewer.
+        doubt: why these times cannot be trusted; empty if they can.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -110,16 +109,16 @@ def calibrate(
     on_gpu: bool,
     with_all_cores: bool = False,
 ) -> Calibration:
-    """Train a few steps with the whole batch and with half of it, each in a process of its own.
+    """Train a few steps with the whole batch and with half of it, each in its own process.
 
-    On a CPU all of it is measured once more where other programs computed besides, or times
+    On a CPU the measurement is repeated if other programs computed at the same time, or if times
     contradict each other.
 
     Args:
-        with_all_cores: whether the whole batch is trained by a process with all cores, too.
+        with_all_cores: also train the whole batch in a process with all cores.
 
     Raises:
-        AllhandsError: it could not be trained; what the training said.
+        AllhandsError: the error of the training.
     """
     found = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
     if not found.doubt:
@@ -132,14 +131,14 @@ def _measured(
     config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool
 ) -> Calibration:
     began = time.perf_counter()
-    # Half of the batch first: the first process of new data makes their tokens, which takes memory
-    # and time to start.
+    # Half of the batch first, because the first process tokenises new data, which takes memory and
+    # time.
     sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
     runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
     points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     first, whole_s, others = runs[0], None, max(run.others for run in runs)
     if with_all_cores:
-        # Whatever each of several ranks has.
+        # With the cores that each of several ranks has.
         whole = _run(
             config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s
         )
@@ -160,7 +159,7 @@ def _measured(
         longest=first.started.longest,
         lengths=first.started.lengths,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
-        # Nobody has to give a process all cores.
+        # The measurement with all cores is optional.
         whole_s=None if whole_s is None else min(whole_s, points[0][1]),
         doubt="" if on_gpu else busy(others) or contradiction(points, whole_s),
     )
@@ -174,11 +173,11 @@ def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
 
 
 def time_to_start(config: TrainConfig, timeout_s: float) -> float:
-    """Seconds from the command to the first step with all of ``config.num_ranks`` processes of this
-    computer.
+    """Return the seconds from the command to the first step with all ``config.num_ranks`` processes
+    of this computer.
 
     Raises:
-        AllhandsError: it could not be trained; what the training said.
+        AllhandsError: the error of the training.
     """
     changed = {
         "num_ranks": config.num_ranks,
@@ -192,11 +191,11 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
 def small_passes(
     config: TrainConfig, measured: Calibration, stages: int, timeout_s: float, *, on_gpu: bool
 ) -> SmallPasses | None:
-    """Train a few steps with micro-batches as a pipeline of so many stages has them, if they are
-    not like that anyway.
+    """Train a few steps with the micro-batches of a pipeline of so many stages, unless the usual
+    ones have this size.
 
     Raises:
-        AllhandsError: it could not be trained; what the training said.
+        AllhandsError: the error of the training.
     """
     if measured.longest is None or measured.largest is None:
         return None
@@ -224,23 +223,22 @@ class _ShortRun:
 
 
 def _point(run: _ShortRun) -> tuple[float, float]:
-    """Tokens and seconds of a step: of all that count together, since batches differ in length."""
+    """Tokens and seconds of a step: means over all counted steps, since batches differ in length."""
     counted = run.reports[1:] or run.reports
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
-    # The quickest, because a computer that does something else for a moment is slower, never
-    # quicker.
+    # The fastest, because a computer with other work for a moment is slower, never quicker.
     each = min(1.0 / report.tokens_per_s for report in counted)
     return tokens, tokens * each
 
 
 def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
-    """The same where the passes of the next step are handed out in each.
+    """The same for a GPU, where each step queues the passes of the next step.
 
-    The last step has none, and its own were computed in the one before: it does not count. Nor do,
-    if there are others, those of a shape that was met for the first time, as most of a long
-    training are not, and those before them: such passes are not handed out ahead. What those took
-    longer is :attr:`Calibration.first_s`. Of the others a step takes as long as the next one's pass
-    does, whose tokens count.
+    The last step queues no passes, and its own were computed in the step before, so it does not
+    count. A step with a new shape, and the step before it, do not count either if there are others:
+    passes of new shapes are not queued ahead, and a long training has few such steps. Their
+    additional time is :attr:`Calibration.first_s`. Any other step takes as long as the next step's
+    pass, so the tokens of the next step count.
     """
     counted = list(zip(run.reports, run.reports[1:-1], run.reports[2:], strict=False))
     old = [
@@ -248,7 +246,7 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
         for before, each, after in counted
         if before.shapes == each.shapes == after.shapes
     ]
-    # A device gets quicker until its clock and its caches are where they stay.
+    # A device gets faster until its clock and its caches are stable.
     chosen = old[len(old) // 3 :] if len(old) > 1 else [(each, after) for _, each, after in counted]
     # Of all: a rare length, which is most often a long one, is met for the first time more often
     # than others.
@@ -263,7 +261,7 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
 
 
 def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the seconds of a step with so many tokens, by a line through steps of other ``sizes``;
+    """Return the seconds of a step with so many tokens, from a line through the measured ``sizes``;
     no part is negative.
     """
     if statistics.pstdev(sizes) < _ALIKE * statistics.mean(sizes):
@@ -275,7 +273,9 @@ def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float])
 
 
 def _more_than(reports: Sequence[TrainReport], tokens: float, seconds: float) -> float:
-    """Seconds that all steps took longer than steps of so many tokens and seconds would have."""
+    """Return the additional seconds of all steps, compared with steps of so many tokens and
+    seconds.
+    """
     took = sum(report.step_time_s for report in reports)
     computed = sum(report.tokens_per_s * report.step_time_s for report in reports)
     return max(0.0, took - computed * seconds / tokens)
@@ -326,7 +326,7 @@ def _run(
 def _remove_abandoned() -> None:
     """Remove the files of plans that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError):  # others' are not ours to remove
+        with suppress(OSError):  # files of other users cannot be removed
             if time.time() - folder.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -341,7 +341,7 @@ def _expected(run: Path) -> int | None:
 def settings(
     config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False
 ) -> Mapping[str, Any]:
-    """Return the options of a short run: what is computed in a step is that of ``config``."""
+    """Return the options of a short run, with the same computation of a step as ``config``."""
     steps = steps_of(config, on_gpu=on_gpu)
     long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
     compiled = on_gpu and long and config.compile == "auto" and _can_be_compiled(config.model)
@@ -371,7 +371,7 @@ def settings(
 def _can_be_compiled(model: str) -> bool:
     try:
         return can_be_compiled(read_config(resolve(model)).get("model_type"))
-    except AllhandsError:  # a model that is made anew is named otherwise
+    except AllhandsError:  # a new model is named by other options
         return True
 
 

@@ -41,12 +41,12 @@ def computers_of(
     say: Say,
     notes: list[str],
 ) -> tuple[Computer, ...]:
-    """Return the computers in the order of their names; one where the others are like it, or only
+    """Return the computers in the order of their names; a single one if all others are equal or
     imagined.
 
     Args:
         kind: of this computer's processor.
-        link: between them; where it was measured the speeds were, too.
+        link: link between them; if it was measured, the speeds were measured as well.
     """
     if devices:
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
@@ -73,8 +73,8 @@ def _described(device: PlannedDevice, first: PlannedDevice, *, watts: bool) -> C
 
 
 def _here(kind: str) -> Computer:
-    """Return this computer, with the memory that arrays may take now, or at all where that is the
-    GPU's own.
+    """Return this computer, with the memory that arrays may take: what is free now, or all memory
+    of a GPU.
     """
     if kind == "cpu":
         memory = memory_facts()
@@ -90,7 +90,7 @@ def _here(kind: str) -> Computer:
 def _answering(
     config: TrainConfig, kind: str, measured: Sequence[float], say: Say, notes: list[str]
 ) -> tuple[Computer, ...]:
-    """Return one computer for each slot of the hosts, with the memory that they tell."""
+    """Return one computer for each slot of the hosts, with the memory that the hosts report."""
     hosts = hosts_of(config)
     say("asking the computers for their memory ...")
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
@@ -133,7 +133,7 @@ def _told(host: Host, facts: HostFacts | None) -> Computer:
 def _speeds(
     config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float], notes: list[str]
 ) -> list[float]:
-    """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as
+    """Return the speed of each rank relative to this computer: from ``--rank-weights`` or
     ``measured``.
     """
     slots = [host.slots for host in hosts]
@@ -155,15 +155,15 @@ def _speeds(
 
 
 def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: list[str]) -> Prices:
-    """Return the prices, and note the power where only energy has a price.
+    """Return the prices, and note the assumed power if only energy has a price.
 
     Raises:
-        ConfigError: nothing says what a computer takes.
+        ConfigError: the power of a computer is unknown.
     """
     if asked.prices.watts is not None or asked.prices.per_kwh is None:
         return asked.prices
     if not devices:
-        hint = "say how much a computer takes while it trains: --watts 60"
+        hint = "give the power of a computer while it trains: --watts 60"
         raise ConfigError(
             "the price of energy needs a power",
             code="option-missing",
@@ -181,11 +181,11 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
 def link_between(
     config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
 ) -> ExchangeTimes | None:
-    """Return the link: measured between ranks that there are, else as described; ``None``: there is
-    one computer.
+    """Return the link: measured between existing ranks, else as described; ``None`` for one
+    computer.
 
     Raises:
-        AllhandsError: it is not known, or cannot be measured.
+        AllhandsError: the link is unknown, or cannot be measured.
     """
     if on_hosts(config) or config.num_ranks > 1:
         return _measured_link(config, say, notes)
@@ -216,7 +216,10 @@ def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeT
     options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
     found = measure(hosts_of(config), config.backend, options)
     if found.whole is None:
-        why = "; ".join(failure.message for failure in found.failures) or "no group came together"
+        why = (
+            "; ".join(failure.message for failure in found.failures)
+            or "the ranks could not connect"
+        )
         raise DistributedError(
             f"the link cannot be measured: {why}",
             code="measurement-failed",

@@ -67,7 +67,7 @@ from allhands.runtime.blas import available_cores
 
 _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
-_BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
+_BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # approximate speed of memory, in bytes per second
 _METHODS = {"lora": "LoRA", "dora": "DoRA", "full": "full training"}
 
 Say = Callable[[str], object]
@@ -78,13 +78,13 @@ class _Model:
     """A model by its files.
 
     Attributes:
-        weights_bytes: as they are held in training.
+        weights_bytes: bytes of the weights in training.
         word: bytes of a number of dense weights in memory.
-        bits: of quantised weights, 0 for dense ones.
-        tied: whether the table of tokens is the head, too.
-        forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
-        values: its config.json; ``group``: numbers of a group of quantised weights, 1 for dense
-            ones.
+        bits: bits of quantised weights, 0 for dense ones.
+        tied: whether the embedding is also the head.
+        forms: forms of the weights on a CPU, see :func:`forms_on_cpu`.
+        values: content of config.json.
+        group: numbers in a group of quantised weights, 1 for dense ones.
     """
 
     blocks: DecoderShape | None
@@ -100,8 +100,8 @@ class _Model:
 def facts_of(
     config: TrainConfig, asked: AskedComputers, say: Say
 ) -> tuple[Job, list[str], Calibration | None]:
-    """Return everything to plan with, notes on where it is from, and the results of a short
-    training here.
+    """Return all facts of the plan, notes on their sources, and the results of a short training
+    here.
 
     Raises:
         ConfigError: options contradict each other.
@@ -112,13 +112,12 @@ def facts_of(
 
 
 class _Facts:
-    """A training and the computers for it, as far as they are known; ``notes`` say where the facts
-    are from.
+    """A training and the computers for it, as far as they are known; ``notes`` have the sources.
 
     Attributes:
-        measured: by a short training here; ``None``: the computers are only described.
-        row_tokens: of a row, on the average; ``num_rows`` of the training data, where that is
-            known.
+        measured: results of a short training here; ``None``: the computers are only described.
+        row_tokens: mean number of tokens of a row.
+        num_rows: number of rows of the training data, if it is known.
         together: whether the ranks are processes of this computer.
     """
 
@@ -128,7 +127,7 @@ class _Facts:
         self.kind = self.devices[0].kind if self.devices else detect().kind
         self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
         self.notes = [*config.notes, *left_out(config)]
-        self.prices = prices_of(asked, self.devices, self.notes)  # before anything that takes long
+        self.prices = prices_of(asked, self.devices, self.notes)  # before any long work
         self.model = (
             _fresh(config, self.kind)
             if isinstance(config, PretrainConfig)
@@ -147,7 +146,7 @@ class _Facts:
         self.layers = 0 if self.blocks is None else _trained_layers(config, self.blocks)
 
     def job(self) -> Job:
-        """Return everything that the plan is computed from."""
+        """Return all input of the plan."""
         config, asked = self.config, self.asked
         step = self._step()
         link = link_between(config, asked, len(self.devices), self.say, self.notes)
@@ -195,9 +194,7 @@ class _Facts:
         return self._with_small_passes(self._with_measured(job))
 
     def _with_measured(self, job: Job) -> Job:
-        """Return the job with the times and the memory that the short training had, if there was
-        one.
-        """
+        """Return the job with the times and the memory of the short training, if there was one."""
         measured = self.measured
         if measured is None:
             return job
@@ -207,9 +204,9 @@ class _Facts:
                 limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory())
             )
             self.notes.append(
-                f"of the GPU's memory training takes up to {most} where it is free: it is faster so"
+                f"training takes up to {most} of the GPU's memory if it is free, because that is faster"
             )
-        # A part of what the first steps take longer, where the training is a short one.
+        # A part of the additional time of the first steps, if the training is short.
         first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
         return replace(
             job,
@@ -222,7 +219,7 @@ class _Facts:
 
     @cached_property
     def _known_backend(self) -> str:
-        """The back-end, as training takes it where nothing was measured."""
+        """Return the back-end that training takes without a measurement."""
         if self.config.backend != "auto":
             return self.config.backend
         if self.kind == "cuda":
@@ -242,8 +239,8 @@ class _Facts:
         )
 
     def _room(self) -> int:
-        """Return the number of processes that a computer's cores are enough for, where they share a
-        CPU; else 0.
+        """Return the number of processes for which a computer's cores are enough, if processes
+        share a CPU; else 0.
         """
         if not self.together or self.kind != "cpu":
             return 0
@@ -270,8 +267,8 @@ class _Facts:
         return calibrate(self.as_one_of, timeout_s, self.say, on_gpu=on_gpu, with_all_cores=alone)
 
     def _with_small_passes(self, job: Job) -> Job:
-        """Return the job with the time of micro-batches of the smallest pipeline that is spoken of,
-        if one is.
+        """Return the job with the time of micro-batches of the smallest planned pipeline, if there
+        is one.
         """
         if (
             self.measured is None
@@ -299,7 +296,7 @@ class _Facts:
         return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
     def _again_s(self) -> float:
-        """Return how many times as long passes take in which activations are computed again."""
+        """Return the factor on the time of passes that compute activations again."""
         if self.blocks is None or self.config.grad_checkpoint:
             return 1.0
         return self._flops(self.blocks, recomputed=True) / self._flops(
@@ -325,7 +322,7 @@ class _Facts:
         if self.measured is not None:
             return self.measured.exchanged
         if blocks is None:
-            hint = "let it be trained for a few steps: leave --device out"
+            hint = "leave --device out, so that a few steps are trained"
             raise ConfigError(
                 "this model is not built of equal blocks: nothing can be estimated",
                 code="model-not-estimable",
@@ -358,7 +355,7 @@ class _Facts:
         else:
             assert self.blocks is not None, "self._trained() has said so"
             where = self.devices[0]
-            # The update moves some thirty bytes of each trained number.
+            # The update moves about thirty bytes for each trained number.
             serial_s = 0.002 + self.trained * 30.0 / _BANDWIDTH[where.kind]
             token_s = where.seconds(self._flops(self.blocks, recomputed=config.grad_checkpoint))
             known = ", ".join(dict.fromkeys(each.name for each in self.devices))
@@ -386,7 +383,7 @@ class _Facts:
         return "nccl" if self.kind == "cuda" else "ring"
 
     def _packed(self) -> PackedGradients | None:
-        """Return the form in which gradients travel, if not as they are."""
+        """Return the form of compressed gradients; ``None`` if they are not compressed."""
         if self.config.compress == "none":
             return None
         codec = CODECS[self.config.compress]
@@ -394,8 +391,8 @@ class _Facts:
         return PackedGradients(codec, self._backend, self._gradient_word)
 
     def _rows(self) -> tuple[float, int | None]:
-        """Return tokens of a row and the number of rows: as the short training or the data have
-        them, or the most.
+        """Return tokens of a row and the number of rows: from the short training or the data, or
+        else the maximum.
         """
         config = self.config
         if self.measured is not None:
@@ -448,7 +445,7 @@ class _Facts:
             most, cuts = measured.largest
             share = min(share, most * cuts)
         elif not config.packing:
-            # Rows are as long as they are, not as long as they may be.
+            # The real length of rows counts, not --max-seq-length.
             share = min(share, int(1.15 * self.row_tokens * config.batch_size))
         full, word = config.fine_tune_type == "full", self.model.word
         trained_bytes = self.trained * self._gradient_word
@@ -476,19 +473,19 @@ class _Facts:
         )
 
     def _lengths(self) -> int:
-        """Return the number of lengths that rows have; 1 where it is not known."""
+        """Return the number of different row lengths; 1 if it is not known."""
         return (self.measured and self.measured.lengths) or 1
 
     def _weights_bytes(self) -> int:
-        """Return the bytes of the weights; on a GPU quantised ones are dense where they have room."""
+        """Return the bytes of the weights; a GPU makes quantised weights dense as far as they fit."""
         quantised = self.kind == "cuda" and self.model.bits and self.measured
         if quantised and held_dense(quantised.total, device_memory()):
             return 2 * quantised.total
         return self.model.weights_bytes
 
     def _present(self, work: Work | None) -> int:
-        """Return the bytes of a process on a CPU that are no arrays of its training, as it said
-        itself, or about.
+        """Return the bytes of a CPU process besides its training arrays: as it reported, or
+        estimated.
         """
         if self.kind != "cpu":
             return 0
@@ -500,7 +497,7 @@ class _Facts:
             or measured.expected_bytes is None
         ):
             return PROGRAM_BYTES
-        # The steps that were measured have written nothing.
+        # The measured steps wrote no checkpoint.
         later = WRITING_BYTES if self.config.sample_prompts else 0
         return later + max(0, measured.expected_bytes - of_process(on_cpu(self.blocks, work), 0, 0))
 
@@ -550,7 +547,7 @@ def _forms(
 
 
 def _stored_as(values: dict[str, Any]) -> str:
-    """Return the type of a model's dense weights; empty if its configuration does not tell."""
+    """Return the type of a model's dense weights; empty if its configuration does not have it."""
     return str(values.get("torch_dtype") or values.get("dtype") or "")
 
 
@@ -561,7 +558,7 @@ def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
-    """Return the model that is made anew."""
+    """Return the new model of pre-training."""
     numbers: dict[str, Any] = fresh.numbers()
     if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
         numbers = {
@@ -585,7 +582,7 @@ def _trained_layers(config: TrainConfig, blocks: DecoderShape) -> int:
 
 
 def _told(measured: Calibration) -> str:
-    """Tell what the short training has shown."""
+    """Print the results of the short training."""
     speed = measured.points[0][0] / measured.points[0][1]
     first = measured.first_s
     later = (

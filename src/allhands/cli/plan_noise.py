@@ -12,10 +12,10 @@ import psutil
 
 from allhands.runtime.blas import allowed_cores, available_cores
 
-# Of this computer's cores others may take so much, and half a core in any case, before times are no
+# Other programs may take this part of the cores, and half a core in any case, before times are no
 # measure.
 _BUSY, _HALF = 0.15, 0.5
-_LONGER = 1.05  # times that should be no longer than others may be so much longer
+_LONGER = 1.05  # a time that should not be longer than another may be longer by this part
 
 
 class LoadWatch:
@@ -37,11 +37,11 @@ def watched() -> Generator[LoadWatch]:
 
 
 def cores_busy_s() -> float:
-    """Return the seconds that the cores have computed for anybody."""
+    """Return the seconds that the cores have computed, for all programs."""
     each = psutil.cpu_times(percpu=True)
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
     chosen = [each[core] for core in mine if core < len(each)]
-    # A guest's time is in that of users, too.
+    # The time of users includes that of guests.
     return sum(
         one.user + one.system + getattr(one, "nice", 0.0) + getattr(one, "steal", 0.0)
         for one in chosen
@@ -49,15 +49,15 @@ def cores_busy_s() -> float:
 
 
 def own_busy_s() -> float:
-    """Return the seconds that this process, and those that it waited for, have computed."""
+    """Return the seconds that this process and its ended children have computed."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def busy(others: float) -> str:
-    """Say that this computer was too busy to be measured; empty if it was not."""
+    """Return a message if this computer was too busy to be measured; else an empty text."""
     cores = allowed_cores()
-    # Where it is a container's part of a larger one, others may have the rest.
+    # In a container, programs outside it may use the other cores.
     short = others + min(available_cores(), cores) > cores
     if not short or others <= max(_HALF, _BUSY * cores):
         return ""
@@ -69,7 +69,7 @@ def contradiction(points: Sequence[tuple[float, float]], whole_s: float | None) 
 
     Args:
         points: tokens and seconds of a step with the whole batch and with half of it.
-        whole_s: of a step with all cores, where the others had fewer.
+        whole_s: seconds of a step with all cores, if the others had fewer.
     """
     (_, seconds), *rest = points
     if rest and rest[0][0] < points[0][0] and rest[0][1] > _LONGER * seconds:

@@ -1,4 +1,4 @@
-"""A plan as people read it: what it stands on, tables, and the advice."""
+"""The printed plan: its basis, tables, and the advice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = {
     "activations": "activ.",
     "logits": "logits",
 }
-_OTHER_COLUMNS = 32  # the width of those beside the ways to send less
+_OTHER_COLUMNS = 32  # the width of the columns beside the ways to send less
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -81,14 +81,14 @@ def _show_time(console: Console, outlook: Outlook) -> None:
 
 
 def _show_table(console: Console, rows: Sequence[dict[str, str]], *narrow: str) -> None:
-    """Print rows, whose keys are the heads of the columns; ``narrow`` are left out first where they
-    do not fit.
+    """Print rows; their keys are the heads of the columns. If a table is too wide, the columns
+    ``narrow`` are left out first.
     """
     print_table(console, tuple(rows[0]), [tuple(row.values()) for row in rows], narrow)
 
 
 def _times_before(outlook: Outlook) -> Iterator[str]:
-    """Yield what a step takes on one computer."""
+    """Yield lines about the time of a step on one computer."""
     job, alone_s = outlook.job, outlook.lines[0].prediction.step_s
     where = (
         f"on {outlook.alone.name}"
@@ -110,8 +110,8 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
 
 
 def _times_after(outlook: Outlook) -> Iterator[str]:
-    """Yield what the table of times does not say: computers, costs, validations, and how many are
-    enough.
+    """Yield lines after the table of times: computers, costs, validations, and the useful number of
+    computers.
     """
     job, lines = outlook.job, outlook.lines
     if job.mixed:
@@ -130,7 +130,7 @@ def _times_after(outlook: Outlook) -> Iterator[str]:
 
 
 def _validations(outlook: Outlook) -> Iterator[str]:
-    """Yield the time of all validations, if it is felt."""
+    """Yield the time of all validations, unless it is very short."""
     lines = outlook.lines
     if any(line.validation_s and line.validation_s >= _FELT * line.training_s for line in lines):
         spent = ", ".join(
@@ -149,14 +149,14 @@ def _costs(line: OutlookLine) -> str:
 
 
 def _show_lighter(console: Console, outlook: Outlook) -> None:
-    """Print the ways to send less, where the link is slow."""
+    """Print the ways to send less, if the link is slow."""
     if not outlook.lighter:
         return
     plain, *_ = outlook.lighter
     console.print(
-        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} {_percent(plain.exposed_s, plain.step_s)} of a step "
-        "is waiting for the link. One of them computes a batch in "
-        f"{_milliseconds(outlook.lines[0].prediction.step_s)}; with less to send all together take:"
+        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} a step waits for the link "
+        f"{_percent(plain.exposed_s, plain.step_s)} of its time. A single one computes a batch in "
+        f"{_milliseconds(outlook.lines[0].prediction.step_s)}. With less to send, all together need:"
     )
     room = max(24, console.width - _OTHER_COLUMNS)
     rows = [
@@ -178,7 +178,7 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
 
 def _in_rows(flags: str, width: int) -> str:
     """Flags in rows of at most ``width``, each with its value; further rows are indented, so that
-    they are not read as a way of their own.
+    they do not look like another way.
     """
     bound = re.sub(r" (?!--)", "\N{NO-BREAK SPACE}", flags)
     rows = textwrap.fill(bound, width, subsequent_indent="    ", break_on_hyphens=False)
@@ -230,7 +230,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _there_is(job: Job) -> str:
-    """Tell how much memory a rank is held to."""
+    """Return a text about the memory limit of a rank."""
     if len({each.usable_bytes for each in job.computers}) > 1:
         return "; each of several machines has its own limit, a single one the largest"
     if job.computers[0].usable_bytes is None:

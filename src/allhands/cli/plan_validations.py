@@ -1,5 +1,5 @@
-"""The time of a planned training's validations: as many as training makes, of as many rows as it
-takes.
+"""The time of a planned training's validations, with the number of validations and rows of
+training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ValidRows:
     """The rows of one validation.
 
     Attributes:
-        number: of rows.
-        tokens: of all of them that are computed, without padding.
+        number: number of rows.
+        tokens: computed tokens of all rows, without padding.
     """
 
     number: int
@@ -40,7 +40,7 @@ def number_of(batches: int, every: int, accumulated: int) -> int:
     the last batch.
 
     Args:
-        accumulated: batches of an update, within which none is made.
+        accumulated: batches of an update; no validation comes within them.
     """
     updates = math.ceil(batches / accumulated)
     if every <= accumulated:
@@ -52,12 +52,11 @@ def number_of(batches: int, every: int, accumulated: int) -> int:
 def valid_rows(
     config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]
 ) -> ValidRows:
-    """Return the rows of a validation; none if none is asked for, or nothing is there to validate
-    on.
+    """Return the rows of a validation; ``None`` without validations or validation data.
 
     Args:
-        counted: whether the training's rows were read; else validations are left out where the data
-            cannot be.
+        counted: whether the training's rows were read; otherwise validations are left out if the
+            data cannot be read.
 
     Raises:
         AllhandsError: the data cannot be read.
@@ -82,7 +81,7 @@ def valid_rows(
         notes.append(f"validations are not in these times: {error.message}")
         return nothing
     assert rows is not None
-    # As allhands.train's evaluator chooses them.
+    # The same rows as in allhands.train's evaluator.
     number = (
         len(rows)
         if config.val_batches < 0
@@ -92,8 +91,8 @@ def valid_rows(
 
 
 def open_splits(config: TrainConfig, *names: str) -> Datasets:
-    """Open the splits of these ``names``, or all: tokenised as for the training, which finds the
-    tokens again.
+    """Open the splits of these ``names``, or all. They are tokenised as for the training, which
+    then finds the tokens.
     """
     found = find_splits(config)
     fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
@@ -107,19 +106,19 @@ def open_splits(config: TrainConfig, *names: str) -> Datasets:
 def seconds_of(
     rows: ValidRows, step: StepModel, config: TrainConfig, blocks: DecoderShape | None, layers: int
 ) -> float:
-    """Return the seconds of one validation on one computer: a forward pass, a part of a training
-    step's time.
+    """Return the seconds of one validation on one computer: forward passes, as a part of the time
+    of training steps.
 
     Args:
-        layers: blocks through which gradients go back.
+        layers: number of blocks with a backward pass.
     """
-    if blocks is None:  # of three passes, or of two where the weights are frozen
+    if blocks is None:  # one of three passes, or of two if the weights are frozen
         share = 1 / 3 if config.fine_tune_type == "full" else 1 / 2
     else:
         share = forward_share(
             blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint
         )
-    # Beside the passes full training has an update, which is nothing for adapters: there each pass
-    # has its overhead.
+    # Full training also has an update. For adapters the update is negligible, but each pass has its
+    # overhead.
     token_s = step.token_s if config.fine_tune_type == "full" else step.alone_s / step.tokens
     return rows.tokens * token_s * share

@@ -26,7 +26,7 @@ def plot(asked: Plot) -> None:
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
     if samples is not None:
-        # The run's processes beside its curves.
+        # A second picture shows the run's processes.
         memory = plot_memory(samples, _beside(asked.out), title=asked.title)
         console.print(f"memory: {memory}", highlight=False, soft_wrap=True)
 
@@ -41,5 +41,5 @@ def _samples(run: Path) -> list[Sample] | None:
 
 
 def _beside(out: Path) -> Path:
-    """Place of the second picture, beside the first."""
+    """Path of the second picture, in the directory of the first."""
     return out.with_name(f"memory{'-of-processes' * (out.stem == 'memory')}{out.suffix}")

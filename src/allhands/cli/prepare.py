@@ -1,4 +1,4 @@
-"""``allhands data prepare``: the options, and what is said on the screen."""
+"""``allhands data prepare``: the options, and the output on the screen."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _short_columns(
     "--column ..."}``.
 
     Args:
-        features: what the long flags say, ``{"prompt_feature": "question"}``.
+        features: columns from the long flags, ``{"prompt_feature": "question"}``.
 
     Raises:
         ConfigError: a part is not known, or is mapped twice.
@@ -145,7 +145,7 @@ def _short_columns(
         if key in features:
             other = f"--{key.replace('_', '-')} {features[key]}"
         if other is not None:
-            hint = "one part is one column: keep one of the two"
+            hint = "a part has only one column: keep one of the two"
             raise ConfigError(
                 f"the column of one part is named twice, also by {other}",
                 code="option-given-twice",
@@ -157,10 +157,10 @@ def _short_columns(
 
 
 def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
-    """Records as tokens for the tokenizer of ``model``."""
+    """Return a function that counts the tokens of records with the tokenizer of ``model``."""
     from allhands.model.load import load_tokenizer
 
-    # Where system messages are merged, they are so before they come here.
+    # Merged system messages are merged before this point.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=None).render
@@ -204,9 +204,7 @@ class _Screen:
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
-        """The end of a long name, which says more than its beginning; without the folder that all
-        have in common.
-        """
+        """The end of a long name, without the common folder; the end says more than the beginning."""
         name = name.removeprefix(self._folder)
         return name if len(name) <= _NAME_WIDTH else "…" + name[-_NAME_WIDTH + 1 :]
 
@@ -300,7 +298,7 @@ class _Screen:
         ):
             self._console.print(f"  {line}", no_wrap=True)
         if lengths.unit == "characters":
-            self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
+            self._say("--model MODEL counts tokens, the unit of --max-seq-length")
         elif lengths.over_limit and self._whole_texts(flags):
             self._say(
                 "a text file is one row: --documents blank-line makes one of each paragraph; or train with --packing, "
@@ -337,8 +335,8 @@ class _Screen:
 
 
 def _common_folder(names: Sequence[str]) -> str:
-    """The folder that all files lie in, with the slash; empty if there is none, or something is not
-    a file.
+    """Return the common folder of all files, with the slash; empty if there is none, or if a source
+    is no file.
     """
     if not all(os.path.exists(name) for name in names):
         return ""

@@ -33,7 +33,7 @@ def report(asked: Report) -> None:
     found = [read_facts(run) for run in asked.runs]
     page = make_page(found, title=asked.title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
-    # It holds what is in private files of the run: prompts, answers, names of directories.
+    # It has content of the run's private files: prompts, answers, names of directories.
     make_directory(target.parent, private=True)
     for file, text in texts.items():
         write_whole(
@@ -51,7 +51,7 @@ def report(asked: Report) -> None:
 
 
 def _require_different(runs: list[Path]) -> None:
-    """Refuse to compare a run with itself, by whatever name it is called."""
+    """Refuse to compare a run with itself, also under two names."""
     seen = set[Path]()
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()
@@ -64,7 +64,7 @@ def _require_different(runs: list[Path]) -> None:
 
 
 def _usual(runs: list[Path]) -> Path:
-    """Within the run if it is one; of several in this directory."""
+    """Return the default path: in the run's directory, or in this directory for several runs."""
     if len(runs) > 1:
         return Path("report.html")
     return (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"

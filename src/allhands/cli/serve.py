@@ -1,6 +1,4 @@
-"""``allhands serve``: a model behind the interface of OpenAI's, for editors, chat windows and
-programs.
-"""
+"""``allhands serve``: a model behind OpenAI's interface, for editors, chat windows and programs."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def serve(asked: Serve) -> None:
         )
     if "*" in listening.guard.origins:
         every = "every web page that is open in a browser"
-        told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
+        told = f"{every} can use the model, and read its answers: it is safer to name the allowed pages (--allow-origin)"
         tell(f"allhands: warning: {told}")
 
     def ready() -> None:

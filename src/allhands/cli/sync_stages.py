@@ -1,6 +1,4 @@
-"""``allhands cluster sync --stages``: to each computer those weight files alone that its stages
-need.
-"""
+"""``allhands cluster sync --stages``: copy to each computer only the weight files of its stages."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagesWanted:
-    """The pipeline that the files are for, in training's options of the same names."""
+    """The pipeline that the files are for, by training's options of the same names."""
 
     pp_split: str = "auto"
     pp_schedule: str = "1f1b"
@@ -43,11 +41,11 @@ class StagesWanted:
 def plan_stages(
     plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
 ) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
-    """Return the files of ``plan`` for each host by its name: of the weights in ``model`` only
-    those that its stages need.
+    """Return the files of ``plan`` for each host by its name; of the weights in ``model`` a host
+    gets only the files of its stages.
 
     Raises:
-        AllhandsError: the model cannot be divided so.
+        AllhandsError: the model cannot be divided in this way.
     """
     model = Path(os.path.abspath(model.expanduser()))
     names = names_by_file(model)
@@ -70,8 +68,8 @@ def plan_stages(
 def _needs(
     model: Path, names: Mapping[str, list[str]], wanted: StagesWanted, hosts: Sequence[Host]
 ) -> dict[str, dict[str, list[str]]]:
-    """For each host the files that its ranks' stages need, and the parts of the model for which
-    each is needed.
+    """Return the weight files of each host's stages, and the parts of the model that need each
+    file.
     """
     leave_torch_out()
     from allhands.model.divisible import split_given
@@ -105,7 +103,7 @@ def _needs(
 
 
 def _list_of(model: Path, beside: FoundFile) -> FoundFile:
-    """The list of all weight files, for hosts that get some; made once for a model as it is."""
+    """Return the list of all weight files, for hosts that get a part of them; it is made once."""
     from allhands.model.reading import list_of_files
 
     files = present(model)
@@ -127,8 +125,8 @@ def _joined(what: Any) -> str:
 def wanted_stages(
     stages: bool, pp_split: str | None, content: Mapping[str, Any], model: str | None
 ) -> StagesWanted | None:
-    """Return the pipeline that the options ask for, with those of the configuration; ``None``: all
-    files to everybody.
+    """Return the pipeline of the options and the configuration; ``None``: every host gets all
+    files.
 
     Raises:
         ConfigError: options that have no effect.
@@ -136,7 +134,7 @@ def wanted_stages(
     if not stages:
         if pp_split is not None:
             raise ConfigError(
-                "a split alone brings no less",
+                "without --stages a split has no effect",
                 code="option-without-effect",
                 where="--pp-split",
                 hint="add --stages",

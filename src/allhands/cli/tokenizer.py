@@ -35,7 +35,7 @@ def train(asked: TokenizerTrain) -> None:
             "--out is missing",
             code="option-missing",
             where="tokenizer train",
-            hint="say where to write: --out tokenizer",
+            hint="name a directory: --out tokenizer",
         )
     require_place(asked.out, "a tokenizer", OUTPUT, force=asked.force)
     found = find_sources(
@@ -65,7 +65,7 @@ def show(asked: TokenizerShow) -> None:
 
 
 def bracketed(pieces: Sequence[str]) -> str:
-    """Put each piece between brackets, so that blanks can be seen."""
+    """Put each piece between brackets, so that blanks are visible."""
     return "".join(f"[{piece}]" for piece in pieces)
 
 

@@ -1,4 +1,4 @@
-"""``allhands train``: one process, several local ones, or a rank of somebody else's launcher."""
+"""``allhands train``: one process, several local ones, or a rank of another launcher."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 LOG_DIRECTORY = "logs"
 HOSTS_FILE = "hosts.txt"
-# A person who is away finds the run going on; one who looks is not kept from the error for long.
+# Long enough for a run to go on without the user, and short enough to show an error soon.
 RESTARTS_OF_SEVERAL = 3
-# At the end one rank may have trackers to close and curves to draw when the others have ended.
+# At the end one rank may still close trackers and draw curves after the others have ended.
 _FINISH_GRACE_S = 600.0
 _LOG_WIDTH = 200
-# Who has started the ranks decides how many there are.
+# The launcher decides the number of ranks.
 _LAUNCHED_WITH = {
     "slurm": "leave -n out under another launcher: srun -n {} starts as many",
     "openmpi": "leave -n out under another launcher: mpirun -np {} starts as many",
@@ -87,7 +87,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         if config.cores_per_rank:
             check(job_of(config))
         code = work(config, launch)
-    # Failures on purpose of other computers are noted there.
+    # Each computer notes its own injected faults.
     if not config.hostfile and (line := faults.outstanding()):
         tell(f"allhands: {line}")
     return code
@@ -112,9 +112,7 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
 
 @contextmanager
 def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None, None, None]:
-    """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no
-    less clear.
-    """
+    """Delay an error of another rank, because rank 0 usually has the same error and prints it."""
     try:
         yield
     except AllhandsError:
@@ -126,7 +124,7 @@ def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None, None, None]:
 def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
     """Refuse options that contradict the number of ranks, or a launcher other than this command."""
     if launch.launcher == "allhands":
-        return  # fewer ranks than were asked for may be left
+        return  # fewer ranks than requested may be left
     if not (config.hostfile or config.hosts):
         check_weights(
             config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size
@@ -152,14 +150,14 @@ def check_launch(config: TrainConfig, launch: LaunchPlace) -> None:
 
 
 def _check_rehearsal(config: TrainConfig, launch: LaunchPlace) -> None:
-    """Refuse failures on purpose that cannot happen in this run, and tell of those that will not
-    happen again.
+    """Refuse injected faults that cannot happen in this run, and name those that will not happen
+    again.
 
     Raises:
         ConfigError: see :func:`allhands.runtime.faults.check`.
     """
     if not faults.active() or launch.launcher == "allhands":
-        return  # a rank may be one of fewer than there were at first
+        return  # the run may have fewer ranks than at the first start
     num_ranks = launch.size if launch.launcher != "single" else config.num_ranks
     if config.hostfile and config.num_ranks == 1:
         num_ranks = sum(host.slots for host in read_hostfile(config.hostfile))
@@ -183,14 +181,13 @@ def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def _check_resume(config: TrainConfig) -> None:
-    """Find, before anything is started, what rank 0 would: by names and sizes alone, in
-    milliseconds.
+    """Check the checkpoint as rank 0 would, before anything is started: by names and sizes alone,
+    in milliseconds.
 
-    The ranks compare the sums; on which computer of a hostfile the checkpoint lies is not known
-    here.
+    The ranks compare the sums. With a hostfile the checkpoint's computer is not known here.
 
     Raises:
-        CheckpointError: what is to be gone on from is missing or damaged.
+        CheckpointError: the checkpoint to resume from is missing or damaged.
     """
     if not config.train or config.resume is None or config.hostfile is not None:
         return
@@ -203,7 +200,7 @@ def _check_resume(config: TrainConfig) -> None:
 
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
-    """Start the processes of ``command``, here or on the computers of a hostfile, and answer for
+    """Start the processes of ``command``, here or on the computers of a hostfile, and supervise
     them.
     """
     job = job_of(config)
@@ -216,7 +213,7 @@ def supervise_training(config: TrainConfig, command: list[str]) -> int:
 def job_of(config: TrainConfig) -> TrainingJob:
     """Return the job that ``config`` describes."""
     directory = Path(config.adapter_path)
-    # One rank is the default; with a hostfile that means nobody has said a number.
+    # One rank is the default; with a hostfile it means that no number was given.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
     resume = Path(config.resume) if config.resume and config.resume != "auto" else None
     same = (
@@ -247,7 +244,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         sync=_sync_command(config),
         compared=config.hostfile is not None,
         codes=config.log_level == "verbose",
-        # A second a batch is a guess of the right order.
+        # One second for each batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=lambda lines: (
             print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None
@@ -265,9 +262,7 @@ def _restarts(config: TrainConfig) -> int:
 
 
 def _paths_there(config: TrainConfig) -> dict[Path, str]:
-    """Paths that began with ``~``, as ranks on other computers read them in the same command or
-    file.
-    """
+    """Paths that began with ``~``, in the form that ranks on other computers read."""
     given = (config.adapter_path, config.resume)
     return {
         Path(path): written(path) for path in given if path is not None and written(path) != path
@@ -275,9 +270,7 @@ def _paths_there(config: TrainConfig) -> dict[Path, str]:
 
 
 def _sync_command(config: TrainConfig) -> str | None:
-    """The command that brings model and data, as far as they lie here, to the computers of the
-    hostfile.
-    """
+    """Return the command that copies the local model and data to the computers of the hostfile."""
     if config.hostfile is None:
         return None
     found = {"--model": config.model, "--data": config.data}
@@ -302,7 +295,7 @@ def _has_begun(directory: Path) -> bool:
 
 
 def work(config: TrainConfig, launch: LaunchPlace) -> int:
-    """Be one rank: this process alone, or one of a group that a launcher has started."""
+    """Run as one rank: this process alone, or one of a launcher's group."""
     with install(launch, os.environ) as worker:
         worker.stop_grace_s = min(worker.stop_grace_s, config.stop_grace_s)
         try:
@@ -316,14 +309,14 @@ def work(config: TrainConfig, launch: LaunchPlace) -> int:
 
 @contextmanager
 def collector_paused() -> Generator[None, None, None]:
-    """For imports: none of the many objects that they make goes, and looking for that takes a tenth
-    of their time.
+    """Pause garbage collection during imports: they free no objects, and it takes a tenth of their
+    time.
     """
     gc.disable()
     try:
         yield
     finally:
-        # Nor will they later: collections need not look at them again.
+        # Later collections need not look at these objects again.
         gc.freeze()
         gc.enable()
 
@@ -331,21 +324,21 @@ def collector_paused() -> Generator[None, None, None]:
 def leave(launch: LaunchPlace) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
-    Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they
-    take a rank that skips MPI's finalizer for a failure, and kill the rest.
+    If another program has started MPI (mpirun, or srun with PMIx), the ordinary end is needed: it
+    takes a rank without MPI's finalizer for a failure, and kills the other ranks.
     """
     publish(os.environ)
     logging.shutdown()
     tell_lost_words()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the disk with its log is full: what was to be done is done
+        with suppress(OSError):  # the disk with its log is full, but the work is done
             stream.flush()
     if launch.backend != "mpi" or launch.launcher == "allhands":
         os._exit(0)
 
 
 def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
-    """Write down that a run without a supervisor was ended, not lost; how to go on."""
+    """Record that a run without a supervisor was stopped, not lost; return how to go on."""
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
     journal.write(
@@ -363,7 +356,7 @@ def _train_as_rank(config: TrainConfig, launch: LaunchPlace, worker: WorkerConte
         leave_torch_out()
         from allhands.run.session import run_finetune
 
-    # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends,
+    # If the lines of all ranks are shown, they come from the logs: there rank 0's console ends,
     # too.
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
@@ -388,10 +381,10 @@ def _train_as_rank(config: TrainConfig, launch: LaunchPlace, worker: WorkerConte
 
 
 def tell_troubles(directory: Path) -> None:
-    """Tell that training did harm, as a report says it: a run that has got worse looks like any
-    other when it ends.
+    """Print a report's warning if training has made the model worse, because the end does not show
+    it.
     """
-    # A supervisor needs none of it, and starts sooner.
+    # A supervisor does not need these imports, and starts sooner without them.
     from allhands.observe.judging import harm
     from allhands.observe.metrics.history import read_metrics
 
@@ -410,8 +403,8 @@ def _console(tagged: bool) -> Console:
 
 
 def share_cores(config: TrainConfig, launch: LaunchPlace) -> int | None:
-    """Divide this host's cores among its ranks, where nobody has done so already; how many this
-    rank has got.
+    """Divide this host's cores among its ranks, unless that is done already; return this rank's
+    number.
     """
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank

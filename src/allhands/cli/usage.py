@@ -1,4 +1,4 @@
-"""The complaints of the command-line parser as errors of allhands: one message, with what to do."""
+"""Errors of the command-line parser as errors of allhands: one message, with what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allhands.config.aliases import ALIKE, canonical_flag, instead_of_flag
 from allhands.config.problems import meant, to_do
 from allhands.errors import ConfigError, in_our_words
 
-# Words in messages of the parser, in its versions; all others are about the type of a value.
+# Words in the parser's messages, in all its versions; other messages are about the type of a value.
 _ERROR_CODES = {
     "is not one of": "value-unknown",
     "must be greater": "value-out-of-range",
@@ -23,8 +23,7 @@ _ERROR_CODES = {
 def usage_error(error: Exception, words: Sequence[str], context: Any) -> ConfigError:
     """Return the parser's ``error`` about the ``words`` of the verb of ``context`` as one of ours.
 
-    The classes of the parser are not the same in all its versions, so their attributes tell what
-    has happened.
+    The parser's classes differ between its versions, so the attributes of the error are used.
     """
     if hasattr(error, "param_type"):
         return _missing(error)
@@ -53,7 +52,7 @@ def _unknown_option(flag: str, context: Any) -> ConfigError:
 
 
 def unexpected_words(words: Sequence[str], context: Any) -> ConfigError:
-    """Return the error of words that belong to no option and no argument."""
+    """Return the error about words that belong to no option or argument."""
     flags = _flags_of(context)
     hint = _near_flag(f"--{words[0]}", flags)
     takes = any(one.param_type_name == "argument" for one in context.command.params)
@@ -66,7 +65,7 @@ def unexpected_words(words: Sequence[str], context: Any) -> ConfigError:
 
 
 def _near_flag(flag: str, flags: Iterable[str]) -> str | None:
-    """Return a question about the one of ``flags`` that ``flag`` may have been meant to be."""
+    """Return a question with the most similar of ``flags``."""
     name = canonical_flag(flag.lstrip("-"))
     if len(name) < 2:
         return None
@@ -89,7 +88,7 @@ def _see_help(context: Any) -> str:
 
 
 def _name_of(parameter: Any) -> str:
-    """The longest flag, or the word for an argument that the help has."""
+    """Return the longest flag, or the help's word for an argument."""
     if parameter.param_type_name == "option":
         return max(parameter.opts, key=len)
     return (parameter.metavar or parameter.name or "").strip("[].").upper()
@@ -118,7 +117,7 @@ def _bad_value(error: Any) -> ConfigError:
 
 
 def _bad_use(flag: str, context: Any) -> ConfigError:
-    """The error of an option without its value, or of a switch with one."""
+    """Return the error of an option without a value, or of a switch with a value."""
     normal = f"--{canonical_flag(flag[2:])}" if flag.startswith("--") else flag
     parameter = next(
         one

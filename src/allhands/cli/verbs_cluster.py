@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-# Of the computers' back-ends, those that are measured and those that are trained with.
+# Back-ends that can be measured, and back-ends that can be trained with.
 MEASURED = ("auto", "all", "ring", "mpi", "nccl")
 BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 PLACE = "~/.allhands/env"

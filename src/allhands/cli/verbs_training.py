@@ -1,6 +1,4 @@
-"""Options of verbs about that share options with training: each class is the command line of a
-verb.
-"""
+"""Options of verbs that share options with training: each class is the command line of a verb."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ _EVALUATED = (
         "trust_remote_code",
     ),
 )
-# Options of training that decide what it sees.
+# Options of training that decide its data.
 _CHECKED = (
     *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
     *("fine_tune_type", "num_layers", "lora_parameters"),
@@ -63,7 +61,7 @@ BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 
 
 def _said(name: str) -> str:
-    """Return what ``allhands train`` says of the option."""
+    """Return the help text of ``allhands train`` for the option."""
     return TrainConfig.model_fields[name].description or ""
 
 

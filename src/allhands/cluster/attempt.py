@@ -30,25 +30,23 @@ from allhands.observe.journal import SupervisorEvent
 
 _TICK_S = 0.05
 _POLL_S = 0.5
-_COLLECT_S = (
-    0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
-)
-_CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
-_TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
+_COLLECT_S = 0.3  # after the first failure, so that ranks that end because of it can write this into their logs
+_CAUSE_S = 2.0  # the same if all known failures are lost peers, so that the cause is still unknown
+_TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks without useful work
 _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
-_LOOK_S = 0.5  # between two looks at whether a process is stopped
-_STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
-_TRACE_S = 0.2  # for a rank that hangs to write down where
+_LOOK_S = 0.5  # between two checks whether a process is stopped
+_STOPPED_S = 4.0  # until a stopped process counts; a shorter stop may be a user's debugger
+_TRACE_S = 0.2  # for a hanging rank to write its stack
 _ELSEWHERE_S = 900.0  # for ranks on other computers, unseen, to prepare data, compile or save
-# Messages of ranks whose port another program has; not of ranks that cannot connect, or that ask
-# for a foreign address.
+# Messages of ranks whose port is taken by another program; not of ranks that cannot connect, or
+# whose address is foreign.
 _PORT_TAKEN = re.compile(
     r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
 )
 # Exit codes of ranks that were told to stop: after they have saved, or before.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
-# Further codes that are excused then: a checkpoint at which ranks regroup is as good as any.
+# Further accepted codes after a stop: a checkpoint for regrouping is a good checkpoint, too.
 _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
 
 
@@ -89,13 +87,13 @@ class Attempt:
         self._stopped_since: dict[int, float] = {}
         self._next_look = 0.0
         self._stop_signal = 0
-        self._insisted = False  # a person, not only a scheduler's early warning, has asked to stop
+        self._insisted = False  # the user has asked to stop, not only a scheduler's early warning
         self._stop_began = self._began = time.monotonic()
         self._told: set[int] = set()
         self._regroup = False
         self._all_started = False
         self._all_listen = False
-        self._ended_at = float("inf")  # later exits are our doing
+        self._ended_at = float("inf")  # later exits are caused by us
 
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
         """Start the ranks, wait for the end, leave no process behind, and return the outcome.
@@ -138,9 +136,7 @@ class Attempt:
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait(self, poll: Callable[[], None]) -> Fault | None:
-        """Wait until the ranks have ended or must be ended; return the reason if no rank's end is
-        one.
-        """
+        """Wait until the ranks have ended or must be ended; return a reason that is no rank's end."""
         polled = self._began
         while self._living():
             now = time.monotonic()
@@ -186,20 +182,20 @@ class Attempt:
         untold = set(self._living()) - self._told
         # While ranks start there is nothing to save, and Python answers SIGINT with a traceback.
         number = self._stop_signal if self._all_started else signal.SIGTERM
-        # A rank that is not running yet is told as soon as it is.
+        # A rank that does not run yet gets the signal when it does.
         self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
         grace = self._grace_s if self._all_started else _START_GRACE_S
         return self._age(now, self._stop_began) < grace and not self._stands_still(now, marks)
 
     @property
     def _grace_s(self) -> float:
-        """Seconds from a stop on: for the running step, by the longest of the last steps, and for
+        """Seconds after a stop: for the running step, by the longest of the last steps, and for
         saving.
         """
         return self._spec.stop_grace_s + self._watch.longest_step_s
 
     def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """True if a rank that was told to end is stopped (SIGSTOP): without it nothing will be
+        """True if a rank is stopped (SIGSTOP) after a request to end: without it nothing can be
         saved.
         """
         if not self._all_started:
@@ -212,7 +208,7 @@ class Attempt:
 
     def _begin_stop(self, now: float, number: int) -> None:
         self._stop_signal, self._stop_began = number, now
-        # A rank that need not say that it has started may be at work already.
+        # A rank that need not report its start may be at work already.
         self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
         if self._all_started:
             self._events(
@@ -224,22 +220,22 @@ class Attempt:
             )
 
     def _failed_for_long(self, now: float) -> bool:
-        """True if a rank has failed, and the other ranks have had time to say what followed."""
+        """True if a rank has failed, and the other ranks have had time to report the consequences."""
         ends = self._ranks.exits()
         failed = [end for end in ends if self._is_failure(end)]
         if failed:
             lost_only = all(end.code == PeerLostError.exit_code for end in failed)
-            # What one computer lacks to begin others may lack as well.
+            # If one computer lacks a file, others may lack it, too.
             first = not self._all_started and bool(self._spec.places)
             return self._age(now, failed[0].time) > (_CAUSE_S if lost_only or first else _COLLECT_S)
         stopped = [end for end in ends if self._is_unasked_stop(end)]
-        # A person may have told all ranks to stop, and one of them may be saving.
+        # The user may have stopped all ranks, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
         grace = self._grace_s if saving else _CAUSE_S
         return any(self._age(now, end.time) > grace for end in stopped)
 
     def _is_failure(self, end: RankExit) -> bool:
-        """True if this end is a failure and not our doing; a stop excuses some codes."""
+        """True if this end is a failure and not caused by us; after a stop some codes are accepted."""
         if end.code == 0 or end.time > self._ended_at or self._is_unasked_stop(end):
             return False
         if self._regroup and end.code == REGROUP_CODE:
@@ -257,7 +253,7 @@ class Attempt:
             self._events(SupervisorEvent("started", "all processes have started"))
             return None
         missing = [rank for rank in self._living() if not marks[rank].started]
-        # A rank that is at work (tokenising, say) excuses those that wait for it.
+        # Ranks may wait for a rank that is at work, for example one that tokenises.
         waited = self._age(now, max(mark.busy_time or self._began for mark in marks.values()))
         limit = self._spec.start_deadline_s
         if self._share and all(marks[rank].ready for rank in missing):
@@ -283,7 +279,7 @@ class Attempt:
         return self._hang(stall, living) if stall else None
 
     def _frozen(self, now: float, marks: Mapping[int, Marks], living: list[int]) -> Stall | None:
-        """A rank that has been stopped (SIGSTOP) for some time, whatever it was doing."""
+        """Return a rank that has been stopped (SIGSTOP) for some time, in any phase."""
         # Other computers are asked only when something is wrong.
         if now < self._next_look or self._spec.places:
             return None
@@ -311,7 +307,7 @@ class Attempt:
             self._is_failure(end) or self._is_unasked_stop(end) for end in self._ranks.exits()
         )
         if failed:
-            self._ranks.tell("failed")  # so that ranks do not take the signal for a person's wish
+            self._ranks.tell("failed")  # so that ranks do not take the signal for a user's request
             for rank in living:
                 self._ranks.signal(rank, signal.SIGTERM)
             deadline = self._ended_at + _TERM_GRACE_S
@@ -326,7 +322,7 @@ class Attempt:
         beats = [self._ranks.marks(rank).beat for rank in self._own]
         step = max((beat.step for beat in beats if beat), default=None)
         codes = {end.code for end in self._ranks.exits()}
-        # Of a rank that has left for a checkpoint the others may only see that it has gone.
+        # If a rank has ended at a checkpoint, the others may only see that it is gone.
         apart = (
             self._regroup
             and REGROUP_CODE in codes
@@ -340,7 +336,7 @@ class Attempt:
         return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
 
     def _ports_were_taken(self, fault: Fault | None) -> bool:
-        """True if another start with other ports may mend the failure."""
+        """True if another start with other ports may avoid the failure."""
         theirs = (
             self._spec.backend == "mpi" or self._share or self._all_started or self._stop_signal
         )
@@ -351,16 +347,16 @@ class Attempt:
     # --- faults -----------------------------------------------------------------------------------
 
     def _failure(self) -> Fault | None:
-        """The fault of the first rank that failed; a rank that lost its peer counts only if no
-        other failed.
+        """Return the fault of the first rank that failed; a rank that lost its peer counts only if
+        no other rank failed.
 
-        Among ranks that failed alike the lowest one is named.
+        If several ranks failed in the same way, the lowest one is named.
         """
         ends = self._ranks.exits()
         failed = [end for end in ends if self._is_failure(end)]
         stopped = [end for end in ends if self._is_unasked_stop(end)]
         if len(stopped) < len(ends):
-            failed += stopped  # some ranks were stopped, and not all: the others could only fail
+            failed += stopped  # some ranks were stopped, but not all, so the others had to fail
         if not failed:
             return None
         code = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time)).code
@@ -370,12 +366,12 @@ class Attempt:
         return self._misfit(fault, alike) if foreseen else fault
 
     def _misfit(self, fault: Fault, alike: list[RankExit]) -> Fault:
-        """The fault with the ranks that do not fit: those which all ranks have named, or which
-        failed alike.
+        """Return the fault with the ranks that do not fit: those that all ranks named, or that
+        failed in the same way.
         """
         if (found := self._said(fault.rank).get("misfits")) is None:
             return replace(fault, misfits=tuple(end.rank for end in alike))
-        # All ranks have said the same, so it is no single rank's fault.
+        # All ranks have reported the same, so it is no single rank's fault.
         message = (fault.error or "").partition(": ")[2]
         misfits = tuple(int(rank) for rank in found)
         return replace(
@@ -408,8 +404,8 @@ class Attempt:
         return replace(fault, message=text, error=None, explanation=None)
 
     def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
-        """The fault of rank ``peer``, which listens but cannot be reached, mostly because of its
-        firewall.
+        """Return the fault of rank ``peer``, which listens but cannot be reached, mostly because of
+        its firewall.
         """
         fault = self._fault("blocked", end.rank, end.code, "", since)
         content = self._said(end.rank)
@@ -421,7 +417,7 @@ class Attempt:
             else content.get("hint")
         )
         told = str(DistributedError(text, code="connection-blocked", hint=hint))
-        # Neither rank's log says more.
+        # The logs of both ranks say nothing more.
         fault = replace(fault, log_path=None, log_tail=(), error=None)
         return replace(
             fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told
@@ -435,8 +431,8 @@ class Attempt:
         return self._fault("ended early", early.rank, DistributedError.exit_code, what, since)
 
     def _not_started(self, missing: list[int], since: float) -> Fault:
-        """The fault of ranks that are not ready, or, if all of them are, of those that wait for
-        other computers.
+        """Return the fault of ranks that are not ready, or of ranks that wait for other computers
+        if all are ready.
         """
         unready = [rank for rank in missing if not self._ranks.marks(rank).ready]
         late = unready or missing
@@ -495,7 +491,7 @@ class Attempt:
 
 
 def _stop_by(codes: set[int]) -> int:
-    """The signal that ended a rank whose exit code is one of these, or 0."""
+    """Return the signal that ended a rank with one of these exit codes, or 0."""
     signals = (signal.SIGTERM, signal.SIGINT)
     return next((number for number in signals if codes & {128 + number, -number}), 0)
 
@@ -510,6 +506,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    # Linux counts the processes that it kills for want of memory, so there it would be known.
+    # Linux counts processes that it kills because memory is short, so there it would be known.
     unknown = -code == signal.SIGKILL and sys.platform != "linux"
     return f"was killed by {name}" + (" (possibly out of memory)" if unknown else "")

@@ -1,9 +1,8 @@
-"""The choice of a back-end: by the table of possible ones, or by a measurement where several are
-possible.
+"""The choice of a back-end: by the table of possible ones, or by a measurement.
 
-NCCL and JACCL win wherever they are possible. Between MPI's shared memory and the ring on one
-computer a measured all-reduce decides, which is kept in the user's cache. Without a measurement the
-table decides, and MPI is first on Linux.
+NCCL and JACCL are taken wherever they are possible. On one computer a measured all-reduce decides
+between MPI's shared memory and the ring; the measurement is kept in the user's cache. Without a
+measurement the table decides, and MPI is first on Linux.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SIZES = (SMALL_BYTES, 256 << 10, GRADIENT_BYTES)
 _SMALL_A_STEP = 2  # exchanges of a few numbers beside the gradient
 _MEASURED: tuple[Backend, ...] = ("mpi", "ring")  # a measurement decides between these
 _BENCH_S, _ROUNDS_S = 8.0, 0.1
-_WORTH_S = 300.0  # training that is longer than this is worth a few seconds that may halve its communication
+_WORTH_S = 300.0  # for a training longer than this a few seconds of measurement pay
 _OLD_S = 30 * 86400.0
 _VERSION = 1
 _DAY = 86400.0

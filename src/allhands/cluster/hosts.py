@@ -83,13 +83,13 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def write_hosts(names: str, path: Path) -> Path:
-    """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with
-    slots or without.
+    """Write the hostfile for ``names``, such as ``"node1,node2:2"``: names or addresses, with or
+    without slots.
 
-    A person may add computers to it while the job runs, as to any hostfile.
+    Users may add computers to it while the job runs, as to any hostfile.
 
     Raises:
-        ConfigError: they are not understood, or one stands there twice.
+        ConfigError: the names are not understood, or one is given twice.
         StorageError: it cannot be written.
     """
     text = _lines_of(names)
@@ -180,14 +180,13 @@ def hostfile_backend(path: str | Path) -> str | None:
             "use ring, mpi, nccl or jaccl",
             code="hostfile-invalid",
         )
-    # Whether the cables make a ring or more is seen from the devices.
+    # The devices show whether the cables form a ring or more.
     backend = "jaccl" if backend == "jaccl-ring" else backend
     return None if backend in (None, "", "any") else cast(str, backend)
 
 
 def host_from_name(name: str, where: str | None = None) -> Host:
-    """Return the host that a person calls ``name``: a name or address, with or without ``user@``
-    before it.
+    """Return the host with this ``name``: a name or address, with or without ``user@`` before it.
 
     Raises:
         ConfigError: this cannot be a host's name.
@@ -200,7 +199,7 @@ def host_from_name(name: str, where: str | None = None) -> Host:
         hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
         if re.fullmatch(r"[^:]+:\d+", bare):
             hint = (
-                "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; "
+                "the number of its ranks belongs in the hostfile (slots), or in --hosts of allhands train; "
                 + hint
             )
         _refuse(where, f"{_shown(name)} is not the name of a host", hint, code="host-name-invalid")
@@ -287,9 +286,7 @@ def _from_words(words: list[str], where: str) -> Host:
 
 
 def _split_slots(word: str) -> tuple[str, str | None]:
-    """``node1:4`` is four slots; colons of an IPv6 address are its own unless it stands in
-    brackets.
-    """
+    """Split ``node1:4`` into a name and four slots; an IPv6 address with slots needs brackets."""
     name, colon, number = word.rpartition(":")
     if not colon or _as_address(word.rpartition("@")[2]) or word.endswith("]"):
         return word, None
@@ -303,7 +300,7 @@ def _slots(value: object, text: str, where: str) -> int:
         _refuse(
             where,
             f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}",
-            "say how many ranks it gets",
+            "give the number of its ranks",
             code="value-out-of-range",
         )
     return value
@@ -366,7 +363,7 @@ def _parse(text: str, path: str) -> dict[str, Any] | list[Any] | str | float | N
 
 
 def _lines_of_hosts(text: str) -> list[int]:
-    """The line on which each object of the list of hosts begins."""
+    """Return the line on which each object of the list of hosts begins."""
     lines: list[int] = []
     depth = ""
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text, re.DOTALL):
@@ -455,7 +452,7 @@ def _variables(value: object, where: str) -> dict[str, str]:
     for name, content in pairs:
         good = isinstance(name, str) and _VARIABLE.fullmatch(name)
         if not good or not isinstance(content, str) or "\0" in content:
-            # The value stays unsaid: it may be a secret.
+            # The value is not printed, because it may be a secret.
             _refuse(
                 where,
                 f"envs: {_shown(name)} is not a variable with a value",

@@ -416,7 +416,7 @@ class _RollCall(_Part):
 # What a rank tries before it goes on with the others, and the code where it cannot be done.
 _CODES_OF_TRIES = {"listens": "port-unavailable", "reaches": "connection-blocked"}
 _HINTS = (
-    "look at the output of the ranks that are named; every rank must be of the same start of the same job",
+    "look at the output of the named ranks; every rank must belong to the same start of the same job",
     "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way",
 )
 _SETTINGS = PortSettings(

@@ -58,11 +58,11 @@ class Members(Protocol):
     """The computers of a job."""
 
     def roster(self) -> Roster:
-        """Find the members that can take part now; takes seconds if computers have to be asked."""
+        """Find the members that can take part now; this takes seconds if other computers are asked."""
         ...
 
     def leave_out(self, seats: Iterable[str]) -> None:
-        """Do without these from now on, until a person changes the list of computers."""
+        """Leave these out from now on, until the hostfile changes."""
         ...
 
     def changed(self, current: Sequence[Place]) -> str | None:
@@ -72,7 +72,7 @@ class Members(Protocol):
         return None
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
-        """Return the computers that would then be there besides those of ``current``."""
+        """Return the computers that would be added to those of ``current``."""
         return ()
 
 
@@ -140,10 +140,10 @@ class HostfileMembers(Members):
         self._timeout_s = probe_timeout_s
         self._lock = threading.Lock()
         self._left_out: set[str] = set()
-        self._heard: dict[str, int] = {}  # step of the newest checkpoint ever heard of, by host
-        self._looked_at: set[str] = set()  # who was asked for checkpoints, whatever the answer
+        self._heard: dict[str, int] = {}  # step of the newest known checkpoint, by host
+        self._looked_at: set[str] = set()  # hosts that were asked for checkpoints, with any answer
         self._took_part: set[str] = set()
-        self._back: frozenset[str] = frozenset()  # who answered last
+        self._back: frozenset[str] = frozenset()  # hosts of the last answers
         self._round: threading.Thread | None = None
         self._next_round = 0.0
         self._rosters = 0
@@ -157,7 +157,7 @@ class HostfileMembers(Members):
         wanted = [host for host in self._hosts if host.name not in self._left_out]
         troubles = self._ask(wanted)
         here = [host for host in wanted if host.name not in troubles]
-        self._rosters += 1  # what a round that began before this finds out is old
+        self._rosters += 1  # results of a round that began before this are outdated
         self._back = frozenset(host.name for host in here)
         steps = self._newest(here)
         newest = max(steps.values(), default=0)
@@ -193,8 +193,8 @@ class HostfileMembers(Members):
         self._left_out.update(seats)
 
     def changed(self, current: Sequence[Place]) -> str | None:
-        """Return why more ranks could take part: somebody who is missing answers, or the file gives
-        more slots.
+        """Return why more ranks could take part: a missing computer answers, or the file has more
+        slots.
         """
         edited = self._read_again()
         names = {place.name for place in current}
@@ -236,8 +236,8 @@ class HostfileMembers(Members):
         return self._with_devices(places)
 
     def _with_devices(self, places: Sequence[Place]) -> tuple[Place, ...]:
-        """Their RDMA devices for each other: the hostfile names those for all its computers, in its
-        order.
+        """Return the places with their RDMA devices for each other; the hostfile names the devices
+        for all its computers, in its order.
         """
         order = {host.name: index for index, host in enumerate(self._hosts)}
         chosen = [order[place.name] for place in places]
@@ -265,8 +265,8 @@ class HostfileMembers(Members):
         return (None, f"{where}: going on from step {newest}") if newest else (where, None)
 
     def _judge_start(self, absent: Iterable[str]) -> str | None:
-        """Why it would be wrong to begin anew, as far as is known: somebody who was never asked is
-        away.
+        """Return why a new beginning would be wrong: a computer that was never asked does not
+        answer.
         """
         unknown = sorted(set(absent) - self._looked_at)
         if not self._earlier or not unknown:
@@ -282,7 +282,7 @@ class HostfileMembers(Members):
         try:
             status = self._path.stat()
         except OSError:
-            return None  # an editor may be about to put it back
+            return None  # an editor may be about to write it again
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read_again(self) -> bool:
@@ -343,14 +343,13 @@ class HostfileMembers(Members):
             return {}
         with self._lock:
             self._looked_at.update(host.name for host in hosts)
-            # Who says nothing has not been understood, or has lost it: either way it is not as if
-            # there were none.
+            # No answer about checkpoints does not mean that there are none.
             self._heard.update(steps)
         return steps
 
     def _keep_asking(self, present: set[str], at_once: bool) -> None:
-        """Every so often, in the background, ask who is missing whether he is back, the others what
-        they have.
+        """Regularly ask missing computers in the background whether they are back, and the others
+        for their checkpoints.
         """
         now = time.monotonic()
         if (self._round is not None and self._round.is_alive()) or (

@@ -63,9 +63,7 @@ class Newcomers:
         agreed = attested()
         if agreed is not None and self.now() >= self._again_at:
             names = ", ".join(place.name for place in unknown)
-            self.tell(
-                SupervisorEvent("waiting", f"looking whether {names} fits, while the others go on")
-            )
+            self.tell(SupervisorEvent("waiting", f"checking {names} while the others go on"))
             self._trial = self.try_out(spec, unknown, agreed, roster.seats[0])
         return False
 

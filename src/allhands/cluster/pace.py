@@ -80,7 +80,7 @@ class Pace:
         if self.phase == "validate":
             return "stopping after this batch of the validation"
         if self.phase in ("save", "end"):
-            return "stopping when what is being saved is written"
+            return "stopping after the current save"
         if self._step is None:  # a program that does not say
             return "stopping after this step"
         left = self.left_s()

@@ -119,7 +119,7 @@ def _addresses(
 
 def _odd(variable: str, what: str) -> DistributedError:
     return DistributedError(
-        f"{variable} makes no sense: {what}",
+        f"{variable} is not valid: {what}",
         code="variable-invalid",
         hint=f"correct or unset {variable}",
     )

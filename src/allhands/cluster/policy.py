@@ -1,5 +1,5 @@
-"""Decision after an attempt has ended: finish; start again, with which ranks and after which pause;
-or give up, and why.
+"""Decision after an attempt has ended: finish, give up with a reason, or start again with some
+ranks after a pause.
 
 The decision is a pure function of facts. :mod:`allhands.cluster.supervisor` carries it out.
 """
@@ -26,14 +26,14 @@ from allhands.errors import (
 
 LONGEST_PAUSE_S = 60.0
 MOST_SLACK = 8.0
-# Of a program that reports no steps only the time is known: from when on its failures are not "the
-# same", and from when on it has got somewhere.
+# For a program that reports no steps only the time is known: after the first time failures are not
+# "the same", and after the second one the program has made progress.
 _BRIEF_S = 60.0
 _LONG_S = 600.0
 _PORT_RESTARTS = 3
 _BLAMED_TIMES = 3
-# Failures that no restart can cure: what would be the same again, by the exit code of a command
-# that could not even begin, and by that of an error that a rank foresaw and wrote down.
+# Failures that no restart can correct, by the exit code of a command that could not begin, and by
+# the exit code of an error that a rank has recorded.
 _COMMAND = {
     2: "the command line (exit code 2)",
     126: "the command (it cannot be executed)",
@@ -47,10 +47,10 @@ _LASTING = {
     NumericsError.exit_code: "the numbers",
     CheckpointError.exit_code: "the checkpoint",
 }
-# Of these, what each rank looks for on its own computer; what only rank 0 looks at is nobody else's
+# The ones that each rank checks on its own computer; a check of rank 0 alone concerns no other rank
 # fault either.
 _LACKING = (DataError.exit_code, ModelError.exit_code)
-# Signals that come from outside a program; it brings the others on itself.
+# Signals that come from outside a program; it causes the others itself.
 _FROM_OUTSIDE = {
     128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 }
@@ -61,12 +61,11 @@ class Past:
     """An attempt that is over.
 
     Attributes:
-        seats: by rank, the place to which its faults are attributed: its computer, or its slot if
-            there is only one.
+        seats: for each rank the place of its faults: its computer, or its slot on a single
+            computer.
         apart: True if the seats are computers.
-        edition: number of changes that a person made to the list of computers; a change clears
-            earlier faults.
-        ran_s: seconds that it lasted.
+        edition: number of changes to the hostfile; a change clears earlier faults.
+        ran_s: its duration in seconds.
     """
 
     outcome: Outcome
@@ -77,15 +76,15 @@ class Past:
 
     @property
     def culprit(self) -> str | None:
-        """The seat of the rank that is the cause, if there is one."""
+        """The seat of the rank that caused the end, if there is one."""
         fault = self.outcome.fault
         return self.seats[fault.rank] if fault and 0 <= fault.rank < len(self.seats) else None
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """Limits that a person sets: restarts after faults, and the fewest ranks to go on with
-    (``None``: all).
+    """Limits from the options: restarts after faults, and the fewest ranks to go on with (``None``:
+    all).
     """
 
     max_restarts: int = 0
@@ -94,7 +93,7 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RunDone:
-    """The job is over, by its own end or at a person's request."""
+    """The job is over, by its own end or at the user's request."""
 
     code: int
 
@@ -127,7 +126,7 @@ class Restart:
 
 
 def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | Restart:
-    """Decide what follows the last attempt of ``history``, which holds all of the job in their
+    """Decide what follows the last attempt of ``history``, which has all attempts of the job in
     order.
     """
     outcome = history[-1].outcome
@@ -146,11 +145,11 @@ def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | 
 
 
 def _unfit(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> frozenset[str]:
-    """The seats that do not fit, if the others are enough: to start again with them would end the
-    same way.
+    """Return the seats that do not fit, if the others are enough: with them the next start would
+    fail in the same way.
 
-    An error before the first step, such as a model that is missing, is a computer's own as long as
-    no other one has it too.
+    An error before the first step, such as a missing model, belongs to a computer if no other
+    computer has it.
     """
     last = history[-1]
     unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
@@ -196,7 +195,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
             code,
         )
     fruitless = [past.outcome.fault for past, gained in stalled if not gained]
-    # Without those who are to blame there is nothing to wait for.
+    # Without the failing seats no pause is needed.
     pause = 0.0 if exclude else _pause(len(fruitless))
     return Restart(
         pause,
@@ -207,25 +206,23 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
 
 
 def _lasting(fault: Fault) -> str | None:
-    """Return the cause, if it is one that no restart can change."""
+    """Return the cause, if no restart can change it."""
     return (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code)
 
 
 def _pause(fruitless: int) -> float:
-    """Seconds before another start after so many attempts that got nowhere."""
+    """Return the seconds before another start, after so many attempts without progress."""
     return min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless else 0.0
 
 
 def _slack(faults: Sequence[Fault | None]) -> float:
-    # The first hang at a place is believed; one that comes again may have been a step that takes
+    # The first hang at a place counts as a hang; a second one there may have been a step that takes
     # long.
     return min(4.0 ** sum(one is not None and one.kind == "hang" for one in faults), MOST_SLACK)
 
 
 def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:
-    """Go on without the computer that cannot be connected to, if allowed; ranks have never met
-    because of it.
-    """
+    """Go on without the unreachable computer, if allowed; because of it ranks have never connected."""
     last = history[-1]
     seat = last.culprit
     if last.apart and seat is not None and _enough_without([seat], last, limits):
@@ -234,15 +231,15 @@ def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp
 
 
 def _counts(past: Past) -> bool:
-    """Return whether it ended by a fault that is tried again: not by a computer that did not fit."""
+    """Return whether it ended by a fault that allows another try: not by a computer that did not
+    fit.
+    """
     fault = past.outcome.fault
     return not (fault is None or past.outcome.ports_taken or _is_own(past, fault))
 
 
 def _is_own(past: Past, fault: Fault) -> bool:
-    """Return whether the fault is that a computer does not fit, or lacks something that it needs to
-    begin.
-    """
+    """Return whether the fault belongs to a computer that does not fit, or lacks a needed file."""
     lacks = fault.exit_code in _LACKING or (
         fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits
     )
@@ -250,10 +247,11 @@ def _is_own(past: Past, fault: Fault) -> bool:
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
-    """The latest faults, newest first, back to the last attempt that got further than all before
-    it.
+    """Return the latest faults, newest first, back to the last attempt that got further than all
+    earlier ones.
 
-    With each, whether it did. That one is included, for the next may fail where it did.
+    Each comes with whether its attempt did. That attempt is included, because the next one may fail
+    at the same place.
     """
     for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
         if past.outcome.fault is not None and not _counts(past):
@@ -281,16 +279,16 @@ def _gains(history: Sequence[Past]) -> list[bool]:
 def _leave_out(
     stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: RestartLimits
 ) -> tuple[frozenset[str], str | None]:
-    """The seat to do without from now on, if there is one; or why the job cannot go on, which needs
-    it.
+    """Return the seat to leave out from now on, if there is one, or why the job cannot go on
+    without it.
     """
     last = stalled[0][0]
     seat = last.culprit
     if seat is None:
         return frozenset(), None
     blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
-    # A failure that is exactly repeated may lie in a computer or GPU, or in the job: without it it
-    # will be seen.
+    # The cause of an exactly repeated failure may be a computer or GPU, or the job. A start without
+    # the computer shows it.
     repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None
@@ -310,7 +308,7 @@ def _same_seat(past: Past, last: Past) -> bool:
 
 
 def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | None:
-    """Why another restart would end the same way, if it would."""
+    """Return why another restart would fail in the same way, if it would."""
     patience, times, last = _patience(fault), _repeated(stalled, fault), stalled[0][0]
     unknown = fault.step is None and last.outcome.started and last.ran_s > _BRIEF_S
     if patience is None or times < patience or unknown:
@@ -329,7 +327,7 @@ def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | Non
 
 
 def _repeated(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> int:
-    """Return the number of times in a row that this has happened now."""
+    """Return how often in a row this has happened."""
     wanted = _essence(fault)
     faults = (past.outcome.fault for past, _ in stalled)
     return len(list(takewhile(lambda one: one is not None and _essence(one) == wanted, faults)))

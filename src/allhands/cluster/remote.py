@@ -49,8 +49,8 @@ _REPORT_S = 2.0
 _KILL_S = 5.0
 _LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
 _LOST_CODE = -9
-_SPOKEN = ("allhands", "mlx")  # what agents and whoever starts them need the same of
-# Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left
+_SPOKEN = ("allhands", "mlx")  # what must be equal between agents and the supervisor
+# Settings of this computer that are meant for all ranks; MLX's and NCCL's of another job are left
 # out there.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
 
@@ -170,12 +170,12 @@ class RemoteRanks:
             return sorted(self._exits.values(), key=lambda end: end.time)
 
     def marks(self, rank: int) -> Marks:
-        """Return what the rank has said of itself so far."""
+        """Return the rank's reports so far."""
         with self._lock:
             return self._marks.get(rank, Marks())
 
     def signal(self, rank: int, number: int) -> bool:
-        """Have the rank's agent send it a signal; false if it has ended."""
+        """Send a signal to the rank through its agent; return false if it has ended."""
         with self._lock:
             if rank in self._exits:
                 return False
@@ -183,7 +183,7 @@ class RemoteRanks:
         return True
 
     def tell(self, word: str) -> None:
-        """Have every agent tell its ranks ``word``."""
+        """Send ``word`` to all ranks through their agents."""
         for connection in self._connections:
             connection.send("tell", word=word)
 
@@ -203,7 +203,7 @@ class RemoteRanks:
         return ", ".join(found)
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet."""
+        """Return the agreement of the ranks, as rank 0 reports it; ``None``: there is none yet."""
         return self._attested
 
     def host(self, rank: int) -> str:
@@ -253,12 +253,12 @@ class RemoteRanks:
         self._end_ranks(range(len(self._homes)))
         self._output.close()
 
-    # --- what agents say --------------------------------------------------------------------------
+    # --- messages of agents -----------------------------------------------------------------------
 
     def _connect(self, index: int, place: Place) -> None:
         log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
         own = range(self._firsts[index], self._firsts[index] + place.num_ranks)
-        # Rank 0 on this computer writes where we do, so that a terminal stays one.
+        # Rank 0 on this computer writes directly to our output, so that it still has a terminal.
         own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
         hello = orders(self._spec, place, own, self._addresses[index]) | {
@@ -294,7 +294,7 @@ class RemoteRanks:
                 self._lock.notify_all()
 
     def _keep_sample(self, host: str, line: str) -> None:
-        """Keep what a process on another computer has seen of itself, as those here do."""
+        """Keep a sample of a process on another computer, like those of local processes."""
         if decode_sample(line) is None:
             return
         file = relayed_file(self._spec.log_dir, host)
@@ -318,9 +318,7 @@ class RemoteRanks:
             self._exits.setdefault(rank, RankExit(rank, frame["code"], now - frame["age"]))
 
     def _take_refusal(self, own: range, frame: Frame) -> None:
-        """The ranks there have not been started, or cannot be spoken to: that is an error of each
-        of them.
-        """
+        """Record an error of each rank there, because they were not started or cannot be reached."""
         text = ": ".join(part for part in (frame["where"], frame["message"]) if part)
         error = {
             **frame,
@@ -364,8 +362,8 @@ class RemoteRanks:
 
 
 class _Output:
-    """Rank 0's output, written in a thread of its own: a terminal that is held up must not hold up
-    the watch.
+    """Rank 0's output, written in another thread, because a blocked terminal must not block the
+    supervision.
     """
 
     def __init__(self) -> None:
@@ -378,7 +376,7 @@ class _Output:
         self._queue.put((2 if stream == 2 else 1, data))
 
     def close(self) -> None:
-        """Wait a moment for what is left."""
+        """Wait a moment for the rest of the output."""
         self._queue.put(None)
         self._thread.join(1.0)
 
@@ -452,7 +450,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "backend": spec.backend,
         "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
-        # What the supervisor sets is for it to set.
+        # Only the supervisor sets these.
         "env": {**(host.envs if host else {}), **spec.env},
         "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
@@ -505,8 +503,8 @@ def _ask_step(host: Host, question: Frame) -> Frame | None:
 
 
 def _portable(path: str | Path) -> str:
-    """A path below the working directory relative to it, which may be another one elsewhere;
-    ``~/...`` as it is.
+    """Return a path below the working directory relative to it, because other computers may have
+    another one; ``~/...`` stays unchanged.
     """
     with suppress(ValueError):
         return str(Path(path).absolute().relative_to(Path.cwd()))
@@ -527,10 +525,10 @@ def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Sta
 
 
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
-    """Refuse computers that would sum different things, and those that another allhands or MLX
-    speaks to from here.
+    """Refuse computers that would sum different things, or whose allhands or MLX differs from this
+    one.
 
-    The ranks of a person's own program need less in common than those of a training.
+    The ranks of a user's own program need less in common than those of a training.
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
@@ -556,9 +554,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
 
 
 def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], option: str) -> None:
-    """Refuse computers, which are all alike, with another version than this one's of what is
-    spoken.
-    """
+    """Refuse computers that agree with each other, but have another protocol version than this one."""
     have = there[0].software
     if different := set(unequal(own, have)) & set(_SPOKEN):
         name, computers = min(different), [one.name for one in there]
@@ -570,7 +566,7 @@ def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], optio
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
-    """One error for all; another kind than unreachable computers comes first."""
+    """Return one error for all; errors other than unreachable computers come first."""
     unreachable = [error for error in failed if isinstance(error, HostError)]
     if other := next((error for error in failed if error not in unreachable), None):
         return other

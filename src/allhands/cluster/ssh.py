@@ -45,12 +45,12 @@ _KINDS = (
     ("network is unreachable", "unreachable"),
 )
 _HINTS = {
-    "changed-key": "find out why its key is another one; if that is as it should be, take the old one away "
+    "changed-key": "find out why its key has changed; if the new key is right, remove the old one "
     "(ssh-keygen -R) and run `ssh {host} true` once by hand",
     "name": "correct the name, or give its address in ~/.ssh/config",
     "unknown-key": "run `ssh {host} true` once by hand, and accept its key if it is right",
     "auth": "put your public key there (ssh-copy-id {host}), or name the key to use in ~/.ssh/config (IdentityFile)",
-    "refused": "start the ssh server there; a port other than 22 belongs into ~/.ssh/config",
+    "refused": "start the ssh server there; a port other than 22 belongs in ~/.ssh/config",
 }
 _LASTING = ("changed-key", "name", "unknown-key", "auth")
 # The file and the host name of a key that has changed.
@@ -165,7 +165,7 @@ def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] |
     telling = text if _CHANGED in text else reason
     kind = next((kind for words, kind in _KINDS if words in telling.lower()), "other")
     stale = _STALE.search(text) if kind == "changed-key" else None
-    return kind, reason or "ssh has failed without a word", stale and (stale[1], stale[2])
+    return kind, reason or "ssh has failed without a message", stale and (stale[1], stale[2])
 
 
 def printable_lines(text: str) -> list[str]:

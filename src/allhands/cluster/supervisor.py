@@ -42,12 +42,10 @@ __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams
 
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
-_ASK_AGAIN_S = 2.0  # while computers are waited for
+_ASK_AGAIN_S = 2.0  # while the job waits for computers
 _LONGEST_ROOT = 60  # letters of a path: a Unix socket's address holds 104 bytes
-_FIRST_WAIT_S = (
-    30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
-)
-# A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
+_FIRST_WAIT_S = 30.0  # at the start, when a wrong name is likelier than a computer that comes later
+# Slurm's warning before the time limit (--signal=USR1) is a request to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
 
@@ -58,7 +56,8 @@ class SuperviseOptions:
     Attributes:
         max_restarts: most restarts after faults; regrouping does not count.
         min_ranks: fewest ranks to go on with; ``None``: all.
-        run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
+        run_id: id of the run, the same for all attempts (``ALLHANDS_RUN_ID``); generated if not
+            given.
         wait_s: seconds to wait for computers that are needed.
         try_out: checks that newcomers fit before the running ranks are stopped; ``None``: no check.
         resize: adapts values that depend on the number of ranks, such as ``cores_per_rank``.
@@ -100,7 +99,7 @@ def supervise(
     Args:
         spec: specification of the start; its ranks, places and weights are those of an attempt with
             all members.
-        events: called in this thread with all events for a person.
+        events: called in this thread with all events for the user.
         options: restarts; the default is none.
         members: the members of an attempt; the default is this computer with all ranks.
         journal: also gets all events.
@@ -152,7 +151,7 @@ def workroom() -> Generator[Workroom, None, None]:
 
 
 class _Stopped(Exception):
-    """A person, or a scheduler, ended the job while no rank was running."""
+    """The user or a scheduler ended the job while no rank was running."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -160,7 +159,7 @@ class _Stopped(Exception):
 
 
 class _NotTogether(Exception):
-    """The computers that are needed did not come in time, or cannot come."""
+    """Needed computers did not answer in time, or cannot take part."""
 
     def __init__(self, problem: str, hint: str | None) -> None:
         super().__init__(problem)
@@ -187,7 +186,7 @@ class _Job:
     def __post_init__(self) -> None:
         self.newcomers = Newcomers(self.members, self.options.try_out, self._tell, self.seams.now)
         run_id = self.options.run_id or secrets.token_hex(8)
-        # By the clock on the wall here, whatever time zones the ranks are in.
+        # By this computer's clock; ranks may be in other time zones.
         began = datetime.now().isoformat()
         self.spec = replace(
             self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id, "ALLHANDS_RUN_BEGAN": began}
@@ -232,10 +231,10 @@ class _Job:
     # --- before an attempt ------------------------------------------------------------------------
 
     def _gather(self) -> Roster:
-        """The ranks of the next attempt, as soon as there are enough of them.
+        """Return the ranks of the next attempt, as soon as there are enough.
 
         Raises:
-            _NotTogether: that has taken too long, or cannot be at the first start.
+            _NotTogether: it takes too long, or is impossible at the first start.
             _Stopped: a signal came.
         """
         told: set[str] = set()
@@ -255,8 +254,8 @@ class _Job:
             self._pause(_ASK_AGAIN_S)
 
     def _ask(self) -> Roster:
-        """Ask the members in a thread of its own, so that a signal need not wait for computers that
-        do not answer.
+        """Ask the members in another thread, so that a signal need not wait for computers that do
+        not answer.
         """
         future: Future[Roster] = Future()
 
@@ -273,7 +272,7 @@ class _Job:
         return future.result()
 
     def _problem(self, roster: Roster) -> str | None:
-        """Why these ranks should not start, if so."""
+        """Return why these ranks should not start; ``None`` if they should."""
         least = self._least(roster)
         if len(roster.seats) >= least:
             return roster.obstacle
@@ -287,7 +286,7 @@ class _Job:
         """Return whether a first start will certainly lack ranks: a name is wrong, for example, or
         a key is missing.
 
-        Later on the same words may mean a name server that is away for a while.
+        After the first start the same error may mean that a name server is away for a while.
         """
         return (
             not self.history
@@ -296,21 +295,21 @@ class _Job:
         )
 
     def _tell_absent(self, roster: Roster) -> None:
-        """Tell of missing computers at the first start; later a fault has told of them."""
+        """Report missing computers at the first start; later a fault has reported them."""
         for name in () if self.history else roster.absent:
             text = f"starting without a computer that may come later: {_absence(name, roster)}"
             self._tell(SupervisorEvent("waiting", text, host=name))
 
     def _least(self, roster: Roster) -> int:
-        """The fewest ranks: if no number was given all of the first attempt, as far as they are
-        still on the list.
+        """Return the fewest ranks; by default all ranks of the first attempt that are still in the
+        hostfile.
         """
         self.all_ranks = self.all_ranks or len(roster.every)
         return self.options.min_ranks or max(1, min(self.all_ranks, len(roster.every)))
 
     def _fit(self, roster: Roster) -> LaunchSpec:
         env = {**self.spec.env, "ALLHANDS_ATTEMPT": str(self.number)}
-        # Who has trained together is right about what must be equal, and not whoever comes later.
+        # Ranks that have trained together define what must be equal, not computers that come later.
         proven = [past.seats for past in self.history if past.outcome.started and past.apart]
         env |= {TRUSTED_VARIABLE: ",".join(dict.fromkeys(proven[-1]))} if proven else {}
         weights = _weights(self.spec.weights, roster)
@@ -338,7 +337,7 @@ class _Job:
             fault = _unstarted(error, roster)
             if not self.history and not self._enough_without(fault, roster):
                 raise
-            # What could be started before can be so again: a computer may have gone just now.
+            # An earlier attempt could start, so this may be the loss of a computer.
             outcome = Outcome(fault)
         finally:
             self.running = self.regrouping = False
@@ -351,7 +350,7 @@ class _Job:
         return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
 
     def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Attempt) -> None:
-        """Have the ranks regroup once more of them could take part, and fit."""
+        """Let the ranks regroup if more computers can take part, and fit."""
         if not self.regrouping and (reason := self.members.changed(roster.places)):
             if not self.newcomers.all_fit(spec, roster, attempt.attested):
                 return
@@ -364,7 +363,7 @@ class _Job:
     # --- after it ---------------------------------------------------------------------------------
 
     def _prepare(self, restart: Restart) -> None:
-        """Tell what went wrong, put the logs aside, and wait out the pause.
+        """Report the fault, move the logs aside, and wait for the pause.
 
         Raises:
             _Stopped: a signal came.
@@ -458,7 +457,7 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
 
 
 def _absence(name: str, roster: Roster) -> str:
-    """Say that a computer does not answer, and why, as far as it is known."""
+    """Return a text that a computer does not answer, with the reason if it is known."""
     trouble = roster.troubles.get(name)
     return f"{name} does not answer" + (
         f" ({trouble.reason})" if trouble and trouble.reason else ""
@@ -466,14 +465,14 @@ def _absence(name: str, roster: Roster) -> str:
 
 
 def _hint(roster: Roster) -> str | None:
-    """Return the remedy for one missing computer, first for one that will not come without help."""
+    """Return the remedy for one missing computer, preferably one that needs help."""
     troubles = [trouble for name in roster.absent if (trouble := roster.troubles.get(name))]
     return min(troubles, key=lambda trouble: not trouble.lasting).hint if troubles else None
 
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:
-    """The fault of an attempt that could not be started: of the first rank on the computer that is
-    named, if any.
+    """Return the fault of an attempt that could not start; its rank is the first one on the named
+    computer, if there is one.
     """
     hosts = [name for name in getattr(error, "hosts", ()) if name in roster.seats]
     if isinstance(error, UnfitHosts):
@@ -499,9 +498,7 @@ def _unstarted(error: DistributedError, roster: Roster) -> Fault:
 
 
 def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
-    """Tell that a seat is left out, because it does not fit (``fault``) or because it fails again
-    and again.
-    """
+    """Report that a seat is left out, because it does not fit (``fault``) or fails again and again."""
     if fault is None:
         return SupervisorEvent(
             "left out", f"{seat} is left out from now on: it has failed again and again", host=seat
@@ -513,7 +510,9 @@ def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent
 
 
 def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:
-    """The weights of the ranks that take part: each keeps its own, one that is new gets the mean."""
+    """Return the weights of the ranks that take part: each keeps its own, and a new rank gets the
+    mean.
+    """
     if weights is None:
         return None
     by_place = dict(zip(_numbered(roster.every), weights, strict=False))

@@ -46,7 +46,7 @@ def listening_address(point: MeetingPoint, patience: Patience) -> str:
             named = host if host == address else f"{host} is {address}, which"
             reason = f"{named} is no address of this computer ({error.strerror})"
             if error.errno != errno.EADDRNOTAVAIL:
-                reason = f"{address} cannot be listened at ({error.strerror})"
+                reason = f"rank 0 cannot listen at {address} ({error.strerror})"
         else:
             if not is_loopback(address) or host in _LOOPBACK_NAMES or host == address:
                 return address

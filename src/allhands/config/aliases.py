@@ -1,8 +1,8 @@
 """Other trainers' names for options and commands: the understood ones, and advice for all others.
 
-The names are in ``aliases.toml``. This module is apart from the options themselves, because the
-command line needs the names even for its smallest tasks. In advice ``[[key]]`` and ``[[key:
-value]]`` stand for an option; :func:`for_key` and :func:`for_flag` spell it.
+The names are in ``aliases.toml``. This module is separate from the options, because the command
+line needs the names for all of its tasks. In advice ``[[key]]`` and ``[[key: value]]`` stand for an
+option; :func:`for_key` and :func:`for_flag` spell it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _each_name(table: Mapping[str, str]) -> dict[str, str]:
 _TABLES: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
-# Other people's names for our keys.
+# Other trainers' names for our keys.
 ALIASES = {name: key for key, names in _TABLES["aliases"].items() for name in names.split(", ")}
 OUTDATED, ELSEWHERE, OF_MLX_LM, COMMANDS = (
     _each_name(_TABLES[name]) for name in ("outdated", "elsewhere", "mlx_lm", "commands")
@@ -67,8 +67,8 @@ def instead_of_command(
     """Advise on ``words``: an unknown command, perhaps after the name of a group.
 
     Args:
-        siblings: what could stand in the place of the last word.
-        commands: gives all commands, with the groups that they are in: ``model get``.
+        siblings: commands that could replace the last word.
+        commands: returns all commands with their groups, such as ``model get``.
     """
     group, _, word = words.lower().replace("_", "-").rpartition(" ")
     name = re.sub(r"^(mlx[-.]lm|allhands)[-.]?", "", word)
@@ -85,7 +85,9 @@ def instead_of_command(
 
 
 def take_outdated(content: dict[str, Any]) -> list[str]:
-    """Take out of a file's ``content`` what a later mlx_lm ignores; a note on each that is set."""
+    """Remove keys that a later mlx_lm ignores from a file's ``content``; a note for each that is
+    set.
+    """
     found = {raw: str(raw).replace("-", "_") for raw in content}
     gone = {
         raw: key
@@ -101,8 +103,6 @@ def take_outdated(content: dict[str, Any]) -> list[str]:
 
 
 def canonical_flag(name: str) -> str:
-    """Return the flag, without dashes, that is meant by ``name``: aliases and underscores are
-    understood, not shown.
-    """
+    """Return the flag, without dashes, that ``name`` means: an alias, or a name with underscores."""
     key = name.replace("-", "_")
     return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")

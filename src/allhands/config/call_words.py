@@ -1,4 +1,4 @@
-"""Words of errors for a person who calls a Python function: keyword arguments in place of flags."""
+"""Keyword arguments in place of flags in the messages of errors, for calls from Python."""
 
 from __future__ import annotations
 

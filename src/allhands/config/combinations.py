@@ -9,13 +9,13 @@ from allhands.errors import ConfigError
 
 
 def refuse_combinations(config: Any) -> None:
-    """See that options do not contradict each other, and that none is without effect.
+    """Check that options do not contradict each other, and that each of them has an effect.
 
     Args:
         config: of :class:`allhands.config.schema.TrainConfig`, which calls this.
 
     Raises:
-        ValueError: some do, or one is.
+        ValueError: options contradict each other, or one has no effect.
     """
     c = config
     for one, other, message in (
@@ -91,7 +91,7 @@ def _refuse_idle(c: Any) -> None:
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
-    """Refuse options that are not at their defaults, as they have an effect only with another one."""
+    """Refuse options that differ from their defaults, but need another option for an effect."""
     for name in names:
         if getattr(config, name) != type(config).model_fields[name].default:
             raise RefusedOption(
@@ -125,16 +125,16 @@ def _refuse_stages(config: Any) -> None:
         ),
         (
             is_sharded(config) and config.compress != "none",
-            "--compress packs sums of gradients, of which --strategy fsdp makes parts: leave one out",
+            "--compress packs whole sums of gradients, and --strategy fsdp makes parts of them: leave one out",
         ),
         (
             piped and config.compress != "none",
-            "--compress packs gradients; with --strategy pipeline they travel as they are, if at all: leave one out",
+            "--compress packs gradients, and --strategy pipeline sends them uncompressed or not at all: leave one out",
         ),
         (
             config.pp_schedule == "zb" and config.dp_shard,
-            "--pp-schedule zb computes the gradients of weights later, and --dp-shard needs them while the weights are "
-            "there: leave one out",
+            "--pp-schedule zb computes the gradients of weights later, but --dp-shard needs them while the weights "
+            "are fetched: leave one out",
         ),
         (
             piped and config.rank_weights not in (None, "equal"),
@@ -234,15 +234,16 @@ def _refuse_context(config: Any) -> None:
 
 
 def require_groups(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp``, ``--ep`` or
-    ``--dp-shard``.
+    """Refuse ranks that make no whole groups of ``--tp``, ``--cp``, ``--ep`` or ``--dp-shard``.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the ranks make no whole groups.
     """
     given: list[str] = []
     size = 1
-    experts = config.ep if config.tp == 1 else 1  # else the same ranks divide matrices and experts
+    experts = (
+        config.ep if config.tp == 1 else 1
+    )  # with --tp the same ranks divide matrices and experts
     sizes = {
         "--tp": config.tp,
         "--cp": config.cp,
@@ -255,7 +256,7 @@ def require_groups(config: Any, num_ranks: int) -> None:
             given.append(f"{flag} {own}")
         if num_ranks % size:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
-            hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
+            hint = "take a number that divides the number of ranks: the groups then divide the rows of a batch"
             raise ConfigError(
                 f"{told} not make whole groups of {size}",
                 code="ranks-not-divisible",
@@ -265,8 +266,8 @@ def require_groups(config: Any, num_ranks: int) -> None:
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
-    """Return the error if so many ranks do not make up the requested pipelines; ``None`` if they
-    do, or none is requested.
+    """Return the error if so many ranks do not make whole pipelines; ``None`` if they do, or if no
+    pipeline is requested.
     """
     if config.strategy != "pipeline":
         return None
@@ -293,8 +294,8 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
 
 
 def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigError:
-    """The error where ranks do not make up pipelines; ``beside``: ranks that divide what each stage
-    has.
+    """Return the error of ranks that make no whole pipelines; ``beside``: number of ranks that
+    divide a stage.
     """
     given = {
         "--pp": config.pp,
@@ -312,8 +313,7 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
 
 
 def require_stages(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up the pipelines, or the groups that divide rows, that are
-    asked for.
+    """Refuse ranks that do not make the requested pipelines or groups.
 
     Raises:
         ConfigError: see :func:`unfit_stages` and :func:`require_groups`.

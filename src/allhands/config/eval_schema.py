@@ -1,4 +1,4 @@
-"""The options of ``allhands eval`` that reach every rank: those of a test, of any split."""
+"""The options of ``allhands eval`` that reach every rank: the options of a test, for any split."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class EvalConfig(TrainConfig):
     @field_validator("test_batches")
     @classmethod
     def _something(cls, value: int) -> int:
-        # Before the words of training, which name an option that this command has not.
+        # Before training's own check, whose message names an option that this command does not
+        # have.
         if value == 0:
-            raise ValueError(
-                "0 batches are nothing to evaluate: give a number from 1, or -1 for all"
-            )
+            raise ValueError("0 batches evaluate nothing: give a number from 1, or -1 for all")
         return value
 
 

@@ -1,4 +1,4 @@
-"""Options that are objects of their own, and what all options have in common."""
+"""Options that are objects, and the base class of all options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allhands.config.values import LocalPath, expanded_in
 
 
 class Strict(BaseModel):
-    """Options of which none is unknown or changes."""
+    """Base class of options: unknown keys are refused, and values cannot change."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
@@ -25,7 +25,7 @@ class Strict(BaseModel):
             kinds = {annotation, *get_args(annotation)}
             if {"on", "off"} <= kinds:
                 return "on" if value else "off"  # what YAML makes of these words
-            # To Python true is 1: a file's `learning_rate: true` would train with that.
+            # In Python true equals 1, so `learning_rate: true` in a file would train with 1.
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError("must be a number")
         return value

@@ -1,6 +1,4 @@
-"""Values that optimizers' arguments may have: seen where options are read, not after a model was
-loaded.
-"""
+"""Checks of optimizers' arguments when options are read, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _From0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-# By their names in mlx.optimizers; what is not here, the optimizer itself refuses.
+# By their names in mlx.optimizers; the optimizer itself checks all other arguments.
 _KINDS: dict[str, Any] = {
     "betas": Annotated[list[_Share], Field(min_length=2, max_length=2)],
     "eps": _Above0,
@@ -37,10 +35,10 @@ _ADAFACTOR_EPS = Annotated[list[_Above0], Field(min_length=2, max_length=2)]
 
 
 def checked_arguments(optimizer: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``arguments`` of ``optimizer`` as numbers, lists and booleans.
+    """Return ``arguments`` of ``optimizer`` as numbers, lists and booleans.
 
     Raises:
-        ValueError: a value that the argument cannot have; says which.
+        ValueError: an argument cannot have its value; the message names it.
     """
     found: dict[str, Any] = {}
     for name, value in arguments.items():

@@ -21,8 +21,8 @@ class PretrainConfig(TrainConfig):
     """Everything a pre-training run depends on."""
 
     VERB: ClassVar[str] = "pretrain"
-    # What comes first in the help, and what does not come at all, since a new model has no use for
-    # it.
+    # Options that come first in the help, and options that are not in it, since a new model has no
+    # use for it.
     FIRST: ClassVar[tuple[str, ...]] = (
         "data",
         "tokenizer",
@@ -73,7 +73,7 @@ class PretrainConfig(TrainConfig):
         "auto",
         description="Type of the weights in computation; auto: bfloat16 with float32 copies on GPUs, else float32.",
     )
-    # As everybody pre-trains: see docs/pretraining.md.
+    # Usual defaults of pre-training, see docs/pretraining.md.
     adapter_path: LocalPath = Field(
         "pretrained", description="Directory for the model, checkpoints, metrics, plot and logs."
     )
@@ -188,5 +188,5 @@ class PretrainConfig(TrainConfig):
 
 
 def pretraining(config: TrainConfig) -> PretrainConfig | None:
-    """``config`` if it is of a model that is trained from scratch."""
+    """``config`` if it describes pre-training; else ``None``."""
     return config if isinstance(config, PretrainConfig) else None

@@ -32,7 +32,7 @@ _ERROR_CODES = {
 
 
 def canonical_key(raw: Any) -> str:
-    """Return the name of the option that a file or a call spells so."""
+    """Return the name of the option for the spelling of a file or a call."""
     key = str(raw).replace("-", "_")
     return ALIASES.get(key, key)
 
@@ -46,13 +46,13 @@ def place_in_yaml(path: str | Path, key: str) -> str:
 
 
 def meant(description: str | None) -> str:
-    """Return what an option is for, as the end of a hint; nothing, if that is not known."""
+    """Return the description of an option as the end of a hint; empty if there is none."""
     return f". About the option: {description.rstrip('.')}" if description else ""
 
 
 def to_do(message: str, value: Any, description: str | None) -> str:
-    """Return the hint for a wrong value: the choice in ``message`` that it may have been meant to
-    be, or else what the option is for.
+    """Return the hint for a wrong value: a similar choice in ``message``, or the option's
+    description.
     """
     choices = [one for one in re.findall(r"'([^']*)'", message) if one != value]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
@@ -92,7 +92,7 @@ def explained(
         field = kind.model_fields.get(key)
         hint = to_do(message, got, field.description if field else None)
         found.setdefault(key, (place_of(key), text, _code_of(one, "value-invalid"), hint))
-    # As a person reads the file.
+    # In the order of the file.
     key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
     place, text, code, hint = found[key]
     more = "".join(f"; and {where}: {what}" for where, what, *_ in map(found.__getitem__, others))

@@ -35,9 +35,9 @@ from allhands.io.paths import local_path
 TRACKERS = {"tensorboard": "tensorboardX"} | {
     name: name for name in ("wandb", "mlflow", "trackio", "swanlab")
 }
-# Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less
-# than one where they are in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500
-# batches the first time, and from 100 later.
+# Compiling a step of SmolLM-135M for an H200 costs 19 s if its kernels were never built, and less
+# than 1 s if they are cached. It saves 10 to 14 ms of the 62 ms of a step. So it pays from 1,500
+# batches on the first time, and from 100 later.
 COMPILE_FROM_BATCHES = 400
 
 
@@ -266,7 +266,7 @@ class TrainConfig(Strict):
         "auto",
         description="Division of the work over ranks: data, zero1 (sharded optimizer state), fsdp or zero3 (sharded "
         "weights, too), zero2, or pipeline (each rank has some of the blocks); auto: data, or zero1 with NCCL and "
-        "float32 copies; where memory is short what fits.",
+        "float32 copies; if memory is short, a way that fits.",
     )
     reshard: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -390,8 +390,8 @@ class TrainConfig(Strict):
     )
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
-        # What a shell makes of a variable that is not set: not to be taken for an option that was
-        # not given.
+        # A shell gives an empty text for a variable that is not set: not to be taken for an option
+        # that was not given.
         if value is not None and not value.strip():
             raise ValueError("must not be empty")
         return value
@@ -531,7 +531,7 @@ def _canonical(
     """Rename aliases and refuse unknown keys with a suggestion."""
     result: dict[str, Any] = {}
     spelled: dict[str, Any] = {}
-    unknown: list[tuple[str, str, str]] = []  # where, which, and what to do
+    unknown: list[tuple[str, str, str]] = []  # where it is, which option, and what to do
     for raw, value in values.items():
         key = canonical_key(raw)
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"

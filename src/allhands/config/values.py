@@ -31,8 +31,8 @@ def _local_path(value: Any, handler: Any) -> Any:
     return expanded(handler(os.fspath(value) if isinstance(value, os.PathLike) else value))
 
 
-# A path, or a name that may be one, as of a model or a data set. JSON, which computers compare, has
-# it as written.
+# A path, or a name that may be a path, such as that of a model or a data set. Computers compare the
+# JSON, which has it as written.
 LocalPath = Annotated[
     str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")
 ]
@@ -53,7 +53,7 @@ def batches_of(epochs: float, per_epoch: int) -> int:
     Raises:
         ConfigError: there are more than --iters takes.
     """
-    # A part of a batch counts whole, but not what multiplication rounds up.
+    # A part of a batch counts as a whole one, but a rounding error of the product does not.
     batches = math.ceil(round(epochs * per_epoch, 6))
     if batches > _MOST_BATCHES:
         raise ConfigError(
@@ -66,7 +66,7 @@ def batches_of(epochs: float, per_epoch: int) -> int:
 
 
 def parse_json(value: Any) -> Any:
-    """Flags carry structured values as JSON; a bare word stays a word."""
+    """Parse the JSON of a structured flag; a plain word stays a word."""
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
             return json.loads(value, object_pairs_hook=without_repeats)

@@ -1,4 +1,4 @@
-"""Configuration files in YAML, as people mean them."""
+"""Reading of YAML configuration files; ``1e-5`` is a number, and a key may be given only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
+    """Return the mapping in a YAML file; ``1e-5`` is read as a number.
 
     Raises:
         ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
@@ -26,7 +26,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason, hint = (
             "it is not UTF-8 text",
-            "save it as UTF-8, as editors offer it when a file is saved",
+            "save it as UTF-8: editors offer this when they save a file",
         )
         if isinstance(error, OSError):
             reason, hint = str(error.strerror), meant(path, "check the path after --config")
@@ -42,7 +42,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "cannot be parsed"
-        hint = "write one 'key: value' a line, all of them from the line's beginning"
+        hint = "write one 'key: value' in each line, without blanks before the key"
         raise ConfigError(
             f"not valid YAML: {problem}", code="config-file-invalid", where=where, hint=hint
         ) from None
@@ -60,7 +60,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
-    """YAML's own reader takes the last of equal keys without a word."""
+    """Refuse a key that is given twice: YAML's own reader silently takes the last one."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
@@ -81,7 +81,7 @@ def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
 
 
 def _yaml_loader() -> type[yaml.SafeLoader]:
-    """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
+    """Return a YAML loader that reads 1e-5 as a number; YAML 1.1 reads it as a string."""
     import yaml
 
     class StrictLoader(yaml.SafeLoader):

@@ -148,7 +148,7 @@ class AnswerFinder:
             )
             if span is None and index in wanted:
                 raise DataError(
-                    f"messages[{index}]: the answer cannot be located in what the chat template makes of it",
+                    f"messages[{index}]: the answer cannot be located in the output of the chat template",
                     code="answer-not-located",
                     hint="leave out --mask-prompt, simplify that message (thinking tags, tool calls), or use "
                     "a model whose template renders it",

@@ -69,14 +69,14 @@ def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool
     for key in others:
         if _spoken(found[key]) != _spoken(found[first]):
             place.fail(
-                f'{what} has "{first}" and "{key}", and they call different things',
+                f'{what} has "{first}" and "{key}", and they are different calls',
                 "keep one of the two",
                 code="fields-contradict",
             )
     if first != "tool_calls" and message.get("role") != "assistant":
         place.fail(
-            f'{what} has "{first}", but only an assistant calls',
-            "remove it, or mend the role",
+            f'{what} has "{first}", but only an assistant can call tools',
+            "remove it, or correct the role",
             code="tool-call-invalid",
         )
     return rest | {"tool_calls": found[first]}

@@ -1,4 +1,4 @@
-"""From one text to tokens, and from places in the text to a mask over its tokens."""
+"""Encode one text as tokens, and turn character ranges of the text into a mask over its tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Draft:
-    """An example that is a text already, and not yet tokens.
+    """An example as a text, before it is encoded.
 
     Attributes:
         text: what is encoded.
@@ -52,7 +52,7 @@ class Draft:
             the output of a chat template, which has written all of them.
         spans: the character ranges that are targets, in order; None if all of it is.
         dates: the current date, in each spelling in which the chat template has written it.
-        unheard: what the record holds and the text does not.
+        unheard: parts of the record that are not in the text.
     """
 
     text: str
@@ -110,11 +110,13 @@ class Encoder:
     def encode_many(
         self, drafts: Sequence[Draft], *, offsets: bool
     ) -> list[Encoded | AllhandsError]:
-        """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
+        """Return the tokens of each draft, in order, or an error for a draft that cannot be
+        encoded.
+        """
         results: dict[int, Encoded | AllhandsError] = {}
         if drafts and self._backend is not None and (offsets or self._backend_is_all):
             for framed in (False, True):
-                # If one of them is no text, which one shows when they come one by one.
+                # If one of them is no text, encode them one by one to find it.
                 with suppress(TypeError, UnicodeError):
                     results |= self._batch(
                         {i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets
@@ -143,7 +145,7 @@ class Encoder:
         """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
         if self._backend is None:
             raise ModelError(
-                "this tokenizer does not tell where in the text its tokens lie, so the prompt cannot be masked",
+                "this tokenizer does not give the places of its tokens in the text, so the prompt cannot be masked",
                 code="tokenizer-without-offsets",
                 hint="use a model with a tokenizer.json, or leave out --mask-prompt",
             )
@@ -167,8 +169,8 @@ class Encoder:
         )
 
     def _framed(self, draft: Draft, found: Any) -> Encoded:
-        """Tokens with one begin-of-text token at most, and an end-of-text token where the draft
-        wants them.
+        """Return tokens with at most one begin-of-text token, and an end-of-text token if the draft
+        needs them.
         """
         ids: list[int] = found if isinstance(found, list) else found.ids
         offsets = None

@@ -1,11 +1,11 @@
 """Search for the parts of a conversation that a chat template leaves out.
 
-Templates leave things out without a word: the thinking of answers, tool calls, words beside calls,
-a system message. A conversation is therefore rendered once more with a marker in the place of
-everything that was said (:func:`mark`); a marker that is not in the text stands for something that
-the model never sees. Conversations of the same form share that rendering, so that it costs little.
-Reformatted calls, escapes and trimmed blanks leave markers alone. Words that a template drops for
-what they say, not for where they stand, are found in the real text (:func:`is_missing`).
+Templates silently leave parts out: the thinking of answers, tool calls, words beside calls, a
+system message. So a conversation is rendered once more with a marker in place of each part
+(:func:`mark`). If a marker is not in the text, the model never sees its part. Conversations of the
+same form share this rendering, so it costs little. Reformatted calls, escapes and trimmed blanks
+leave markers alone. Words that a template drops for what they say, not for where they stand, are
+found in the real text (:func:`is_missing`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """Something that a conversation says.
+    """A part of a conversation.
 
     Attributes:
         index: of its message; -1 for a tool.

@@ -120,7 +120,7 @@ def hub_error(name: str, error: Exception) -> DataError:
     page = f"https://huggingface.co/datasets/{name}"
     one_of, page_hint = (
         f"is one of: {choice or 'see ' + page}",
-        f"ask for it at {page}, then: hf auth login",
+        f"request it at {page}, then: hf auth login",
     )
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
@@ -129,7 +129,7 @@ def hub_error(name: str, error: Exception) -> DataError:
         (
             "(?i)gated dataset|GatedRepo",
             DataError(
-                "access to the dataset must be asked for", code="dataset-gated", hint=page_hint
+                "access to the dataset must be requested", code="dataset-gated", hint=page_hint
             ),
         ),
         (

@@ -216,7 +216,7 @@ class Intake:
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
             if key in self._ids:
-                hint = "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together"
+                hint = "if they are the same, --dedupe exact or near keeps one; if not, --split-by id keeps them together"
                 self.warnings.add("the id of an earlier row", hint, where)
             self._ids.add(key)
 

@@ -1,5 +1,4 @@
-"""The global order of samples: a pure function of (seed, epoch, batch), whatever the number of
-ranks.
+"""The global order of samples: a pure function of (seed, epoch, batch), for any number of ranks.
 
 Examples of similar length are put into the same batch, because padding is wasted work: the epoch is
 shuffled, sorted by length within pools of ``POOL_BATCHES`` batches, cut into batches, and the
@@ -27,8 +26,7 @@ _ROUNDS = 6
 
 
 class Shuffle:
-    """A pseudo-random permutation of ``range(size)`` that is computed where it is asked, in O(1)
-    memory.
+    """A pseudo-random permutation of ``range(size)``, computed on demand in O(1) memory.
 
     A Feistel network over the smallest even number of bits that holds ``size``, followed until it
     falls below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
@@ -46,8 +44,8 @@ class Shuffle:
     def at(self, places: Array) -> Ints:
         """(n,) the members of ``range(size)`` at ``places``, (n,) each below ``size``."""
         values = self._permute(places.astype(np.uint64))
-        # Outside: walk on along the cycle. A quarter of the domain at worst is inside, so few steps
-        # are needed.
+        # Outside: follow the cycle. At least a quarter of the domain is inside, so few steps are
+        # needed.
         while len(outside := np.flatnonzero(values >= self._size)):
             values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
@@ -100,8 +98,8 @@ class GlobalOrder:
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
     def longest(self, most_pools: int = 16) -> list[Ints]:
-        """Batches of the longest examples of each of the first pools of an epoch, whole ones and
-        those left over.
+        """Return the batches of the longest examples in the first pools of an epoch, incomplete
+        ones included.
         """
         found: list[Ints] = []
         for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):

@@ -1,5 +1,5 @@
-"""From whatever files people have to a training folder: checked, deduplicated, split, and nothing
-lost unsaid.
+"""Make a training folder from files of many types: checked, deduplicated and split. Every lost row
+is reported.
 
 One pass reads every source and writes the rows that can be used to a spool file; of each row only
 some 70 bytes of numbers stay in memory. Then duplicates are searched, splits decided, and the rows
@@ -89,8 +89,8 @@ def prepare(
     measure: Measure | None = None,
     progress: Progress = no_progress,
 ) -> PrepareOutcome:
-    """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is
-    untouched.
+    """Write ``out`` with the rows of ``sources``; it is whole, or the earlier directory is
+    unchanged.
 
     Args:
         measure: renders a record, or raises DataError for one that cannot be rendered; without it,
@@ -112,7 +112,7 @@ def prepare(
         left_out = LeftOut(left_out_file)
         intake = Intake(sources, options, Spool(cast(BinaryIO, file)), left_out, measure, progress)
         intake.read()
-        if intake.torn:  # how much is missing, nobody knows
+        if intake.torn:  # the number of missing rows is unknown
             raise intake.torn[0].error()
         outcome = PrepareOutcome(
             intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed()
@@ -144,15 +144,15 @@ def prepare(
 def _checked_splits(
     sources: Sequence[Source], options: PrepareOptions
 ) -> tuple[Sequence[Source], list[str]]:
-    """The sources, without their splits if those would leave nothing to train on; and what to say
-    about it.
+    """Return the sources, without their splits if these leave nothing to train on, and a note about
+    it.
     """
     named, notes = {source.split for source in sources}, list[str]()
     if not options.resplit and named and not named & {None, "train"}:
-        # Somebody who names nothing but a test.jsonl wants to train on it.
+        # If only a test.jsonl is named, it is meant for training.
         words = " and ".join(sorted(map(str, named)))
         notes = [
-            f"the sources bring no train split, only {words}: all of their rows are split anew"
+            f"the sources bring no train split, only {words}: all of their rows get new splits"
         ]
         sources = [replace(source, split=None) for source in sources]
     for split, share in (("valid", options.valid), ("test", options.test)):
@@ -173,7 +173,7 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
     """Refuse to overwrite what is at ``out``.
 
     Args:
-        names: what is read, as it was named: it must not lie in ``out``.
+        names: the sources, as they were named; they must not be in ``out``.
 
     Raises:
         ConfigError: it is not an empty directory; or, with ``force``, not one that was prepared
@@ -277,7 +277,7 @@ def _write_splits(
 def _notes(
     intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool
 ) -> Iterator[str]:
-    """Notes on decisions that a person may not expect. ``alone``: no row belongs to another."""
+    """Notes on decisions that may be unexpected. ``alone``: no row belongs to another."""
     options = intake.options
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
@@ -308,7 +308,7 @@ def _sizes(
             )
             yield f"{what} are kept for {name} (--{name}; seed {options.seed})"
         if name not in carried and got != target:
-            why = "there are too few rows" if alone else "rows that belong together stay so"
+            why = "there are too few rows" if alone else "rows that belong together stay together"
             yield f"{name} has {got} rows where {target} were wanted: {why}"
         held += got * by_default
     if held >= LARGE_PART * total:

@@ -260,7 +260,7 @@ def notes_of(path: Path) -> tuple[str, ...]:
     if not found.certain or found.delimiter == ("\t" if kind == "tsv" else ","):
         return ()
     shown = {"\t": "a tab", ",": "a comma"}.get(found.delimiter, found.delimiter)
-    return (f"the columns are separated by {shown}, which is how it was read",)
+    return (f"the columns are separated by {shown}, and it was read so",)
 
 
 def splits_in(path: Path) -> tuple[str, ...]:
@@ -326,7 +326,7 @@ def _cut_short(error: Exception, path: Path, name: str) -> RowProblem:
     return RowProblem(
         name,
         0,
-        f"cannot be read to its end, only the rows before were read: {error}",
+        f"cannot be read to its end; only the rows before were read: {error}",
         hint,
         code="file-damaged",
     )

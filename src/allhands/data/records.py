@@ -142,7 +142,7 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
         if cut := value.get("truncated_cells"):
             hint = "fetch the data set itself: name it as OWNER/NAME, or its Parquet files"
             place.fail(
-                f"the record was cut off where it was fetched from (truncated_cells: {cut})",
+                f"the record was cut off at its source (truncated_cells: {cut})",
                 hint,
                 code="record-cut-off",
             )

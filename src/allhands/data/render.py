@@ -187,7 +187,7 @@ class Renderer:
             return error
 
     def _draft(self, record: Record) -> Draft:
-        """The record as one text and the ranges of its answers."""
+        """Return the record as one text, with the ranges of its answers."""
         if record.kind == "text":
             # There is no prompt to mask: in a mixture with chats all of it is trained.
             draft = Draft(record.text or "", framed=True, spans=None)
@@ -273,10 +273,10 @@ def is_untrained(message: Message) -> bool:
 
 
 def _weight(message: Message, index: int) -> int | None:
-    """1 or 0 as the message says whether it is trained; None if it says nothing.
+    """Return 1 or 0 if the message says whether it is trained; else ``None``.
 
     Raises:
-        DataError: it says something else, or that words are to be trained which are no answer.
+        DataError: the weight is invalid, or a message that is no answer is to be trained.
     """
     given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
     if not given:
@@ -310,10 +310,10 @@ class Written:
 
     Attributes:
         messages, tools: in the form that the template takes, see :class:`Form`.
-        text: what it makes of them.
-        parts: all that the conversation says.
-        lost: those of them that are not in the text.
-        keeps_words: thinking is in it if it stands in the words of the answer.
+        text: the rendered text.
+        parts: all parts of the conversation.
+        lost: the parts that are not in the text.
+        keeps_words: whether the text has thinking that is in the words of the answer.
     """
 
     messages: list[Message]
@@ -367,9 +367,7 @@ class ChatTemplate:
                 if self._clock is None
                 else self._clock.rendered(self._source(tools), render)
             )
-        except (
-            Exception
-        ) as error:  # a template is somebody else's program: anything can come out of it
+        except Exception as error:  # a template is a foreign program, which can raise any error
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
                 code="chat-template-rejects-messages",
@@ -462,7 +460,9 @@ class ChatTemplate:
         return self._writes([{"role": "user", "content": "a"}, answer])
 
     def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
-        """The form in which least is lost, and the markers that are; none if all are rejected."""
+        """Return the form that loses least, and its lost markers; nothing if all forms are
+        rejected.
+        """
         best, lost = Form(), self._lost(Form(), marked)
         if lost is not None and not lost:
             return best, lost
@@ -481,7 +481,9 @@ class ChatTemplate:
         return json.dumps([form.messages(marked.messages), form.tools(marked.tools)], default=str)
 
     def _lost(self, form: Form, marked: Marked) -> frozenset[int] | None:
-        """The markers that are not in what the template makes of a form; None if it rejects that."""
+        """Return the markers that are not in the rendered form; ``None`` if the template rejects
+        it.
+        """
         try:
             return lost_markers(
                 self.text(form.messages(marked.messages), form.tools(marked.tools)), marked

@@ -294,7 +294,7 @@ _REMEDIES = {
     UNCALLED_TOOL: "write the call as tool_calls of the answer before it",
     ARGUMENTS_NOT_JSON: "write them as an object; the model learns them as they stand",
     PROMPT_DIFFERS: "make both conversations begin with the prompt",
-    EMPTY_TEXT: "none is needed; delete the record to be rid of the message",
+    EMPTY_TEXT: "nothing is needed; delete the record to avoid this message",
 }
 
 

@@ -162,7 +162,7 @@ def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
                 "it is named twice",
                 code="input-given-twice",
                 where=source.name,
-                hint="name each file once, directories included",
+                hint="name each file once, directly or by its directory",
             )
         seen.add(place)
 

@@ -45,8 +45,8 @@ _REMEMBERED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class LeftOutPart:
-    """Something that a chat template leaves out of records: how many, the beginning of the first,
-    the first places.
+    """A part that a chat template leaves out: number of records, beginning of the first part, first
+    places.
     """
 
     code: str
@@ -90,8 +90,8 @@ class TokenSetReport:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Tokens a byte of the texts; ``None`` if the set holds other records, or something was
-        left out.
+        """Tokens for each byte of the texts; ``None`` if the set has other records, or if texts
+        were cut or left out.
         """
         whole = self.num_texts == self.num_records and not self.num_truncated
         return self.num_tokens / self.num_text_bytes if whole and self.num_text_bytes else None
@@ -143,7 +143,7 @@ class StoreWriter:
         token = least if least < 0 else part.largest_token
         if not 0 <= token < self._vocabulary:
             message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
-            hint = "the tokenizer's files do not matchgether: fetch the model again"
+            hint = "the tokenizer's files do not match: fetch the model again"
             raise ModelError(message, code="vocabulary-mismatch", hint=hint)
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
@@ -206,11 +206,12 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         vocabulary: one more than the largest token id.
         build: appends all examples and returns their counts; called in one process only, while
             others wait.
-        patience_s: seconds to leave the building to another process, which can show its progress.
+        patience_s: seconds to wait for another process that builds the store, which can show its
+            progress.
 
     Raises:
         StorageError: the store cannot be written.
-        AllhandsError: what ``build`` raises; nothing is left of the store then.
+        AllhandsError: an error of ``build``; then nothing of the store stays.
     """
     path = stores() / key
     until = time.monotonic() + patience_s
@@ -226,9 +227,9 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         raise StorageError(
             error.message, code=error.code, where=error.where, hint=hint
         ) from error.__cause__
-    hint = "let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE"
+    hint = "another program removes files there: stop it, or choose another place with ALLHANDS_TOKEN_CACHE"
     raise StorageError(
-        "the tokens vanish as soon as they are stored",
+        "the stored tokens disappear at once",
         code="token-cache-removed",
         where=str(path),
         hint=hint,
@@ -267,7 +268,7 @@ def store_key(facts: Any) -> str:
 
 @cache
 def _code() -> str:
-    """SHA-256 of the modules that make tokens of records: another version of them may make others."""
+    """SHA-256 of the modules that tokenise records: another version may make other tokens."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -354,7 +355,7 @@ def _sum(manifest: dict[str, Any]) -> str:
 
 
 def file_stamp(file: Path) -> list[int]:
-    """Return numbers of which one changes when a file is written or replaced."""
+    """Return numbers, at least one of which changes when a file is written or replaced."""
     facts = file.stat()
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
@@ -366,7 +367,7 @@ def this_boot() -> str:
 
 
 def _remove_unused() -> None:
-    """Remove stores that nobody has opened for a month; what else lies there is not ours."""
+    """Remove stores that were not opened for a month; other files stay."""
     oldest = time.time() - _KEPT_DAYS * 86400
 
     def unused(path: Path) -> bool:

@@ -51,7 +51,7 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own for what it cannot read
-        hint = "it is damaged, or newer than the tokenizers library here: make or fetch it again"
+        hint = "it is damaged, or newer than the tokenizers library here: make it or fetch it again"
         raise ModelError(
             f"the tokenizer cannot be read: {error}",
             code="tokenizer-unreadable",

@@ -524,7 +524,7 @@ def check_build(backend: str) -> None:
             f"MLX on {socket.gethostname()} is a build without {backend}",
             code="backend-not-built",
             where=f"--backend {backend}",
-            hint=f"leave --backend out, so that one is chosen that works; {backend} is in {_BUILDS[backend]}",
+            hint=f"leave --backend out, so that a working one is chosen; {backend} is in {_BUILDS[backend]}",
         )
 
 

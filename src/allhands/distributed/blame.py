@@ -292,7 +292,7 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
     if _are_ranks(names):
         return "the ranks disagree"
     if not misfits:
-        return f"{_listed(names)} do not matchgether"
+        return f"{_listed(names)} do not match"
     rest = [name for name in names if name not in misfits]
     return f"{_listed(misfits)} {'does' if len(misfits) == 1 else 'do'} not match {_listed(rest)}"
 

@@ -16,12 +16,10 @@ from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
-_TAPER = 4  # parts of a bucket that the last ones have
-# What is not more than that travels in one call where a bucket is larger: it takes no longer than a
-# few calls' latency.
+_TAPER = 4  # parts into which the last bucket is cut
+# Smaller buckets than this are one call: that takes no longer than the latency of a few calls.
 _ONE_CALL_BYTES = 4_000_000
-# Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of
-# their own.
+# Arrays of this size are not copied into a bucket: the copy takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
 # Of 8, 32 and 128 MB the last was the fastest on four H200s
 # (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host can be a few calls ahead of it, not
@@ -140,13 +138,13 @@ class Lookups:
 
 @dataclass(frozen=True)
 class PendingReduce:
-    """Sums over ranks that are on their way.
+    """Sums over ranks that are being computed.
 
     Attributes:
-        arrays: as :func:`sum_over_ranks` returns them; of sharded arrays this rank's part.
-        computed: arrays that are computed when all passes of this rank are.
-        lookups: those of all ranks, still to be added.
-        left: rounding error of each array of this rank, if they are packed.
+        arrays: the result of :func:`sum_over_ranks`; this rank's part of sharded arrays.
+        computed: arrays that are ready when all passes of this rank are.
+        lookups: the look-ups of all ranks, not added yet.
+        left: this rank's rounding error of each array, if arrays are packed.
     """
 
     arrays: list[mx.array]
@@ -169,28 +167,27 @@ def start_all_reduce(
     """Start :func:`sum_over_ranks` during computation: a bucket is sent while the next one is still
     being computed.
 
-    The last arrays go first, because a backward pass comes to them first. Each bucket is handed out
-    by itself, so that all ranks exchange them in the same order, whatever their graphs look like,
-    and before the next one's arrays are: what another stream takes of an array waits for all that
-    was handed out with it. What the stream takes is handed out before: within one call of MLX's,
-    streams meet in memory that its CUDA back-end gives back by ``cudaFree``, which waits for the
-    device and keeps the host from handing out anything meanwhile.
+    The last arrays go first, because a backward pass reaches them first. Each bucket is queued by
+    itself, so that all ranks exchange buckets in the same order with any graphs. It is queued
+    before the arrays of the next bucket, because another stream waits for all work that was queued
+    together with its input. Its input is queued before: if streams meet within one call of MLX, its
+    CUDA back-end frees memory by ``cudaFree``, which waits for the device and blocks the host.
 
     Args:
         arrays: at least one.
-        stream: of MLX, on which nothing else is computed.
-        shards: of ``arrays``: which of them are only wanted in part. Those go first.
-        lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
-        cuts: of ``arrays``, those before which a bucket rather ends than later.
-        packed: how arrays travel that need not be whole on the way, and what that has left out of
-            each of ``arrays`` in the last exchange; then ranks add up all of what is divided, too.
+        stream: MLX stream without any computation.
+        shards: the divided ones of ``arrays``, of which each rank needs a part. They go first.
+        lookups: to be added to one of ``arrays``; this array is ready first, and they are last.
+        cuts: indices of ``arrays`` before which a bucket should end.
+        packed: the compressed form, and the rounding error of each of ``arrays`` in the last
+            exchange; then ranks also add up divided arrays completely.
     """
     packing, left = packed or (None, ())
     sums, new = list(arrays), list(left)
     computed: list[mx.array] = []
     order = _order(len(arrays), lookups)
     if lookups is not None:
-        # These are there before anything is computed.
+        # These are ready before any computation.
         lookups = replace(lookups, ids=_gathered(communicator, lookups.ids, stream))
         sums[lookups.index] = _own_zeros(shards, lookups.index, sums[lookups.index])
     if shards is not None and packing is None:
@@ -208,7 +205,7 @@ def start_all_reduce(
             _sum_bucket(communicator, arrays, bucket, stream, sums)
         else:
             _sum_packed_bucket(packing, arrays, bucket, stream, sums, new)
-        # Not what was put together, which comes after the sums before it.
+        # Not the joined arrays, which come after the sums before them.
         computed = [*computed[-1:], arrays[bucket[-1]]]
     if shards is not None and packing is not None:
         for i in order:
@@ -227,14 +224,16 @@ def _gathered(communicator: Communicator, array: mx.array, stream: Any) -> mx.ar
 
 
 def _own_zeros(shards: Shards | None, index: int, array: mx.array) -> mx.array:
-    """Zeros for this rank's part of an array that is divided; the array itself where it is not."""
+    """Return zeros for this rank's part of a divided array; return any other array itself."""
     return (
         array if shards is None or not shards.divided[index] else shards.zeros(index, array.dtype)
     )
 
 
 def _order(num_arrays: int, lookups: Lookups | None) -> list[int]:
-    """The last arrays first, but for a table that is looked up: it is the first, or none at all."""
+    """Return the order of arrays: the last ones first. A table with look-ups is the first, or is
+    left out.
+    """
     order = list(range(num_arrays - 1, -1, -1))
     if lookups is not None:
         order.remove(lookups.index)
@@ -250,14 +249,11 @@ def _scatter(
     shards: Shards,
     into: list[mx.array],
 ) -> list[mx.array]:
-    """Begin to add up arrays over ranks, of which each gets its part; the array that is computed
-    last.
-    """
+    """Begin a reduce-scatter of arrays; return the array that is computed last."""
     computed: list[mx.array] = []
     for bucket in order:
         with together([arrays[i] for i in bucket], stream, communicator) as totals:
-            # Each by itself: those that are divided are large, and to put them together would be to
-            # copy them.
+            # Each by itself: divided arrays are large, and joining them would mean to copy them.
             totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
         for i, total in zip(bucket, totals, strict=True):
             into[i] = shards.shaped(i, total)
@@ -273,7 +269,7 @@ def _sum_bucket(
     into: list[mx.array],
 ) -> None:
     """Begin to add up a bucket's arrays over ranks."""
-    # The largest first: see FlatParams.before_attention for what is computed first beside them.
+    # The largest first: FlatParams.before_attention says what is computed beside them.
     large = sorted(
         (i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes
     )
@@ -281,7 +277,7 @@ def _sum_bucket(
         call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call
     ]
     with together([arrays[i] for i in bucket], stream, communicator) as totals:
-        # Putting small ones together is done there, too: that does not hold up the backward pass.
+        # Small arrays are joined on the same stream, so that this does not delay the backward pass.
         totals += [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
     for call, total in zip(calls, totals, strict=True):
         _take_apart(total, arrays, call, into)
@@ -295,8 +291,8 @@ def _sum_packed_bucket(
     into: list[mx.array],
     left: list[Left],
 ) -> None:
-    """The same of a bucket that travels packed; what is left out is computed there, too, and put
-    into ``left``.
+    """The same for a compressed bucket; its rounding errors are computed on the same stream, and
+    put into ``left``.
     """
     with together([arrays[i] for i in bucket], stream, packing.communicator) as totals:
         done = packing.sum([arrays[i] for i in bucket], [left[i] for i in bucket])
@@ -307,11 +303,10 @@ def _sum_packed_bucket(
 
 @contextmanager
 def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
-    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of
-    MLX's each.
+    """Queue ``arrays``, then the arrays that are made on ``stream`` and put into the list, in two
+    calls of MLX.
 
-    What is made is computed in the order of the list: MLX begins with the last array that it is
-    given.
+    The second call computes in the order of the list, because MLX begins with the last given array.
     """
     if arrays:
         mx.async_eval(arrays)
@@ -325,12 +320,12 @@ def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]
 def together(
     arrays: Sequence[mx.array], stream: Any, communicator: Communicator
 ) -> Generator[list[mx.array]]:
-    """Do the same as :func:`beside`, but let the ranks meet in between; the next computation waits
-    for that.
+    """Do the same as :func:`beside`, with a barrier of the ranks in between; the next computation
+    waits for it.
 
-    A call of the exchange holds multiprocessors until the same call of every rank has begun, which
-    is where some kernel of that rank's ends: ranks that are not at the same place of their passes
-    would wait for each other in turn. On two H100s, with 1.24 billion numbers, a step of 32 x 1024
+    An exchange call holds multiprocessors until every rank has begun the same call, which is after
+    some kernel of that rank. Without the barrier, ranks at different places of their passes would
+    wait for each other in turn. On two H100s, with 1.24 billion numbers, a step of 32 x 1024
     tokens a GPU takes 1.6 % less time for it, one of 8 x 1024 as much, and both 8 % less memory
     (benchmarks/results/gpu_many-2026-11-25.md).
     """
@@ -351,8 +346,7 @@ def start_all_gather(
     bucket_bytes: int,
     stream: Any,
 ) -> list[mx.array]:
-    """Arrays of all ranks' parts, the first ones first, as a forward pass needs them; beside what
-    is computed.
+    """Gather arrays from all ranks' parts beside the computation, in the order of a forward pass.
 
     Args:
         stream: of MLX, for the exchange; ``None``: everything is computed when this returns.
@@ -382,7 +376,7 @@ def start_sum(
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
-    """(len(scalars),) float32; numbers that follow each other are one array, because each array is
+    """Return (len(scalars),) float32; consecutive numbers are one array, because each array costs
     an operation.
     """
     if not scalars:
@@ -397,7 +391,7 @@ def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
 
 
 def _end_to_end(arrays: Sequence[mx.array], bucket: Sequence[int]) -> mx.array:
-    """One array of a bucket's."""
+    """Join the arrays of a bucket."""
     return (
         mx.concatenate([arrays[i].reshape(-1) for i in bucket])
         if len(bucket) > 1
@@ -408,7 +402,7 @@ def _end_to_end(arrays: Sequence[mx.array], bucket: Sequence[int]) -> mx.array:
 def _take_apart(
     total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[int], into: list[mx.array]
 ) -> None:
-    """Put a bucket's sums at their places."""
+    """Cut a bucket's sums into arrays."""
     at = 0
     for i in bucket:
         into[i] = total[at : at + arrays[i].size].reshape(arrays[i].shape)
@@ -431,8 +425,9 @@ def buckets(
     """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are
     left out.
 
-    With ``tapering`` what would be the last bucket is several, also where it is the only one:
-    nothing is computed any more beside the last of these. Before one of ``cuts`` half full is full.
+    With ``tapering`` the last bucket is cut into several, also if it is the only one, because
+    nothing is computed beside the last of these. Before an index of ``cuts`` a half-full bucket
+    counts as full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         some = [index for index in order if arrays[index].dtype == dtype and arrays[index].size]
@@ -506,15 +501,16 @@ def mean_of_tokens(
 
     Args:
         grads: of this rank's loss.
-        num_tokens: trained tokens on this rank; may be 0, then ``grads`` do not matter.
-        reduction: ``"mean"`` or ``"sum"``: that loss as a function of its tokens.
+        num_tokens: trained tokens on this rank; with 0 ``grads`` do not matter.
+        reduction: ``"mean"`` or ``"sum"``: whether this rank's loss is the mean or the sum over its
+            tokens.
     """
     communicator = on_stream(communicator, exchange.stream)
     parts = count_parts(num_tokens)
     own = _as_array(parts)
     count = lazy_count(own)
     flat = flatten(grads)
-    # Whole sums overflow a small type: then the total is asked for first, and parts of the mean
+    # Whole sums overflow a small type: then the total is exchanged first, and parts of the mean
     # travel.
     early = exchange.dtype is not None and communicator.size > 1
     total = mx.maximum(lazy_count(communicator.all_sum(own)), 1.0) if early else mx.ones(())

@@ -397,7 +397,7 @@ def _say(call: Call, key: bytes, word: bytes, deadline: float) -> str | None:
         agreed = False
     except OSError as error:
         return str(error)
-    return None if agreed else "somebody else listens there"
+    return None if agreed else "another program listens there"
 
 
 def _listen(host: str, whose: str) -> socket.socket:

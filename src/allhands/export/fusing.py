@@ -120,12 +120,12 @@ def fuse_model(
     """Write the model with its adapter merged into the directory ``out``, whole or not at all.
 
     Args:
-        layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the
+        layout: names and shapes to write in place of mlx_lm's own; mlx_lm has to read them as the
             same model.
 
     Raises:
         ConfigError: no such dtype, or ``out`` is taken.
-        ModelError: model or adapter is missing, they do not matchgether, or the written model
+        ModelError: model or adapter is missing, they do not match, or the written model
             computes other outputs.
         StorageError: ``out`` cannot be written.
     """
@@ -143,7 +143,7 @@ def fuse_model(
         )
     chat = ChatChoice(kept=options.adapter_path)
     tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
-    # First of all, so that a place that cannot be written to is found before anything is computed.
+    # First of all, so that an unwritable place is found before any computation.
     with (
         limits_told(Use(str(path), options.trust_remote_code, adapter=options.adapter_path)),
         staging(target) as staged,
@@ -176,9 +176,9 @@ def fuse_model(
 
 
 def _stop(adapter_path: Path | None, tokenizer: LoadedTokenizer) -> tuple[str, int] | None:
-    """The token, and its id, that ends answers and at which the model would not stop.
+    """Return the token, with its id, that ends answers without stopping the model.
 
-    An adapter of ours says whether answers were trained.
+    Adapters of allhands say whether answers were trained.
     """
     found = unstopped(tokenizer.tokenizer)
     if adapter_path is not None and found is not None:
@@ -211,8 +211,7 @@ def _write_conversation(
 
 
 def described(options: FuseOptions) -> tuple[str, str]:
-    """Return the kind of the adapter, which is checked, and the model below it: the source, or the
-    one that it names.
+    """Check the adapter; return its kind and its base model: the source, or the one that it names.
 
     Raises:
         ModelError: the adapter is missing or torn.
@@ -232,7 +231,7 @@ def _settings_of(adapter_path: Path) -> Json:
 
 
 def _adapted(options: FuseOptions, path: Path) -> nn.Module:
-    """The model with its adapter on."""
+    """Return the model with its adapter."""
     model, _ = build(path, options.trust_remote_code)
     if options.adapter_path is not None:
         put_on(model, options.adapter_path)
@@ -318,12 +317,12 @@ def _laid_out(model: nn.Module, config: Json, layout: Layout) -> nn.Module:
 
 
 def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> None:
-    """Refuse weights that are not those that were to be written, bit by bit (ModelError)."""
+    """Refuse written weights that differ from the intended ones in any bit (ModelError)."""
     read = _digests(weights)
     for name in sorted(expected.keys() | read.keys()):
         if expected.get(name) != read.get(name):
             raise ModelError(
-                f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
+                f"the written files are not the model, and were not kept: shape, type and checksum of {name} are read "
                 f"back as {read.get(name)}, not {expected.get(name)}",
                 code="written-files-differ",
                 where=str(out),
@@ -335,10 +334,10 @@ _HARMED = "the training went wrong: take weights of an earlier step (RUN/best, R
 
 
 def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
-    """Refuse weights that compute nothing (ModelError)."""
+    """Refuse weights whose outputs are not finite (ModelError)."""
     if not np.isfinite(logits).all():
         raise ModelError(
-            "what they compute are no finite numbers",
+            "their outputs are not finite numbers",
             code="weights-not-finite",
             where=str(weights),
             hint=_HARMED,
@@ -346,14 +345,14 @@ def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
 
 
 def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
-    """Compare the logits of what was written; ``limit`` is ``None`` where a difference is expected."""
+    """Compare the logits of the written model; ``limit`` is ``None`` if a difference is expected."""
     found = _logits(model)
     difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
     hint = (
         "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
     )
     if not np.isfinite(difference):
-        told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
+        told = "the outputs of the fused model are not finite, unlike those of model and adapter, and it was not kept"
         hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
         raise ModelError(
             told,
@@ -363,7 +362,7 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
         )
     if limit is not None and difference > limit:
         raise ModelError(
-            f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
+            f"the outputs of the fused model are not those of model and adapter (logits differ by {difference:.2g} of their "
             "spread), and was not kept",
             code="fused-model-differs",
             where=str(out),

@@ -1,9 +1,9 @@
 """Llama-shaped models as GGUF files, which llama.cpp, Ollama and LM Studio read.
 
-The tensors and the numbers of the architecture are written as mlx_lm's converter does
-(``mlx_lm.gguf``). The tokenizer is not: there every one is called a SentencePiece model without
-scores, with which llama.cpp cuts texts otherwise than the model was trained. Names of the rules for
-cutting: llama.cpp, ``llama-vocab.cpp``.
+The tensors and the numbers of the architecture are written as in mlx_lm's converter
+(``mlx_lm.gguf``). The tokenizer is written in another way: mlx_lm calls each one a SentencePiece
+model without scores, and then llama.cpp cuts texts differently from the training. The names of the
+rules for cutting are those of llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHERWISE = (
 )
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The patterns by which words are told apart, and what llama.cpp calls them.
+# The patterns that split words, and llama.cpp's names for them.
 _RULES = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _TAIL: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _TAIL: "qwen2",
@@ -69,17 +69,17 @@ def check_convertible(path: Path, *, dense: bool = True) -> None:
         dense: whether it will be unpacked first if it is quantised.
 
     Raises:
-        ModelError: its architecture or tokenizer is none that can be.
+        ModelError: its architecture or tokenizer is not supported.
     """
     config = read_config(path)
     require_known(config, path)
     _Vocabulary.of(path, 0)
-    # Last, because it asks for another try.
+    # Last, because its remedy is another try.
     _require_dense({} if dense else config, path)
 
 
 def require_known(config: Json, path: Path) -> None:
-    """Refuse what would be written without complaint and compute something else (ModelError)."""
+    """Refuse a model whose written file would compute something else (ModelError)."""
     scaling, kind = _scaling(config)
     for wrong, what in (
         (config["model_type"] not in ARCHITECTURES, f"its architecture is {config['model_type']}"),
@@ -120,7 +120,7 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
 
     Programs that read it show the model under ``name``, by default that of its directory.
 
-    It is read back and compared with the model before it is in its place.
+    It is read back and compared with the model before it gets its name.
 
     Raises:
         ModelError: it is quantised, or of an architecture or with a tokenizer that cannot be
@@ -217,7 +217,7 @@ class _Vocabulary:
         try:
             rule = _rule(description)
         except LookupError as error:
-            message = f"llama.cpp cannot be told how this tokenizer works: {error.args[0]}"
+            message = f"this tokenizer cannot be described for llama.cpp: {error.args[0]}"
             raise ModelError(
                 message, code="tokenizer-unsupported", where=str(file), hint=_OTHERWISE
             ) from None

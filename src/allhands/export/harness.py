@@ -95,7 +95,7 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     except OSError as error:  # as which the datasets library tells all that has to do with the Hub
         hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
         raise DataError(
-            f"the tasks' data cannot be had: {first_line(error)}",
+            f"the tasks' data cannot be fetched: {first_line(error)}",
             code="task-data-unavailable",
             where="--tasks",
             hint=hint,

@@ -42,7 +42,7 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
         )
         raise ModelError(reason, code="architecture-unsupported", where=str(path), hint=hint)
     if not known.whole:
-        reason = f"mlx_lm leaves out what sees images of {config['model_type']}, and transformers wants the whole model"
+        reason = f"mlx_lm leaves out the vision part of {config['model_type']}, and transformers needs the whole model"
         hint = f"--to peft writes an adapter alone, as far as PEFT can hold it; {other_way(known)}"
         raise ModelError(reason, code="architecture-unsupported", where=str(path), hint=hint)
     return known

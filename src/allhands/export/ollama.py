@@ -154,7 +154,7 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
             if found := _matched(each, first, said):
                 return found
     raise ModelError(
-        "Ollama cannot be told this chat template: its format is not known",
+        "this chat template cannot be written for Ollama: its format is not known",
         code="chat-template-unsupported",
         where=str(path),
         hint=hint,

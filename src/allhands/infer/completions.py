@@ -1,6 +1,4 @@
-"""Requests for completions: read within bounds and checked field by field, before the model
-computes.
-"""
+"""Requests for completions, with limited size, checked field by field before the model computes."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ MOST_BYTES = 16 * 2**20
 _MOST_DEPTH = 64
 _MOST_MESSAGES = 10_000
 _MOST_STOPS = 4  # as OpenAI
-# mlx_lm's own name for whatever it was started with.
+# mlx_lm's own name for the model of its start.
 _DEFAULT_MODEL = "default_model"
 _LEAST_TEMPERATURE = 1e-4
 
 
 class Refused(Exception):
-    """A request that cannot be answered.
+    """A refused request.
 
     Attributes:
         message: one sentence.
@@ -43,8 +41,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """The model that answers: its name, its adapter, how many tokens it knows, and how many it can
-    take at once.
+    """The served model: its name, its adapter, the size of its vocabulary, and its number of
+    positions.
     """
 
     model: str
@@ -59,8 +57,8 @@ _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Object = dict[str, Any]
-# Fields of OpenAI's, and of other servers', whose other values would be passed over: the values
-# that change nothing.
+# Fields of OpenAI's and other servers' interfaces that are not supported, with the values that
+# change nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     **{
         "n": (1,),
@@ -79,7 +77,7 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort"), ()
     ),
 }
-# OpenAI's words for what pydantic finds.
+# OpenAI's words for pydantic's errors.
 _CODES = {
     "greater_than_equal": "{}_below_min_value",
     "less_than_equal": "{}_above_max_value",
@@ -142,9 +140,7 @@ class _StreamOptions(_Checked):
 
 
 class _Fields(_Checked):
-    """The fields that mlx_lm's server reads, and those of OpenAI's whose other values it would pass
-    over in silence.
-    """
+    """The fields that mlx_lm's server reads, and OpenAI's fields that it would silently ignore."""
 
     model: str | None = None
     adapters: str | None = None
@@ -191,11 +187,10 @@ class _Fields(_Checked):
 
 
 def read_request(raw: bytes, path: str, served: Served) -> _Object:
-    """Return the body of a request, with every field as mlx_lm's server takes it; fields that are
-    null are left out.
+    """Return the body of a request in the form of mlx_lm's server, without fields that are null.
 
     Raises:
-        Refused: it is none that could be answered.
+        Refused: the request cannot be answered.
     """
     content = _parsed(raw)
     try:
@@ -226,7 +221,7 @@ def read_request(raw: bytes, path: str, served: Served) -> _Object:
 
 
 def _check_effects(given: _Object) -> None:
-    """Refuse what would be passed over in silence."""
+    """Refuse values that would be silently ignored."""
     for name, without_effect in _NOT_DONE.items():
         if (value := given.get(name)) is not None and value not in without_effect:
             told = (
@@ -302,8 +297,8 @@ def _is_deep(value: Any, left: int) -> bool:
 
 
 def _check_model(given: _Object, served: Served) -> None:
-    """Only what is served is asked: neither a path nor a name makes this computer load or fetch
-    anything.
+    """Refuse any model but the served one: no name or path makes this computer load or fetch a
+    model.
     """
     for name, known in (
         ("model", (served.model, _DEFAULT_MODEL)),
@@ -318,7 +313,9 @@ def _check_model(given: _Object, served: Served) -> None:
 
 
 def _prompt(prompt: Any, served: Served) -> str | list[int]:
-    """The prompt: a text, or tokens; OpenAI takes lists of either, of which one is answered here."""
+    """Return the prompt: a text, or tokens; of OpenAI's lists of prompts only lists of one are
+    accepted.
+    """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(cast("list[Any]", prompt)) > 1:
             raise Refused(
@@ -337,7 +334,7 @@ def _prompt(prompt: Any, served: Served) -> str | list[int]:
 
 
 def _settled(given: _Object, served: Served) -> _Object:
-    """Values that mean the same to mlx_lm, and that it can compute with."""
+    """Return equivalent values that mlx_lm can compute with."""
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
     # Both interfaces' ways to ask for likelihoods.
@@ -349,7 +346,7 @@ def _settled(given: _Object, served: Served) -> _Object:
         raise Refused(message, code="integer_above_max_value", param="top_logprobs")
     given |= {"logprobs": asked or top > 0, "top_logprobs": top}
     if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE or given.get("top_p") == 0:
-        given["temperature"] = 0.0  # the limit; its reciprocal is beyond float32
+        given["temperature"] = 0.0  # below this limit the reciprocal is beyond float32
     if given.get("top_p") == 0:
         del given["top_p"]  # to mlx_lm it is no limit
     if not 0 < given.get("top_k", 0) < served.vocabulary:

@@ -18,12 +18,12 @@ from allhands.infer.generate import PromptTooLong, Sampling, room_for_answer
 from allhands.model.load import LoadedModel, require_in_vocabulary
 from allhands.model.tokenizer import positions_of
 
-# mlx_lm annotates it as something else than it returns: the number of tokens that are gone.
+# mlx_lm's annotation is wrong: it returns the number of removed tokens.
 _trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
 
 
 class Conversation:
-    """Turns of a person and a model, through the model's chat template.
+    """Turns of a user and a model, through the model's chat template.
 
     mlx_lm's prompt cache is kept between turns. Its tokens are compared with those of the whole
     conversation. Tokens from the first difference on are computed again, because a template may
@@ -38,7 +38,7 @@ class Conversation:
         max_tokens: int,
         system_prompt: str | None = None,
     ) -> None:
-        """Draws from ``sampling.seed`` on.
+        """Start a conversation; sampling begins with ``sampling.seed``.
 
         Raises:
             ModelError: the model has no chat template.
@@ -69,7 +69,7 @@ class Conversation:
     def _forget(self) -> None:
         self._cache: list[Any] = make_prompt_cache(self._model)
         self._held: list[int] = []
-        # Tokens of the last turn that were computed; for tests and people who want to know.
+        # Number of computed tokens of the last turn, for tests and information.
         self.computed_tokens = 0
 
     @property
@@ -81,9 +81,8 @@ class Conversation:
         stops early.
 
         Raises:
-            DataError: the template rejects the conversation, which stays as it was.
-            PromptTooLong: the conversation has as many tokens as the model has positions; it stays,
-                too.
+            DataError: the template rejects the conversation, which stays unchanged.
+            PromptTooLong: the conversation fills all positions of the model; it stays unchanged.
             ModelError: the tokenizer belongs to another model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -113,7 +112,7 @@ class Conversation:
                 # The last token may have been computed or not.
                 self._held = [*tokens, *generated][: int(getattr(self._cache[0], "offset", 0))]
             else:
-                # Stopped anywhere: some layers may hold a token more than others.
+                # After a stop some layers may hold one token more than others.
                 self._forget()
 
     def _room(self, count: int) -> int:
@@ -130,7 +129,9 @@ class Conversation:
             raise
 
     def _rest(self, tokens: list[int]) -> list[int]:
-        """The tokens that the cache does not hold yet; it holds exactly the others then."""
+        """Return the tokens that are not in the cache, and cut the cache to exactly the other
+        tokens.
+        """
         common = min(common_prefix_len(self._held, tokens), len(tokens) - 1)
         spare = len(self._held) - common
         if not self._held or (spare and not can_trim_prompt_cache(self._cache)):

@@ -1,9 +1,7 @@
-"""Conversation between a terminal and the ranks that answer: lines of JSON over a socket of this
-computer.
+"""Conversation between a terminal and the ranks of a model: lines of JSON over a local socket.
 
-The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); when it ends,
-the ranks end, too. A rank on the terminal's computer sends pieces of an answer (``text``), and ends
-it with ``done`` or ``error``.
+The terminal's process sends ``ask``, ``reset`` and ``stop``; when it ends, the ranks end, too. A rank
+on the same computer sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from allhands.errors import AllhandsError, ConfigError, DataError, ModelError, e
 
 # The path of the terminal's socket, for the ranks.
 VARIABLE = "ALLHANDS_CHAT"
-# Errors of a line that is asked; any other ends the session.
+# Errors of one question; any other error ends the session.
 LINE_ERRORS = (ConfigError, DataError, ModelError)
 
 
@@ -27,7 +25,7 @@ class Talks(Protocol):
     """A partner that answers line by line."""
 
     def ask(self, text: str) -> Generator[str]:
-        """Pieces of the answer; closed early, the rest is not computed."""
+        """Yield pieces of the answer; if the generator is closed early, the rest is not computed."""
         ...
 
     def reset(self) -> None:
@@ -43,7 +41,7 @@ class Wire:
 
     @classmethod
     def to(cls, path: str) -> Wire | None:
-        """Connect to the terminal; ``None`` where it is on another computer."""
+        """Connect to the terminal; ``None`` if it is on another computer."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(path)
@@ -53,12 +51,12 @@ class Wire:
         return cls(connection)
 
     def send(self, **word: Any) -> None:
-        """Send one; nothing happens if nobody listens any more."""
+        """Send a message; it is dropped if the other end is closed."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(word).encode() + b"\n")
 
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """Return the next that was sent; ``None`` if nothing comes in this time.
+        """Return the next received message; ``None`` if nothing arrives in this time.
 
         Raises:
             EOFError: the other end is closed.
@@ -89,7 +87,7 @@ class RemoteConversation:
     """:class:`Talks` with ranks.
 
     Attributes:
-        answering: whether an answer is on its way; its end, however it comes, is seen here.
+        answering: whether an answer is being generated; it becomes false at any end of the answer.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -101,7 +99,7 @@ class RemoteConversation:
         self._wire.send(reset=True)
 
     def ask(self, text: str) -> Generator[str]:
-        """Pieces of the answer as they come.
+        """Yield pieces of the answer as they arrive.
 
         Raises:
             AllhandsError: as of :meth:`allhands.infer.conversation.Conversation.ask`.
@@ -139,8 +137,8 @@ class RemoteConversation:
 
 
 def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[], bool]) -> None:
-    """Answer on a rank; ``wire``: of the rank that tells the answer, ``stops``: true after the last
-    wanted piece.
+    """Answer on a rank; ``wire``: connection of the rank that sends the answer; ``stops``: returns
+    true after the last wanted piece.
     """
     pieces = conversation.ask(text)
     told: dict[str, Any] = {"done": True}

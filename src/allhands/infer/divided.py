@@ -30,13 +30,13 @@ from allhands.run.dividing import STAGES, DividedModel, split_agreed, stages_of
 from allhands.run.piping import piped, piping_of
 from allhands.runtime.accelerator import detect
 
-# While nobody asks anything, ranks look so often: one that waits in an exchange takes a core.
+# Seconds between two checks of idle ranks, because a rank that waits in an exchange takes a core.
 _LOOK_S = 0.05
 
 
 class AnsweringModel(PipedModel):
-    """A :class:`PipedModel` with caches for ``mlx_lm.generate``: those of other ranks' blocks count
-    tokens alone.
+    """A :class:`PipedModel` with caches for ``mlx_lm.generate``; caches of other ranks' blocks only
+    count tokens.
     """
 
     def __init__(self, piping: Piping) -> None:
@@ -50,7 +50,7 @@ class AnsweringModel(PipedModel):
 
     def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
         logits = super().__call__(inputs, cache, **more)
-        # Masks follow from the caches of certain blocks, whoever has these.
+        # Masks follow from the caches of certain blocks, on any rank.
         nothing = mx.zeros((len(inputs), 1, inputs.shape[1], 1))
         for place, each in enumerate(cache or ()):
             if place not in self._mine:
@@ -77,7 +77,7 @@ class AnsweringRanks:
         """Load the model for generation with this rank's blocks alone.
 
         Raises:
-            AllhandsError: as there, or the ranks do not make up a pipeline.
+            AllhandsError: as there, or the ranks make no pipeline.
         """
         config, mesh, stages, notes = self._config, self._mesh, list[Stage](), list[str]()
         path = resolve(config.model)
@@ -110,12 +110,11 @@ class AnsweringRanks:
         return replace(loaded, model=answering, notes=(*loaded.notes, *notes))
 
     def converse(self, conversation: Talks, path: str) -> None:
-        """Answer until the terminal at ``path`` is gone, with which a rank on its computer is
-        connected.
+        """Answer until the terminal at ``path`` is closed; a rank on its computer connects to it.
 
         Raises:
-            ConfigError: no rank is there.
-            Interrupted: a rank was told to stop.
+            ConfigError: no rank is on that computer.
+            Interrupted: a rank was asked to stop.
         """
         assert self._communicator is not None
         wire = Wire.to(path) if self._mesh.local_rank == 0 else None
@@ -140,7 +139,7 @@ class AnsweringRanks:
                 answer(conversation, word["ask"], wire, lambda: self.model.stopped)
 
     def _next_word(self, wire: Wire | None) -> dict[str, Any]:
-        """Return the terminal's next word, on every rank."""
+        """Return the terminal's next message, on every rank."""
         assert self._communicator is not None
         while True:
             word = None

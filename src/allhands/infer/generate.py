@@ -77,7 +77,7 @@ def load_for_generation(
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, they do not matchgether, or there is no
+        ModelError: the model or the adapter is missing, they do not match, or there is no
             memory for them.
     """
     if adapter_path is not None:
@@ -101,8 +101,8 @@ def load_for_generation(
         cut(loaded)
         mx.eval(loaded.model.parameters())
     loaded.model.eval()
-    # Only now: before the adapter is on, this would hide from it that the model is quantised; and
-    # what it tries out must not meet the adapter's dropout.
+    # After the adapter, which needs to see that the model is quantised; and in evaluation mode, so
+    # that probes do not meet the adapter's dropout.
     short = False
     if accelerator.kind == "cpu" and is_quantized(loaded.model):
         mx.eval(loaded.model.parameters())
@@ -117,7 +117,7 @@ def put_on(model: Any, adapter_path: Path) -> None:
     """Give ``model`` the adapter's layers and weights.
 
     Raises:
-        ModelError: they do not matchgether.
+        ModelError: they do not match.
     """
     try:
         load_adapters(model, str(adapter_path))
@@ -167,7 +167,7 @@ def room_for_answer(
         what: the prompt, in the message.
 
     Raises:
-        PromptTooLong: not even one.
+        PromptTooLong: there is no room for a token.
     """
     if positions is None:
         return wanted
@@ -188,6 +188,7 @@ def stream_answer(
 
     Raises:
         PromptTooLong: for this model.
+
     """
     max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)

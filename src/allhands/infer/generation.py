@@ -1,7 +1,6 @@
-"""mlx_lm's generator of answers for one model: requests call it here, and cancel answers that
-nobody waits for.
+"""mlx_lm's generator of answers for one model, with cancellation for clients that leave.
 
-A request without a prompt is refused in its own thread, before anything is computed.
+A request without a prompt is refused in its own thread, before any computation.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from allhands.infer.generate import PromptTooLong, room_for_answer
 from allhands.infer.texts import TokenBytes
 from allhands.model.load import LoadedModel
 
-# How often a request that waits looks whether its client is still there.
+# Seconds between two checks of a waiting request whether its client is still connected.
 _LOOK_S = 0.2
 # Parts of messages that the model must see; thinking of earlier answers is left out on purpose.
 _SAID = {
@@ -73,7 +72,7 @@ class ModelFailed(Exception):
 
 
 class _Left(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Prepared(CompletionRequest):
 
     Attributes:
         tokenized: what :meth:`ResponseGenerator._tokenize` returns for it.
-        left: set once nobody waits for the answer any more.
+        left: set when the client no longer waits for the answer.
     """
 
     tokenized: tuple[Any, ...]
@@ -90,11 +89,12 @@ class Prepared(CompletionRequest):
 
 
 class Asked:
-    """An answer that is on its way: iterate over what comes, and :meth:`stop` in any case.
+    """An answer that is being generated: iterate over its pieces, and call :meth:`stop` in any
+    case.
 
     Args:
         look: called a few times a second; raises if the client is gone.
-        progress: told how many tokens of how many of the prompt are computed.
+        progress: called with the computed and all tokens of the prompt.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Asked:
                 yield reply
 
     def stop(self) -> None:
-        """Compute no more of it."""
+        """Stop the computation of the answer."""
         self._left.set()
         if self.context is not None:
             self.context.stop()
@@ -151,7 +151,7 @@ class Asked:
 
 
 class _Watched:
-    """The replies of a request that is served alone: only an exception ends the computing of its
+    """The replies of a request that is served alone; only an exception stops the computation of its
     prompt.
     """
 
@@ -159,17 +159,17 @@ class _Watched:
         self._replies, self._is_over = replies, is_over
 
     def put(self, reply: Any) -> None:
-        """Hand a reply over, the last one in any case."""
+        """Pass on a reply; the last one is always passed on."""
         if self._is_over() and not (reply is None or isinstance(reply, Exception)):
             raise _Left("it was stopped")
         self._replies.put(reply)
 
 
 class Generator(ResponseGenerator):
-    """mlx_lm's, which fails in one line, and ends answers where the text of a stop word is
-    complete.
+    """mlx_lm's generator, with errors in one line, and stop words that end answers anywhere in the
+    text.
 
-    Nothing of MLX's is left behind in its thread: a stream that outlives it aborts the process at
+    Its thread leaves no MLX objects behind: a stream that outlives the thread aborts the process at
     its end.
     """
 
@@ -183,11 +183,11 @@ class Generator(ResponseGenerator):
     def prepare(
         self, request: CompletionRequest, arguments: GenerationArguments, served: Served
     ) -> Prepared:
-        """Return the prompt in tokens; ``arguments`` get no more tokens for the answer than there
-        are positions left.
+        """Return the prompt in tokens; ``arguments`` get at most the remaining positions for the
+        answer.
 
         Raises:
-            Refused: there is no such prompt, or it is too long for the model.
+            Refused: the prompt is invalid, or too long for the model.
         """
         with self._preparing:
             try:
@@ -196,7 +196,7 @@ class Generator(ResponseGenerator):
                 tokenized = self._tokens(request, arguments)
             except Refused:
                 raise
-            except Exception as error:  # templates are other people's programs
+            except Exception as error:  # templates are foreign programs
                 raise self._unwritten(request, error) from None
         count = len(tokenized[0])
         if not count:
@@ -229,7 +229,7 @@ class Generator(ResponseGenerator):
         )
 
     def _check_heard(self, request: CompletionRequest) -> None:
-        """Refuse what the chat template would leave out without a word."""
+        """Refuse parts that the chat template would silently leave out."""
         if request.tools:
             self._check_tools(request)
         lost = self._lost(request.messages, request.tools)
@@ -293,7 +293,7 @@ class Generator(ResponseGenerator):
         return request.tokenized
 
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: Any) -> Any:
-        """Leave stop words out: they are found in the text, where the answer is written."""
+        """Leave stop words out, because they are searched in the text of the answer."""
         return super()._make_state_machine(model_key, tokenizer, [])
 
     def _serve_single(self, request: Any, stream: Any) -> None:

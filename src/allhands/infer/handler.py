@@ -1,4 +1,4 @@
-"""Requests to the server: headers are checked, bodies are read within bounds, and mlx_lm generates
+"""Requests to the server: headers are checked, bodies are read with limits, and mlx_lm generates
 the answers.
 """
 
@@ -23,7 +23,7 @@ from allhands.infer.completions import MOST_BYTES, Refused, read_request
 from allhands.infer.generation import Asked, Generator, ModelFailed, completion_of
 from allhands.infer.replies import Answer, Piece, Reply
 
-HEAD_S = 10.0  # to send the head of a request, however few bytes come at a time
+HEAD_S = 10.0  # to send the head of a request, also in very small pieces
 BODY_S = 60.0
 _WRITE_S = 60.0  # that a client may take no more of its answer
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
@@ -32,19 +32,19 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 
 
 def _method_of(path: str) -> str | None:
-    """The method by which a path is asked; ``None`` if there is no such path."""
+    """Return the method of a path; ``None`` if there is no such path."""
     return "POST" if path in _COMPLETIONS else "GET" if _LISTED.fullmatch(path) else None
 
 
 class _TooSlow(Exception):
-    """The request was not there in time."""
+    """The request was not complete in time."""
 
 
 class _Incoming(io.RawIOBase):
-    """A client's bytes, until a moment that no byte moves.
+    """A client's bytes until a fixed deadline, which further bytes do not move.
 
     Attributes:
-        ended: whether more was looked for than there was.
+        ended: whether a read found the end of the data.
     """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
@@ -78,10 +78,9 @@ def error_of(
 
 
 class Handler(APIHandler):
-    """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other; its
-    answers are written here.
+    """mlx_lm's handler behind a guard. It offers only the served model, and writes answers here.
 
-    Other requests are refused in one sentence, before the model is asked.
+    Other requests are refused with one sentence, before the model computes.
     """
 
     server: Any  # which knows ``guard`` and ``served``
@@ -95,7 +94,7 @@ class Handler(APIHandler):
         self.headers = HTTPMessage()
         self.requestline, self.path, self.command = "", "", ""
         self.request_version = "HTTP/1.0"
-        self._answering = False  # the head of an answer is on its way
+        self._answering = False  # the head of an answer is being sent
         self._begun = False  # and its first lines are there, before what they belong to
         self._streams = False
 
@@ -120,10 +119,10 @@ class Handler(APIHandler):
             return False
         self.connection.settimeout(_WRITE_S)
         self.path = self.path.partition("?")[0]
-        if self._incoming.ended:  # nobody has looked for more than the head
+        if self._incoming.ended:  # only the head has been read
             raise Refused("the head of the request is not complete")
         if self.headers.defects or self.headers.get_payload():
-            raise Refused("a header is not written as HTTP wants it")
+            raise Refused("a header is not valid HTTP")
         if refusal := self.server.guard.refusal(self.command, self.headers.items()):
             raise Refused(refusal.message, refusal.status, refusal.code)
         if self.command != "OPTIONS" and not self.server.guard.knows_token(self.headers.items()):
@@ -170,9 +169,7 @@ class Handler(APIHandler):
             )  # what the method that was used may ask
             there = "; ".join(f"{method} {', '.join(ways[method])}" for method in first)
             return Refused(f"there is no {shown} here; there is {there}", 404, "unknown_url")
-        return Refused(
-            f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported"
-        )
+        return Refused(f"{shown} takes {takes}, not {self.command}", 405, "method_not_supported")
 
     def _refuse_method(self) -> None:
         raise self._unknown()
@@ -250,18 +247,18 @@ class Handler(APIHandler):
         self.wfile.flush()
 
     def _progress(self, done: int, total: int) -> None:
-        """Send a comment, so that nobody on the way takes a long prompt for a dead connection."""
+        """Send a comment, so that a proxy does not take a long prompt for a dead connection."""
         if self._answering:
             self._send(f": keepalive {done}/{total}\n\n".encode())
 
     def _look(self) -> None:
-        """Check that somebody still waits for the answer.
+        """Check that the client still waits for the answer.
 
-        A client that has sent its last may be one that has left, or one that only listens: what it
-        does with some bytes of the answer tells.
+        A client that sends nothing more may have left, or may only listen. Its reaction to some bytes
+        of the answer shows which.
 
         Raises:
-            ConnectionAbortedError: nobody does.
+            ConnectionAbortedError: the client has left.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
@@ -352,10 +349,10 @@ class Handler(APIHandler):
         return "allhands"
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Log the request without its query, where people write tokens."""
+        """Log the request without its query, which may have a token."""
         self.log_message(
             '"%s %s" %s', self.command or "-", self.path[:200], getattr(code, "value", code)
         )
 
     def log_error(self, format: str, *args: Any) -> None:
-        """Log nothing: the answer says it."""
+        """Log nothing, because the answer has the error."""

@@ -1,8 +1,8 @@
 """mlx_lm's OpenAI-compatible server for one model, with an adapter on it and made fast on this
 device.
 
-mlx_lm's own server loads any model that a request names, from the Hub if need be, and answers any
-web page. Here every request is checked first, and the model that was chosen at the start answers.
+mlx_lm's own server loads any model that a request names, also from the Hub, and answers any web
+page. Here every request is checked first, and only the model of the start answers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LINGER_S = (
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The model that is served; sampling holds for requests that do not say otherwise."""
+    """The served model, with the default sampling of requests."""
 
     model: str
     adapter_path: Path | None
@@ -62,9 +62,9 @@ class ServeOptions:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection, and not too many of them.
+    """A server with one thread for each connection, up to a limit.
 
-    Callers that never finish their request make room, the one that began first before others.
+    At the limit the oldest connection with an incomplete request is closed.
     """
 
     def __init__(self, listening: Listening, provider: Provider, served: Served) -> None:
@@ -88,8 +88,8 @@ class _Server(ThreadingHTTPServer):
         return Generator(self._provider)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer; by a new generator if one has failed, as where memory was too small for some
-        prompt.
+        """Answer a request; with a new generator if the last one has failed, for example for lack
+        of memory.
         """
         with self._lock:
             if not self._generator.is_healthy:
@@ -99,14 +99,14 @@ class _Server(ThreadingHTTPServer):
         )
 
     def stop(self) -> None:
-        """Drop what was begun."""
+        """Drop answers that have begun."""
         self.server_close()
         self._generator.stop_and_join()
 
     # --- connections ------------------------------------------------------------------------------
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection, if need be in place of one that has not asked yet."""
+        """Take a connection; at the limit it replaces one without a complete request."""
         with self._lock:
             if len(self._reading) >= _MOST_CONNECTIONS:
                 slowest = next((one for one, reading in self._reading.items() if reading), request)
@@ -125,7 +125,7 @@ class _Server(ThreadingHTTPServer):
                 self._reading[request] = False
 
     def shutdown_request(self, request: Any) -> None:
-        """Close, after what the client still sends: it would not see the answer otherwise."""
+        """Close after reading the client's remaining bytes; otherwise it would not see the answer."""
         with self._lock:
             if request in self._reading:
                 self._reading[request] = True
@@ -160,7 +160,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]) -> None:
-    """Answer requests until ``KeyboardInterrupt``; what was begun is dropped then.
+    """Answer requests until ``KeyboardInterrupt``, which drops unfinished answers.
 
     Args:
         listening: the address, opened before loading, so that a taken address is not found only
@@ -250,7 +250,7 @@ def _settings(options: ServeOptions) -> argparse.Namespace:
         allowed_origins=[],
         decode_concurrency=32,
         prompt_concurrency=8,
-        # As much of a prompt as nobody else waits long for.
+        # A part of a prompt that delays other requests only briefly.
         prefill_step_size=512 if detect().kind == "cpu" else 2048,
         prompt_cache_size=10,
         prompt_cache_bytes=None,

@@ -19,7 +19,8 @@ from allhands.data.tokens_shown import bytes_of_letters
 class TokenBytes:
     """The bytes that each token of a tokenizer stands for.
 
-    Byte-level vocabularies and those of SentencePiece say it; of others it is asked token by token.
+    Byte-level vocabularies and those of SentencePiece contain the bytes; other tokens are decoded
+    one by one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -38,7 +39,7 @@ class TokenBytes:
         return isinstance(self._sample, BPEStreamingDetokenizer | SPMStreamingDetokenizer)
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token; an incomplete character's are no text by themselves."""
+        """Return the bytes of a token, which may be an incomplete character."""
         if token not in self._known:
             self._known[token] = self._added[token] if token in self._added else self._found(token)
         return self._known[token]
@@ -84,7 +85,7 @@ class TextStream:
 
     Attributes:
         length: characters so far.
-        whole: no byte waits for the rest of its character.
+        whole: True if no incomplete character waits for its rest.
     """
 
     length, whole = 0, True
@@ -94,13 +95,13 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Return the text that is known with this token and was not without."""
+        """Add a token, and return the newly known text."""
         text = self._counted(self._decoder.decode(self._tokens.of(token)))
         self.whole = not self._decoder.getstate()[0]
         return text
 
     def finish(self) -> str:
-        """Return the rest, when no token comes any more."""
+        """Return the rest of the text after the last token."""
         return self._counted(self._decoder.decode(b"", True))
 
     def _counted(self, text: str) -> str:
@@ -112,7 +113,7 @@ class TextStream:
 
 
 class _Naive(TextStream):
-    """The text of tokens that depends on those before."""
+    """The text of tokens whose text depends on earlier tokens."""
 
     def __init__(self, tokens: TokenBytes, detokenizer: Any) -> None:
         super().__init__(tokens, drops_space=False)
@@ -144,9 +145,7 @@ class StopWords:
         self.passed = 0
 
     def add(self, text: str) -> str:
-        """Return the part of the text so far that is surely no part of a stop word, and was not let
-        through before.
-        """
+        """Return the new part of the text that is certainly no part of a stop word."""
         if self.found:
             return ""
         self._held += text
@@ -162,7 +161,7 @@ class StopWords:
         return self._release(len(self._held) - self._begun())
 
     def finish(self) -> str:
-        """Return the text that was held back and became no stop word."""
+        """Return the held-back text that became no stop word."""
         return self._release(len(self._held))
 
     def _release(self, count: int) -> str:

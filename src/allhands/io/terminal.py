@@ -313,5 +313,5 @@ def tell_lost_words() -> None:
     if raw.lost is not None and not isinstance(raw.lost, BrokenPipeError):
         reason = raw.lost.strerror or raw.lost
         tell(
-            f"allhands: note: standard output cannot be written ({reason}): words were lost, nothing else was"
+            f"allhands: note: standard output cannot be written ({reason}): output was lost, and nothing else"
         )

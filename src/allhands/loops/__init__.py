@@ -1,1 +1,1 @@
-"""Worlds, loaders, checkpoints and metrics for people's own training loops."""
+"""Worlds, loaders, checkpoints and metrics for training loops of your own."""

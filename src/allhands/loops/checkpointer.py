@@ -1,6 +1,4 @@
-"""For a person's own loop: model, optimizer and other objects with a state, saved and restored
-together.
-"""
+"""Checkpoints for a training loop of your own: model, optimizer and other objects with a state."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ class Stateful(Protocol):
 class Checkpointer:
     """Checkpoints of a training loop: whole or absent, written by rank 0, restored by all ranks in the same way.
 
-    The format is that of :func:`allhands.save_checkpoint`: each checkpoint has its own directory with checksums, and
-    ``allhands checkpoint list`` shows it. Ranks need not share files: one that has the latest sends it to the others.
+    The format is that of :func:`allhands.save_checkpoint`: each checkpoint has its own directory
+    with checksums, and ``allhands checkpoint list`` shows it. Ranks need not share files: a rank
+    with the latest checkpoint sends it to the others.
 
     Examples:
         >>> keeper = allhands.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
@@ -50,23 +49,22 @@ class Checkpointer:
         frozen: bool = True,
         **others: Stateful,
     ) -> None:
-        """Reads and writes nothing yet.
+        """Create the checkpointer; nothing is read or written yet.
 
         Args:
             directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``,
                 or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
             model: all its parameters are saved unchanged.
-            optimizer: its whole state is saved, including the step. A constant learning rate stays
-                that of the optimizer at the call of :meth:`restore`; a schedule goes on from the
-                step.
+            optimizer: its whole state is saved, including the step. :meth:`restore` leaves a
+                constant learning rate as it is; a schedule goes on from the step.
             keep_last: number of checkpoints to keep.
-            frozen: also save parameters that are not trained; without them the model must be loaded
-                as before.
+            frozen: also save parameters that are not trained. Without them the program must load
+                the model before it restores a checkpoint.
             **others: objects with ``state_dict`` and ``load_state_dict``, by names of your choice,
                 such as a loader.
 
         Raises:
-            ConfigError: an argument is not what it should be.
+            ConfigError: an argument has a wrong type or value.
         """
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
         kinds |= dict.fromkeys(others, ("an object with states", ("state_dict", "load_state_dict")))
@@ -106,8 +104,8 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``step`` is not a whole number from 0, or something cannot be kept.
-            StorageError: it cannot be written; earlier checkpoints are as they were.
-            CheckpointError: the directory has later checkpoints, which were not restored from.
+            StorageError: it cannot be written; earlier checkpoints are unchanged.
+            CheckpointError: the directory has later checkpoints, and none of them was restored.
         """
         if every < 1:
             raise ConfigError(
@@ -138,16 +136,15 @@ class Checkpointer:
         """Restore the state of the latest whole checkpoint; call it on every rank, before the first
         step.
 
-        MLX's random state is restored, too: rank 0's on all ranks. A constant learning rate of the
-        optimizer stays as it is now. A loop that changes its learning rate by hand has to set it
-        again.
+        All ranks also get rank 0's random state of MLX. A constant learning rate of the optimizer
+        stays as it is now. A loop that changes its learning rate by hand has to set it again.
 
         Returns:
             The number of completed steps; 0 if there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others.
-                None of them was changed then, unless one of the others refuses its state.
+            CheckpointError: it is damaged, or does not fit the model, the optimizer or the other
+                objects. Then nothing was changed, unless another object refuses its state.
         """
         saved = last_checkpoint(directory=self._directory)
         if saved is None:
@@ -160,7 +157,7 @@ class Checkpointer:
             raise _unfit(
                 saved.step,
                 f"it holds {_names(present)}, but {_names(given)} are to be restored",
-                "make the Checkpointer with the same things as before, or give it another directory",
+                "create the Checkpointer with the same objects as before, or give it another directory",
             )
         self._put(saved.step, arrays, kept.get("optimizer"))
         for name, one in self._others.items():
@@ -179,7 +176,7 @@ class Checkpointer:
             _put_optimizer(self._optimizer, arrays["optimizer"])
         if self._model is not None:
             self._model.update(arrays["model"])
-        # Its state is a key of two words, which MLX takes as a seed only.
+        # The stored state is a key of two words, and MLX accepts it only as a seed.
         high, low = cast("list[int]", arrays["random"].tolist())
         mx.random.seed(high << 32 | low)
 
@@ -224,7 +221,7 @@ def _put_optimizer(optimizer: optim.Optimizer, stored: Any) -> None:
         part.learning_rate = rate
 
 
-_HINT = "make model and optimizer as they were, or give another directory"
+_HINT = "create the same model and optimizer as before, or give another directory"
 
 
 def _require_same(step: int, stored: Any, here: Any, owner: str) -> None:

@@ -1,5 +1,5 @@
-"""For a person's own loop: each rank reads its own part of a dataset, in one global order for any
-number of ranks.
+"""Data for a training loop of your own: each rank reads its part of a dataset, in one global order
+for any number of ranks.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
 def shard(
     dataset: Indexable[T] | Iterable[T], world: World | None = None
 ) -> Sequence[T] | Iterable[T]:
-    """Return this rank's samples: those whose number, counted from 0, has remainder ``rank`` by the
-    number of ranks.
+    """Return this rank's samples: numbers ``rank``, ``rank + size``, ``rank + 2 * size`` and so on.
 
     The parts of the ranks are disjoint and cover the dataset; some ranks have one sample more than
     others. A loop that sums over ranks in each step needs the same number of steps on all ranks:
     use :class:`DistributedLoader` for it.
 
     Args:
-        dataset: an indexable dataset, of which only this rank's samples are read; or an iterable,
-            which is read completely, and the samples of other ranks are dropped.
+        dataset: indexable or iterable. From an indexable dataset only this rank's samples are read.
+            An iterable is read completely, and the samples of other ranks are dropped.
         world: default: :func:`allhands.init`.
 
     Returns:
-        For an indexable dataset a lazy sequence; for an iterable an iterable, repeatable if the
-        dataset is.
+        A lazy sequence for an indexable dataset; otherwise an iterable, repeatable if the dataset
+        is.
     """
     place = _world(world)
     if _is_indexable(dataset):
@@ -80,9 +79,9 @@ class DistributedLoader(Generic[B]):
     epoch, or through the rest of it after a ``break`` or :meth:`load_state_dict`. The next ``for`` is the next epoch,
     in another order.
 
-    Every sample comes once per epoch. The last two batches share their samples evenly, so that every rank has a sample.
-    The ranks' parts of a batch differ by one sample at most; where they may differ, use
-    ``average_gradients(grads, num_tokens=len(batch))``.
+    Every sample comes once per epoch. The last two batches share their samples evenly, so that
+    every rank has a sample. The ranks' parts of a batch differ by one sample at most. If they can
+    differ, use ``average_gradients(grads, num_tokens=len(batch))``.
 
     Examples:
         >>> loader = allhands.DistributedLoader(range(len(images)), 64, collate=lambda n: (images[n], labels[n]))
@@ -130,8 +129,8 @@ class DistributedLoader(Generic[B]):
         """Create the loader; nothing is read yet.
 
         Args:
-            dataset: indexable, or an iterable: then every rank reads all of it, and keeps its share
-                of two batches at most.
+            dataset: indexable or iterable. Every rank reads an iterable completely, and keeps its
+                share of two batches at most.
             batch_size: samples per batch, over all ranks.
             shuffle: ``None``: shuffle an indexable dataset; an iterable keeps its own order.
             seed: of the shuffle, 0 or more.
@@ -140,7 +139,7 @@ class DistributedLoader(Generic[B]):
             world: default: :func:`allhands.init`.
 
         Raises:
-            ConfigError: an argument is not what it should be, or a rank's part of a batch would be
+            ConfigError: an argument has a wrong type or value, or a rank's part of a batch would be
                 empty.
         """
         self._world = _world(world)
@@ -158,7 +157,7 @@ class DistributedLoader(Generic[B]):
                 "an iterable cannot be shuffled",
                 code="argument-invalid",
                 where=_LOADER,
-                hint="shuffle what it yields, or give a dataset with __len__ and __getitem__",
+                hint="shuffle the samples before it yields them, or give a dataset with __len__ and __getitem__",
             )
         self._check_parts()
 
@@ -189,7 +188,7 @@ class DistributedLoader(Generic[B]):
         """Yield the batches of one epoch after the other, without end.
 
         Raises:
-            DataError: an epoch has no batch at all.
+            DataError: an epoch has no batch.
         """
         while True:
             empty = not self._consumed
@@ -220,8 +219,8 @@ class DistributedLoader(Generic[B]):
         changed.
 
         Raises:
-            CheckpointError: it is not a state, or of a loader with another seed, or too far on in
-                its epoch.
+            CheckpointError: it is no state, it belongs to a loader with another seed, or it is
+                beyond the end of the epoch.
         """
         try:
             given = {name: operator.index(state[name]) for name in self.state_dict()}
@@ -239,7 +238,7 @@ class DistributedLoader(Generic[B]):
                 "on this dataset: samples would be left out or come twice",
                 code="checkpoint-mismatch",
                 where=_LOADER,
-                hint="give the result of state_dict(), with the same seed, batch_size and dataset as then",
+                hint="give the result of state_dict() to a loader with the same seed, batch_size and dataset",
             )
         self._epoch, self._consumed = epoch, consumed
 
@@ -254,14 +253,14 @@ class DistributedLoader(Generic[B]):
             places = np.arange(at - size, at)
             mine = places[places % self._world.size == self._world.rank]
             numbers = mine if order is None else order.at(mine)
-            # Plain numbers: lists and most datasets take no others.
+            # Plain integers, because lists and most datasets take no other kind.
             yield size, [dataset[number] for number in numbers.tolist()]
 
     def _of_stream(self) -> Iterator[tuple[int, list[Any]]]:
         source = iter(self._stream)
         if source is self._stream and self._passes:
             raise DataError(
-                "an iterator can be read once, and was read already",
+                "an iterator can be read only once, and was read already",
                 code="iterator-exhausted",
                 where=_LOADER,
                 hint="give an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`",
@@ -274,9 +273,9 @@ class DistributedLoader(Generic[B]):
                 f"the stream has {counted(skipped, 'sample')}, but {start} of them were consumed",
                 code="checkpoint-mismatch",
                 where=_LOADER,
-                hint="go on with the dataset that it began with",
+                hint="use the dataset of the interrupted run",
             )
-        # Two batches ahead: only then is it known whether they are the last.
+        # Two batches are read ahead, because the last two share their samples.
         held, read = list[tuple[int, Any]](), start
         for sample in source:
             if read % self._world.size == self._world.rank:
@@ -293,7 +292,7 @@ class DistributedLoader(Generic[B]):
             yield size, _taken(held, start)
 
     def _check_parts(self) -> None:
-        """No rank may have nothing to do in a batch: its loss would be a mean of nothing."""
+        """Refuse a batch in which a rank has no sample: its loss would be a mean of nothing."""
         least = self._batch_size if self._drop_last else (self._batch_size + 1) // 2
         where = "a batch at the end of the stream"
         if self._indexable is not None:
@@ -349,8 +348,8 @@ class _Every(Iterable[T]):
 
 
 def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
-    """Samples of each batch of an epoch of ``count``: full ones, of which the last shares with what
-    is left over.
+    """Sizes of the batches of an epoch of ``count`` samples: full ones; the last two share the rest
+    evenly.
     """
     full, rest = divmod(count, batch_size)
     if not rest or drop_last:
@@ -362,14 +361,14 @@ def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
 
 
 def _taken(held: list[tuple[int, T]], end: int) -> list[T]:
-    """The samples with numbers below ``end``, taken out of ``held``, which is in order."""
+    """Remove the samples with numbers below ``end`` from the ordered ``held``, and return them."""
     taken = [sample for number, sample in held if number < end]
     del held[: len(taken)]
     return taken
 
 
 def _is_indexable(dataset: Any) -> bool:
-    # A dictionary has both, but not by number.
+    # A dictionary has both methods, but its keys are no sample numbers.
     return (
         hasattr(dataset, "__getitem__")
         and hasattr(dataset, "__len__")

@@ -1,4 +1,4 @@
-"""For a person's own loop: numbers of each step, in the file that ``allhands plot`` reads."""
+"""Metrics for a training loop of your own, in the file that ``allhands plot`` reads."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     Number = float | mx.array
 
 _WHERE = "Metrics.log"
-# Of what the loop says these have a meaning for `allhands plot` and its table.
+# `allhands plot` and its table know the meaning of these names.
 _KNOWN = ("loss", *UNKNOWN)
 
 
 class Metrics:
     """Numbers of a training loop as lines of ``metrics.jsonl``, written by rank 0.
 
-    ``allhands plot DIRECTORY`` draws ``loss`` and ``valid_loss``. The names ``learning_rate``, ``grad_norm``,
-    ``tokens_per_s`` and ``epoch`` have fixed fields, too; any other name is kept beside them. Numbers that are not
-    logged are not in the file. It is a context manager, and records how the block ended.
+    ``allhands plot DIRECTORY`` draws ``loss`` and ``valid_loss``. The names ``learning_rate``,
+    ``grad_norm``, ``tokens_per_s`` and ``epoch`` also have fixed fields; any other name is kept
+    beside them. As a context manager it records how the block ended.
 
     Examples:
         >>> with allhands.Metrics("run", show=print) as metrics:
@@ -54,12 +54,12 @@ class Metrics:
         show: Callable[[str], object] | None = None,
         world: World | None = None,
     ) -> None:
-        """Open the file on rank 0; what is in it stays.
+        """Open the file on rank 0; its earlier lines stay.
 
         Args:
             directory: of the run.
-            first_step: number of steps done before, as ``Checkpointer.restore()`` returns it:
-                earlier entries of later steps no longer count.
+            first_step: number of steps done before, as ``Checkpointer.restore()`` returns it. Lines
+                of an earlier start with a higher step no longer count.
             show: function such as ``print`` that also gets each line as text, on rank 0.
             world: default: :func:`allhands.init`.
 
@@ -104,16 +104,16 @@ class Metrics:
         Args:
             step: number of completed steps; not less than in the call before.
             values: numbers or MLX arrays of one element, by name.
-            reduce: reduction over ranks; then every rank must call it, with the same names.
-                ``None``: rank 0's numbers.
-            weight: of this rank in the mean, such as its number of tokens; with weight 0 its values
-                do not matter.
+            reduce: ``"mean"`` or ``"sum"`` over ranks; then every rank must call it, with the same
+                names. ``None``: rank 0's numbers.
+            weight: of this rank in the mean, such as its number of tokens; the values of a rank with
+                weight 0 do not matter.
 
         Returns:
             The numbers; they are the same on all ranks if they were reduced.
 
         Raises:
-            ConfigError: a value is not a number, the step is none or lies before the last one, or
+            ConfigError: a value is no number, ``step`` is no step or is lower than the last one, or
                 the file is closed.
         """
         step = self._checked(step, values)
@@ -136,7 +136,7 @@ class Metrics:
         return numbers
 
     def close(self) -> None:
-        """Note that the run has finished; may be repeated."""
+        """Note that the run has finished; it may be called more than once."""
         self._end("finished")
 
     def _checked(self, step: int, values: object) -> int:
@@ -158,7 +158,7 @@ class Metrics:
                 f"step {step} comes after step {self._step}",
                 code="argument-invalid",
                 where=_WHERE,
-                hint=f"count steps over all epochs; to go on from step {step} again: Metrics(..., first_step={step})",
+                hint=f"count steps over all epochs; to go back to step {step}: Metrics(..., first_step={step})",
             )
         return step
 
@@ -215,9 +215,7 @@ class Metrics:
 
 
 def _started(name: str, world: World, first_step: int) -> RunStarted:
-    """The line by which a reader tells a restart; what only a run of ``allhands train`` has is
-    empty.
-    """
+    """The line that marks a start; fields that only ``allhands train`` knows are empty."""
     unknown: dict[str, Any] = dict.fromkeys(
         ("batch_size", "total_steps", "trainable_params", "total_params", "num_train_examples"), 0
     )

@@ -1,4 +1,4 @@
-"""Python call for ``allhands launch``: it starts ranks of a script, or of a function."""
+"""Python call for ``allhands launch``: start a script or a function on several ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from allhands.errors import ConfigError, DistributedError, Interrupted
 from allhands.io.paths import local_path
 
-# Not "__main__": what stands under `if __name__ == "__main__":` is for the process that launches.
+# Not "__main__": code under `if __name__ == "__main__":` is for the process that launches.
 _RUN_NAME = "__allhands_rank__"
 _WHERE = "allhands.launch"
-# Those of the command `allhands launch`, beside the number of ranks.
+# The options of `allhands launch`, without the number of ranks.
 _OPTIONS = (
     *(
         "hostfile",
@@ -72,7 +72,7 @@ def launch(
             code = process.wait()
             break
         except KeyboardInterrupt:
-            # The terminal has told the ranks' supervisor, too, which lets them save and end.
+            # The terminal also sent Ctrl-C to the ranks' supervisor, which lets them save and end.
             interrupted = True
     if interrupted or code == Interrupted.exit_code:
         raise Interrupted("stopped by Ctrl-C", code="stopped", where=_WHERE)
@@ -81,7 +81,7 @@ def launch(
             f"the ranks ended with code {code}",
             code="ranks-failed",
             where=_WHERE,
-            hint="see what was said before",
+            hint="read the messages above",
         )
 
 
@@ -151,13 +151,13 @@ def _call(
             where=_WHERE,
             hint=hint,
         ) from None
-    # A module of a package is known by its name only, a script or single file by its path.
+    # A module of a package is imported by its name, a script or single file by its path.
     place = str(module) if "." in str(module) else str(Path(file).resolve())
     return [sys.executable, "-m", __name__, place, str(name), text]
 
 
 def run_call(place: str, name: str, text: str) -> None:
-    """Be a rank: import the function and call it.
+    """Run as a rank: import the function and call it.
 
     Args:
         place: a Python file or the dotted name of a module.
@@ -165,7 +165,7 @@ def run_call(place: str, name: str, text: str) -> None:
         text: its arguments as a JSON list or object.
     """
     if place.endswith(".py"):
-        # As Python does for a script: its neighbours can be imported.
+        # As Python does for a script, so that it can import files of its directory.
         sys.path.insert(0, str(Path(place).parent))
         function = runpy.run_path(place, run_name=_RUN_NAME)[name]
     else:

@@ -1,8 +1,8 @@
-"""For a person's own MLX program: reports of progress, requests to stop, and checkpoints.
+"""Reports of progress, requests to stop, and checkpoints for an MLX program of your own.
 
-With two lines a program survives its machines under ``allhands launch``: :func:`last_checkpoint`
-before the loop and ``if allhands.progress(step): break`` in it. Both also work under other
-launchers and without one, without restarts.
+Under ``allhands launch`` two lines let a program go on after faults: :func:`last_checkpoint` before
+the loop and ``if allhands.progress(step): break`` in it. Both also work under other launchers and
+without a launcher, but then there are no restarts.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def save_checkpoint(
     directory: str | Path | None = None,
     keep_last: int = 2,
 ) -> None:
-    """Write a checkpoint that is whole or absent, whatever happens meanwhile; call it on every
-    rank.
+    """Write a checkpoint that is whole or absent; call it on every rank.
 
     Rank 0 writes and returns when it is on the disk; the others return at once.
 
@@ -109,8 +108,8 @@ def save_checkpoint(
 
     Raises:
         ConfigError: there is no directory, or something cannot be kept.
-        StorageError: it cannot be written; earlier checkpoints are as they were.
-        CheckpointError: the directory has later checkpoints, from which this program did not go on.
+        StorageError: it cannot be written; earlier checkpoints are unchanged.
+        CheckpointError: the directory has later checkpoints, and this program has not restored one.
     """
     if keep_last < 1:
         raise ConfigError(
@@ -167,7 +166,7 @@ class _Contents:
 
 
 class _LedBy:
-    """A group in which another rank counts as rank 0, so that it is the one that hands out."""
+    """A group in which another rank counts as rank 0, because that rank sends the checkpoint."""
 
     def __init__(self, group: Communicator, leader: int) -> None:
         self._group = group
@@ -198,10 +197,10 @@ class _Session:
     """This process's side of the job.
 
     Attributes:
-        begun: whether there was progress.
-        ends_with: exit code, once the program has been asked to end.
-        seen: directories of which this rank knows the checkpoints.
-        inherited: those with checkpoints of an earlier run, from which this one goes on.
+        begun: True after the first call of :func:`progress`.
+        ends_with: exit code after a request to end.
+        seen: directories in which this rank has looked for checkpoints.
+        inherited: directories with a checkpoint of an earlier run that this run has restored.
     """
 
     launch: LaunchPlace
@@ -216,7 +215,7 @@ class _Session:
 
     def progress(self, step: int, together: bool) -> bool:
         worker = self.take_over()
-        # What follows is the wait for the others: who is in it is not the one that they wait for.
+        # From here this rank waits for the others, so it does not hang itself.
         worker.beat("reduce" if self.begun and together else "compute", step)
         wish = self._wish(worker)
         if together and not self.ends_with:
@@ -242,7 +241,7 @@ class _Session:
             self._write(contents, directory, keep_last)
             worker.beat("compute", contents.step)
         if self.ends_with and self.group is not None and self.launch.launcher != "allhands":
-            # Other launchers kill everybody as soon as one rank ends with a code that is not 0.
+            # Other launchers kill all ranks as soon as one rank ends with a code other than 0.
             mx.eval(self.group.all_sum(mx.ones((1,))))
         if self.ends_with:
             self._leave_at_end()
@@ -269,12 +268,12 @@ class _Session:
         return None if described is None else _saved(described, shared_arrays(led, found, _ARRAYS))
 
     def _leader(self, group: Communicator, directory: Path) -> int | None:
-        """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same
-        on all ranks.
+        """The first rank whose computer has the latest checkpoint; ``None`` without a checkpoint.
+        The result is the same on all ranks.
         """
         import mlx.core as mx
 
-        # By sizes alone: the sums are computed by the one that reads.
+        # By sizes alone: the rank that reads the checkpoint checks the sums.
         step = -1 if self.launch.local_rank else quick_step(directory)
         step = -1 if step is None else step
         self.seen.add(directory)
@@ -282,11 +281,11 @@ class _Session:
         return steps.index(max(steps)) if max(steps) >= 0 else None
 
     def take_over(self) -> WorkerContext:
-        """Return the contact with the supervisor, which sees to signals and uncaught errors from
-        the first call on.
+        """Return the contact with the supervisor. From the first call on it handles signals and
+        uncaught errors.
 
-        Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what
-        it is.
+        Signals can be caught in the main thread only. In other threads, and at a prompt, Ctrl-C
+        keeps its usual effect.
         """
         if (
             not self.installed
@@ -304,13 +303,13 @@ class _Session:
         return self.group
 
     def _wish(self, worker: WorkerContext) -> int:
-        """The exit code of the end that this rank has been asked for; 0 if it has not."""
+        """The exit code of a requested end of this rank; 0 without a request."""
         if number := worker.stop_requested():
             return 128 + number
         return REGROUP_CODE if worker.regroup_requested() else 0
 
     def _most(self, wish: int) -> int:
-        """The most urgent wish of any rank: signals come to them at different moments."""
+        """The most urgent request of any rank, because signals reach ranks at different moments."""
         group = self._communicator(self.context)
         if group.size == 1:
             return wish
@@ -332,7 +331,8 @@ class _Session:
         )
         removed = prune(directory, keep_last, None, (), written)
         if removed and directory in self.inherited:
-            # There are enough of this run: those that it went on from are older than all of them.
+            # This run has written enough: the checkpoints of the earlier run are older than all of
+            # them.
             self.inherited.discard(directory)
             prune(directory, keep_last, None, ())
 
@@ -356,18 +356,16 @@ class _Session:
         return found
 
     def _leave_at_end(self) -> None:
-        """See to it that the code of the stop becomes the program's, whose own end it may be
-        unaware of.
-        """
+        """Make the code of the stop the program's exit code, also if the program ends normally."""
         atexit.unregister(self._leave)
         atexit.register(self._leave)
 
     def _leave(self) -> NoReturn:
-        """End with that code, after everything else that was to be done at the end.
+        """Run the earlier exit handlers, then end with that code.
 
-        Python calls this before what was registered earlier. (What the program registered since
-        would be called once more: it is registered again with each call of ours, to be among the
-        first.)
+        Python calls handlers in reverse order, and this one ends the process. Handlers that the
+        program has registered later would be called twice. So each of our calls registers this
+        handler again, to be among the first.
         """
         atexit.unregister(self._leave)
         try:
@@ -379,9 +377,7 @@ class _Session:
 
 
 def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
-    """The content that a person gave, as a checkpoint has it; its arrays are read now, one after
-    the other.
-    """
+    """The saved content in the user's form; its arrays are read now, one after the other."""
     from allhands.io.nested import put_together
 
     read = {name: stored.read() for name, stored in arrays.items()}
@@ -389,13 +385,11 @@ def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]
 
 
 def _refuse_later(directory: Path, step: int) -> None:
-    """Refuse to begin anew beside later checkpoints: after the next fault the program would go on
-    from those.
-    """
+    """Refuse to begin a new run beside later checkpoints, because a restart would go on from those."""
     later = [path for path in checkpoints_in(directory) if int(path.name.rpartition("-")[2]) > step]
     if later:
         raise CheckpointError(
-            f"{later[0].name} is there from another run, which this one does not go on from",
+            f"{later[0].name} belongs to another run, which this program has not restored",
             code="checkpoint-of-other-run",
             where=str(directory),
             hint="call allhands.last_checkpoint() first and go on from it, or choose another directory "

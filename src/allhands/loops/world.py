@@ -1,4 +1,4 @@
-"""For a person's own loop: the checked group of processes, and gradients averaged over it."""
+"""The checked group of processes for a training loop of your own, and gradients averaged over it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class World:
 
     @property
     def group(self) -> Any:
-        """The group of ``mx.distributed`` for MLX's own functions; ``None`` (no group to them) if
+        """The group of ``mx.distributed`` for MLX's own functions; ``None`` if this process is
         alone.
         """
         return getattr(self.communicator, "group", None)
@@ -169,7 +169,7 @@ def _check_tokens(num_tokens: object, reduction: str) -> None:
         )
     if num_tokens is None and reduction == "sum":
         raise _wrong(
-            "a sum over tokens, but not of how many", "give num_tokens=...", code="argument-missing"
+            "a sum over tokens needs their number", "give num_tokens=...", code="argument-missing"
         )
     if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
         raise _wrong(
@@ -202,16 +202,16 @@ def average_gradients(
             With another stream than the one in use the call waits, because two at once would mix their bytes.
         communication_type: dtype of the exchanged gradients, such as ``mx.bfloat16`` for half the bytes of float32;
             ``None``: their own dtype (with ``num_tokens`` float32).
-        num_tokens: trained tokens (or samples) on this rank; with 0 its gradients do not matter. An array is not
-            read, so it need not be computed yet.
-        reduction: with ``num_tokens``: ``"mean"`` if this rank's loss is the mean over its tokens (as in most loops),
-            ``"sum"`` if it is their sum.
+        num_tokens: trained tokens (or samples) on this rank; with 0 its gradients do not matter. It
+            may be an array that is not computed yet.
+        reduction: with ``num_tokens``: ``"mean"`` if this rank's loss is the mean over its tokens
+            (as in most loops), or ``"sum"`` if it is their sum.
 
     Returns:
         Tree of the same type, structure and dtypes.
 
     Raises:
-        ConfigError: an argument is not what it should be.
+        ConfigError: an argument has a wrong type or value.
         DistributedError: as :func:`init`.
 
     Examples:
@@ -245,7 +245,7 @@ def average_gradients(
     lent = lent_stream(communicator, communication_stream)
     if lent is None:
         return averaged()
-    with lent:  # computed here and now, so that nothing else is exchanged meanwhile
+    with lent:  # computed at once, so that no other exchange runs at the same time
         try:
             mx.eval(gradients, num_tokens)
         except ValueError:  # MLX's, of what is only traced

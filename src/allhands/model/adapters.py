@@ -128,7 +128,7 @@ def no_such_keys(
 
 
 def _unmatched(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, ...]:
-    """Adapter keys that mlx_lm has found in no block that is trained, nor in the model as a whole."""
+    """Return adapter keys that mlx_lm has found in no trained block, nor in the whole model."""
     keys = config.lora_parameters.keys if config.fine_tune_type != "full" else None
     if not keys:
         return ()
@@ -172,8 +172,8 @@ def _unfreeze(model: Any, num_layers: int) -> None:
 
 
 def _require_rank(model: Any, num_layers: int, rank: int) -> None:
-    """A matrix has no larger rank than its sides are long; far beyond, memory ends before anything
-    is said.
+    """Refuse a rank above the longest side of any matrix; a much larger one would exhaust the
+    memory.
     """
     sides: list[int] = []
     for block in model.layers[-max(num_layers, 0) :]:
@@ -255,7 +255,7 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
 
 def _difference(wanted: Shapes, there: Shapes) -> str | None:
     """The first difference between what is trained here and what a file holds."""
-    # Shapes first: where they differ, it is another model, whatever else is to be said.
+    # Shapes first: if they differ, it is another model in any case.
     for name, shape in wanted.items():
         if there.get(name, shape) != shape:
             return f"{name} has shape {there[name]} in the file, {shape} here"

@@ -1,8 +1,8 @@
 """Limits of mlx_lm with a model, distinguished from defects of allhands.
 
-An error from the middle of a model does not help a person. So the pass is repeated with mlx_lm
-alone: its loader, its adapters, one row, and nothing of allhands. Only if that fails, too, it is a
-limit of mlx_lm.
+An error from inside a model does not help the user. So the pass is repeated with mlx_lm alone: its
+loader, its adapters, one row, and nothing of allhands. If that fails as well, it is a limit of
+mlx_lm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_OURS = (
     AllhandsError,
     OSError,
     MemoryError,
-)  # the disk's, the computer's: they say themselves what they are
+)  # errors of the disk and the computer, which have their own messages
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def limits_told(use: Use | None) -> Generator[None]:
     except Exception as error:
         if any(
             each in str(error) for each in _NO_MEMORY
-        ):  # tried beside what is there, any model would fail so
+        ):  # beside the present arrays any model would fail in this way
             raise _memory_is_full(use, error) from error
         limit = None if use is None else limit_of(use, error)
         if limit is None:
@@ -140,7 +140,7 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
         path = resolve(use.model)
     except AllhandsError:
         return None
-    if _TRACED in str(error):  # tried again in this process, any model would fail so
+    if _TRACED in str(error):  # in this process any model would fail again
         message = "a pass of this model cannot be compiled: it looks at numbers while it computes"
         return ModelError(
             message, code="model-not-compilable", where=use.model, hint="add --compile off"

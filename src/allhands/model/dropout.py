@@ -27,10 +27,11 @@ from allhands.errors import ConfigError
 from allhands.io.trees import unflatten
 from allhands.kernels.instances import give_form
 
-# A feature's fate is decided by 16 bits, which costs less than a number of 32 and errs by 1/131,072
-# at most.
+# 16 bits decide about a feature, which costs less than a 32-bit number and errs by 1/131,072 at
+# most.
 _LEVELS = 1 << 16
-# An odd number without pattern, 2**64 divided by the golden ratio: keeps neighbouring places apart.
+# 2**64 divided by the golden ratio, an odd number without pattern: it separates neighbouring
+# places.
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 

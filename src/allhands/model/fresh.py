@@ -69,7 +69,7 @@ def new_model(
     """Return the model of ``config``, with first weights that follow from its seed.
 
     Raises:
-        ConfigError: numbers that do not matchgether, or a vocabulary without the tokenizer's.
+        ConfigError: numbers that do not match, or a vocabulary without the tokenizer's.
     """
     shape = shape_of(config, tokenizer)
     dtype = config.dtype
@@ -99,7 +99,7 @@ def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
     rows.
 
     Raises:
-        ConfigError: numbers that do not matchgether, or a vocabulary without the tokenizer's.
+        ConfigError: numbers that do not match, or a vocabulary without the tokenizer's.
     """
     shape = _named_shape(config, tokenizer)
     if config.max_seq_length > shape.block_size:

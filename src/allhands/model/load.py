@@ -74,7 +74,7 @@ class LoadedModel:
     hashing: Future[str] | None = (
         None  # the fingerprint, where it was begun while the weights were read
     )
-    notes: tuple[str, ...] = ()  # what a person should know who talks with it
+    notes: tuple[str, ...] = ()  # notes for users of the model
 
     @cached_property
     def fingerprint(self) -> str:
@@ -209,7 +209,7 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
         )
     for file in files:
         try:
-            with file.open("rb"):  # MLX would not say why it cannot
+            with file.open("rb"):  # MLX's own error has no reason
                 pass
             mx.load(str(file))
         except OSError as error:
@@ -341,7 +341,7 @@ class Conversion:
             )
         if self.group_size is not None and self.quantize_bits is None:
             raise ConfigError(
-                "a group size without quantization does nothing",
+                "a group size without quantization has no effect",
                 code="option-without-effect",
                 where="--group-size",
                 hint="add --quantize 4",
@@ -372,7 +372,7 @@ def get_model(
         report: called with a line of text now and then.
 
     Raises:
-        ModelError: the source is missing or broken, or cannot be converted so.
+        ModelError: the source is missing or broken, or cannot be converted in this way.
         ConfigError: an option with a value that cannot work, or ``out`` is taken.
         StorageError: ``out`` cannot be written.
     """
@@ -404,8 +404,8 @@ def get_model(
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse a place for a model that is something else's (ConfigError); ``force`` is only for the
-    hint.
+    """Refuse a directory with other content as the place of a model (ConfigError); ``force`` is
+    only for the hint.
     """
     if target == source or target in source.parents or source in target.parents:
         raise ConfigError(
@@ -485,7 +485,7 @@ def unpack(model: nn.Module, path: Path) -> str:
 
 
 def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, say: Report) -> Json:
-    """Quantize what the group size divides, and say what it does not; returns the new config."""
+    """Quantize layers that the group size divides, and report the others; return the new config."""
     if _is_quantized(model):
         hint = "add --dequantize to unpack it first, or leave --quantize out"
         raise ModelError(

@@ -46,7 +46,7 @@ class PassContext:
         router_aux_loss: coefficient of the loss that keeps experts equally busy.
         selection: selection of the forms of operations, for this model only.
         short: True if quantised weights have to stay packed on a CPU, for lack of memory.
-        fetched: True if ranks have divided all arrays, which then come and go.
+        fetched: True if ranks have divided all arrays, and fetch them when they are needed.
     """
 
     accelerator: Accelerator
@@ -89,7 +89,7 @@ class Pass:
         name: name for people, in ``-v``.
         why_not: returns the reason why it does not apply here; ``None`` if it does.
         apply: changes the model and returns the number of changed modules; ConfigError if this
-            model cannot do what a person has asked for.
+            model does not support a requested option.
         explain: its effect and reason; ``{}`` is the number of modules. Or a function that returns
             this text.
         stage: time of its application: "made" comes before all else, so that its additions belong
@@ -198,9 +198,9 @@ def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
     )
 
 
-# The order, and why each stands where it does.
+# The order, with the reason for each place.
 PASSES = (
-    # Part of what is learned, so it is there before mlx_lm's own gradient is taken for comparison.
+    # Changes the loss, so it comes before mlx_lm's own gradient is computed for comparison.
     Pass(
         "balanced routers",
         lambda c: None if c.router_aux_loss else "not asked for (--router-aux-loss)",
@@ -208,7 +208,7 @@ PASSES = (
         "{} routers learn to keep their experts equally busy (--router-aux-loss)",
         "made",
     ),
-    # Exact types of mlx and mlx_lm are looked for: before any other pass has made subclasses of
+    # It looks for exact types of mlx and mlx_lm, so it comes before passes that make subclasses of
     # them.
     Pass(
         "ordered embeddings",
@@ -228,12 +228,13 @@ PASSES = (
         "dropout by sample",
         lambda c: None if c.in_passes else "nothing is trained",
         _drop_by_sample,
-        "{} layers drop by seed, step and sample, whatever the number of ranks",
+        "{} layers drop values by seed, step and sample, for any number of ranks",
     ),
-    # The weights before what computes with them: native and fused layers take over what they find.
+    # Weights come before computations: native and fused layers take over the weights that they
+    # find.
     Pass(
         "quantised weights",
-        lambda c: "Metal multiplies by codes" if c.kind == "metal" else None,
+        lambda c: "Metal multiplies packed weights" if c.kind == "metal" else None,
         _hold_quantized,
         _quantized_form,
     ),
@@ -243,14 +244,14 @@ PASSES = (
         _hold_in_float32,
         "the whole model: shorter types are not faster on a CPU",
     ),
-    # Before the native pass, whose feed-forward blocks are further forms of these.
+    # Before the native pass, which then replaces these feed-forward blocks.
     Pass(
         "vectorised SwiGLU",
         lambda c: None if c.kind == "cpu" and sys.platform == "linux" else "for Linux CPUs",
         lambda model, c: use_fast_mlp(model, c.selection),
         "{} feed-forward blocks: MLX's exponential is a library call for each number on a CPU",
     ),
-    # One of the three for the device. They find all modules in their last form but one.
+    # One of these three for each device; they need the final form of the weights.
     Pass(
         "native operations",
         _why_not_native,
@@ -261,22 +262,22 @@ PASSES = (
         "fused blocks",
         _in_passes("cuda", "for CUDA"),
         lambda model, c: fuse(model, c.longest, c.selection, joins=not c.fetched),
-        "{} attention and feed-forward blocks as few products and kernels of our own",
+        "{} attention and feed-forward blocks use few matrix products, and kernels of allhands",
     ),
     Pass(
         "dense products",
         _in_passes("metal", "for Metal"),
         lambda model, c: use_dense(model, c.selection),
-        "{} quantised layers multiply by codes or dense, as selected for each number of tokens",
+        "{} quantised layers multiply packed or dense weights, as selected for each number of tokens",
     ),
-    # Around whole blocks, whatever they are by now: computes again what is called then.
+    # Wraps whole blocks in their final form, and computes these again.
     Pass(
         "recomputation",
         _why_not_recomputed,
         _recompute,
         "{} blocks compute their activations again in the backward pass (--grad-checkpoint)",
     ),
-    # Which weights are made dense follows from the kernels that all ranks have agreed on.
+    # The agreed kernels decide which weights are made dense.
     Pass(
         "kept dense weights",
         _why_not_kept,
@@ -296,7 +297,7 @@ def apply_passes(
         The outcome of each.
 
     Raises:
-        ConfigError: a person has asked for what this model cannot do.
+        ConfigError: this model does not support a requested option.
     """
     give_selection(model, context.selection)
     return tuple(_applied(each, model, context) for each in PASSES if each.stage == stage)
@@ -306,6 +307,6 @@ def _applied(each: Pass, model: nn.Module, context: PassContext) -> Applied:
     if reason := each.why_not(context):
         return Applied(each.name, 0, f"not applied ({reason})")
     if not (changed := each.apply(model, context)):
-        return Applied(each.name, 0, "not applied (this model has nothing of the kind)")
+        return Applied(each.name, 0, "not applied (this model has no such modules)")
     words = each.explain if isinstance(each.explain, str) else each.explain(model, context)
     return Applied(each.name, changed, words.format(changed))

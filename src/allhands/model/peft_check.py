@@ -62,7 +62,7 @@ def _targeted(config: Mapping[str, Any], base: PeftBase) -> set[str]:
 def _differs(what: str) -> ModelError:
     hint = "free disk space and try again; if it happens again this is a defect: report it"
     return ModelError(
-        f"what was written for PEFT is not the adapter, and was not kept: {what}",
+        f"the files for PEFT differ from the adapter, and were not kept: {what}",
         code="written-files-differ",
         hint=hint,
     )

@@ -61,7 +61,7 @@ class Shape:
         init_std: standard deviation of the first weights.
 
     Raises:
-        ConfigError: a number that no model can have, or two that do not matchgether.
+        ConfigError: a number that no model can have, or two that do not match.
     """
 
     family: Family
@@ -290,7 +290,7 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
         numbers: by the names of the fields of :class:`Shape`.
 
     Raises:
-        ConfigError: no such name or number, one is missing, or they do not matchgether.
+        ConfigError: no such name or number, one is missing, or they do not match.
     """
     given = {key: value for key, value in (numbers or {}).items() if value is not None}
     known = [field.name for field in fields(Shape) if field.name != "family"]

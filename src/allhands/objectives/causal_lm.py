@@ -72,7 +72,7 @@ class CausalLM:
         if (
             type(self) is not CausalLM
         ):  # its sums may call the model without the cache that divides rows
-            what = f"the objective {type(self).__name__} is not known to compute pieces of rows"
+            what = f"the objective {type(self).__name__} cannot compute pieces of rows"
             raise ConfigError(
                 what,
                 code="objective-unsupported",

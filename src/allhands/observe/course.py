@@ -51,7 +51,7 @@ class Course:
         """Advice to lower the learning rate, with a number."""
         if self._is_far_above:
             return f"Lower the learning rate ({self.rate:g}; {_USUAL})"
-        return "Lower the learning rate, to a tenth say"
+        return "Lower the learning rate, for example to a tenth"
 
     def other(self, usual: str) -> str:
         """Advice on the learning rate if nothing is learnt; ``usual``: the advice for a usual rate."""

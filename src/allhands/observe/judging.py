@@ -16,24 +16,26 @@ from allhands.observe.course import Course, Judgement, Level
 from allhands.observe.curves import SURE, Curve, ends, from_to, scatter, sure_change, tenth, trend
 from allhands.observe.metrics.history import RunHistory
 
-RISING = 3  # validations after the best one that make a rise more than a first sign
+RISING = 3  # validations after the best one from which on a rise is more than a first sign
 RISE = 0.01  # of the best validation loss, at least
 FALL = 0.02  # of the loss: less over the last third, or since the best validation, is no fall
 HARDLY = 0.05  # of the training loss at the start: less than this is hardly learning
-SEEN = 0.1  # of the training loss: where a fall of this size would be lost in the scatter, nothing is said of falls
-SHOT = 2.0  # times the highest loss of the first half: one report above this has shot up
-FEW = 4  # training reports, with fewer there is nothing to judge
-ENDS = 20  # training reports, from which on the first tenth is compared with the last
+SEEN = 0.1  # of the training loss: if scatter could hide a fall of this size, falls are not judged
+SHOT = 2.0  # times the highest loss of the first half: a report above this counts as a jump
+FEW = 4  # training reports: fewer are not judged
+ENDS = 20  # training reports from which on the first tenth is compared with the last
 FAR = 4.0  # standard errors between two ends of a curve that scatter does not explain
-FAR_ABOVE = 1.25  # times a validation loss (before training, or the best of few): beyond this it is no chance
-GUESS = 0.97  # of ln(vocabulary): from here on a loss is that of guessing among all tokens
-BURST = 10.0  # times the gradient norms of the first tenth: norms of the last tenth have exploded
+FAR_ABOVE = (
+    1.25  # times a validation loss (before training, or the best of few): more is not chance
+)
+GUESS = 0.97  # of ln(vocabulary): a loss above this is no better than guessing among all tokens
+BURST = 10.0  # times the gradient norms of the first tenth: above this norms have exploded
 FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
-GRAVE = 1.75  # times as steep as is sure must be what is called "diverging"
+GRAVE = 1.75  # times the slope that is sure: only a steeper one is called "diverging"
 
 _UNKNOWN = Course()
 _ORDER: list[Level] = ["bad", "warning", "note", "good"]
-# Warnings that are said wherever a run is spoken of, as whatever is bad.
+# Warnings that every command shows, like all bad judgements.
 _HARMFUL = ("worse", "gradients", "skipped")
 
 
@@ -41,7 +43,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
     """Judge a run by its losses and its other metrics; see :func:`judge`.
 
     Args:
-        is_over: True if it has ended, if more is known than its metrics say.
+        is_over: True if it has ended; ``None``: by its metrics.
     """
     train, valid = (
         Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid)
@@ -76,7 +78,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
 
     Args:
         train: the training loss at each report.
-        valid: the validation loss at each validation, that before the first step included.
+        valid: the validation loss at each validation, including the one before the first step.
         course: further facts.
     """
     if not (course.is_over or course.skipped or len(train) + len(valid)):
@@ -94,7 +96,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         ]
     over = list(_overfitting(train, valid, course))
     if _is_bad(ruined):
-        # A loss that has been thrown off neither fits nor lacks steps.
+        # A loss that has jumped is judged neither as fitting nor as underfitting.
         found += [one for one in over if one.kind == "overfitting"]
     else:
         found += (
@@ -142,8 +144,8 @@ def _by(first: float, last: float) -> str:
 
 
 def _better_before(valid: Curve) -> Iterator[Judgement]:
-    """Warn of last weights that are clearly not the best ones, in a run with too few reports for
-    other rules.
+    """Warn if the last weights are clearly not the best, in a run with too few reports for other
+    rules.
     """
     if not len(valid):
         return
@@ -154,19 +156,21 @@ def _better_before(valid: Curve) -> Iterator[Judgement]:
         )
         text += f"{valid.steps[-1]:.0f} ({_by(low, last)}): those weights are the better ones (best/, if they were "
         yield Judgement(
-            "overfitting", "warning", f"{text}kept). Of few validation rows that may be chance."
+            "overfitting", "warning", f"{text}kept). With few validation rows that may be chance."
         )
 
 
 def _before(valid: Curve) -> float | None:
-    """The validation loss before the first step; ``None``: not measured, as where a run goes on
-    from another.
+    """The validation loss before the first step; ``None`` if it was not measured, as in a resumed
+    run.
     """
     return float(valid.losses[0]) if len(valid) and valid.steps[0] == 0 else None
 
 
 def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Training has made the model worse than it was before the first step, or leaves it guessing."""
+    """Warn if training has made the model worse than before the first step, or no better than
+    guessing.
+    """
     before, trained = _before(valid), valid.since(1)
     if not len(trained) and not len(train):
         return
@@ -181,7 +185,9 @@ def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
 
 
 def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Iterator[Judgement]:
-    """The last validation loss is above that before the first step; ``trained`` are those since."""
+    """Warn if the last validation loss is above the one before the first step; ``trained``: the
+    later ones.
+    """
     last, (step, low) = float(trained.losses[-1]), _lowest(trained)
     if last <= before * (1 + RISE):
         return
@@ -191,7 +197,7 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += f"it was lowest at step {step:.0f} ({low:.3f}), whose weights are the better ones (best/, if kept). "
     else:
         text += "no validation was below the first, so no step's weights are better (there is no best/). "
-    # What is learnt by heart is no matter of a rate that is much too high.
+    # Learning by heart is not caused by a much too high learning rate.
     if len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before:
         text += "The model learns the training data, but not the validation data: use fewer steps, a lower "
         text += "learning rate or more data."
@@ -203,7 +209,9 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
 def _guessing(
     train: Curve, trained: Curve, before: float | None, course: Course
 ) -> Judgement | None:
-    """The loss is that of guessing among all tokens, and does not come down from there."""
+    """Return a judgement if the loss is no better than guessing among all tokens, and does not
+    fall.
+    """
     chance = log(max(course.vocabulary or 0, 1))
     last = float(trained.losses[-1]) if len(trained) else float(np.median(train.losses[-3:]))
     if not chance or last < GUESS * chance or sure_change(train) < 0:
@@ -217,13 +225,15 @@ def _guessing(
             f"{text}, and it was {before:.3f} before the first step. {course.slower}",
         )
     if len(train) < FEW:
-        return None  # a new model begins there
+        return None  # a new model begins at this loss
     advice = f"{course.other('Try other learning rates')}, and look at what is trained on (allhands data check)."
-    return Judgement("guessing", "bad", f"{text}. Nothing is learnt. {advice}")
+    return Judgement("guessing", "bad", f"{text}. The model learns nothing. {advice}")
 
 
 def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """In between losses were far above where they began, though the last ones are not."""
+    """Note losses in the middle of the run that were far above the first ones, if the last ones are
+    not.
+    """
     before = _before(valid)
     for name, curve, bound in (
         ("validation", valid.since(1), FAR_ABOVE),
@@ -233,13 +243,13 @@ def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
             continue
         place = int(np.argmax(curve.losses))
         text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
-        text += f"{before:.3f} before the first step: the learning rate is too high at its height. {course.slower}"
+        text += f"{before:.3f} before the first step: the learning rate is too high at its peak. {course.slower}"
         yield Judgement("excursion", "warning", text)
         return
 
 
 def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Gradient norms have grown many times over, and nothing is learnt by it."""
+    """Warn if gradient norms have grown many times, and the loss does not fall."""
     if len(course.norms) < FEW or _learns(train, valid):
         return
     first, last = ends(course.norms)
@@ -251,7 +261,7 @@ def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
 
 
 def _skipped(course: Course) -> Iterator[Judgement]:
-    """Steps that changed nothing."""
+    """Warn of steps that changed nothing."""
     if not course.skipped:
         return
     steps = max(course.steps, course.skipped)
@@ -276,7 +286,7 @@ def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
 
 
 def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Validation has risen since its best, while training went on falling; or did not."""
+    """Judge a rise of the validation loss since its best, by the training loss in that time."""
     after = _risen_since(valid)
     if after is None:
         return
@@ -325,8 +335,8 @@ def _risen_since(valid: Curve) -> Curve | None:
 
 
 def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Training loss has risen, by more than its scatter explains, and validation does not say
-    otherwise.
+    """Warn if the training loss has risen by more than its scatter explains, unless the validation
+    loss falls.
     """
     if risen := _risen(train, valid):
         first, last = risen
@@ -336,17 +346,17 @@ def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
 
 
 def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
-    """From where to where the training loss has risen; ``None`` if it has not, or scatter explains
-    it.
+    """Return the ends of a rise of the training loss; ``None`` without a rise, or if scatter
+    explains it.
     """
     falls = _falls(valid)
-    # What the loss has done since the last validation, that one knows nothing of.
+    # The last validation cannot show changes after it.
     unheard = not falls or float(valid.steps[-1]) < float(train.steps[-1])
     first, last = ends(train)
     newest = float(train.losses[-1])
     if unheard and newest > SHOT * float(np.max(train.losses[: len(train) // 2])) > 0:
         return first, newest
-    # A loss that shot up a moment ago is not yet in the middle of the last tenth.
+    # A loss that jumped just now does not change the median of the last tenth yet.
     last = max(last, float(np.min(train.losses[-3:])))
     error = 1.25 * scatter(train) * sqrt(2 / tenth(train))  # of a median: 1.25 times that of a mean
     if unheard and len(train) >= ENDS and last - first > max(FAR * error, HARDLY * abs(first)):
@@ -368,8 +378,8 @@ def _learns(train: Curve, valid: Curve) -> bool:
     """Return whether either curve has fallen by more than scatter explains."""
     if len(valid) > 1:
         change = float(valid.losses[-1]) / float(valid.losses[0]) - 1
-        # A first report over many steps may lie behind the fall, which validation saw from step 0
-        # on.
+        # The first report may cover many steps and come after the fall, which validation saw from
+        # step 0 on.
         if change < -HARDLY or (_falls(valid) and change < -FALL):
             return True
     return sure_change(train) < -HARDLY or _fell_at_once(train)
@@ -394,7 +404,7 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
         line = trend(curve)
         if len(curve) < fewest or line is None:
             continue
-        # Of the difference between the ends of a line through evenly spaced points.
+        # Standard error of the difference between the ends of a line through evenly spaced points.
         error = scatter(curve) * sqrt(12 / len(curve)) / max(abs(line.first), 1e-12)
         if line.change - SURE[min(len(curve) - 3, len(SURE) - 1)] * error > -bound:
             return True
@@ -402,8 +412,8 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
 
 
 def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
-    """Hardly anything was learnt; or both curves still fall over the last third, which a run that
-    goes on may do.
+    """Judge whether the model learned hardly anything, or whether both curves still fall over the
+    last third, which is fine in a run that goes on.
     """
     if not _learns(train, valid):
         yield _unlearning(train, valid, course)
@@ -434,7 +444,7 @@ def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgem
 
 
 def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
-    """The loss is where it was at first, or scatters too much to say."""
+    """Return a judgement of a loss that has not fallen, or scatters too much to judge."""
     if not _would_be_seen(train, valid):
         share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
         text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said"

@@ -48,7 +48,7 @@ class Exchanging:
         codec: form of packed gradients in the exchange; ``None``: not packed.
         rounds: of local steps, for a strategy with rounds.
         inject_fault: called before each message, and before each exchange at the end of a round or
-            during a step; it may fail on purpose.
+            during a step; it may inject a fault.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
             divides its matrices.
@@ -74,8 +74,8 @@ class Exchanging:
         return self.communicator.size
 
     def apart(self) -> tuple[Exchanging, Any]:
-        """Return the same over a stream of its own, beside computations, and that stream, on which
-        all groups exchange.
+        """Return the same with its own stream, beside computations, and that stream, which all
+        groups use.
 
         NCCL's groups already have one; ``None``: one process.
         """
@@ -93,16 +93,16 @@ class Exchanging:
         *,
         lazy: bool = False,
     ) -> Reduced:
-        """Return summed gradients with the sums of all other numbers over ranks, computed unless
-        they may be ``lazy``.
+        """Return the summed gradients with the sums of all other numbers over ranks; they are
+        computed, unless they may be ``lazy``.
 
         Args:
-            squares: sum of squares of those of ``grads`` that this rank counts; over all ranks each
-                is counted once.
+            squares: sum of squares of the gradients that this rank counts; all ranks together count
+                each gradient once.
         """
         every = [*numbers, squares, *places_of_all(extra, self.communicator)]
         _, totals = sum_over_ranks(self.communicator, [], every)
-        # Handed out together with the update: by itself, the host would wait for the exchange.
+        # Queued together with the update: alone, the host would wait for the exchange.
         if not lazy:
             mx.eval([array for _, array in grads], totals)
         self.heartbeat("update")
@@ -117,12 +117,12 @@ class OneByOne:
     """The passes of examples alone.
 
     Attributes:
-        gradient: gives loss sum and gradients of a micro-batch of one example; each rank of
-            ``together`` has its part of the gradients. Where ranks compute rows of their own but do
-            so together (:attr:`Strategy.in_step`), it takes ``None`` for a rank that has no more.
-        together: the ranks that compute each example together, and all have to ask for it.
-        share: number of this rank's share of the rows among those of ``together``; others may have
-            the same.
+        gradient: returns loss sum and gradients of a micro-batch of one example; each rank of
+            ``together`` has its part of the gradients. If ranks compute their own rows but in step
+            (:attr:`Strategy.in_step`), it takes ``None`` for a rank without further rows.
+        together: the ranks that compute each example together; all of them have to call.
+        share: number of this rank's share of the rows among those of ``together``; several ranks may
+            have the same share.
     """
 
     gradient: Callable[..., tuple[mx.array, Any]]
@@ -141,18 +141,17 @@ class Strategy:
             packed.
         shards: the parts of the flat weights that each rank keeps and updates; ``None``:
             everything.
-        laid: the trained arrays, where it is settled in which arrays gradients come; ``None``: the
-            updater decides.
+        laid: the trained arrays, if their layout in the gradients is fixed; ``None``: the updater
+            decides.
         overlaps: True if gradients are exchanged while others are computed.
         passes_wait: True if passes wait for data from other ranks.
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not
             only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
-        in_step: True if ranks exchange during their passes, of which all do the same number.
+        in_step: True if ranks exchange during their passes; then all do the same number of passes.
         last_norm: norm of the last update's mean gradient; NaN before the first update. The step
             sets it.
-        regions: shape of each trained array, and this rank's place in it, where ranks have divided
-            it.
+        regions: shape of each divided trained array, and this rank's place in it.
     """
 
     name: str
@@ -170,14 +169,14 @@ class Strategy:
 
     @property
     def in_round(self) -> bool:
-        """True if the weights are this rank's own for now; they must not be validated or saved
+        """True if weights differ between ranks at present; they must not be validated or saved
         then.
         """
         return False
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until all ranks have the same weights again; 0 if they have."""
+        """Number of steps until all ranks have the same weights again; 0 if they do now."""
         return 0
 
     def close_round(self) -> None:
@@ -187,7 +186,7 @@ class Strategy:
 
     @property
     def outer_state(self) -> Mapping[str, mx.array]:
-        """State that is kept from round to round besides the weights, by names; the same on all
+        """State besides the weights that continues over rounds, by name; it is the same on all
         ranks.
         """
         return {}
@@ -197,17 +196,19 @@ class Strategy:
 
     @property
     def own_state(self) -> Mapping[str, mx.array]:
-        """State of this rank alone, by names; the shapes are the same on all ranks."""
+        """This rank's own state, by name; the shapes are the same on all ranks."""
         return {}
 
     def load_own_state(self, state: Mapping[str, mx.array]) -> None:
-        """Restore a value of :attr:`own_state` of as many ranks, after :meth:`load_outer_state`."""
+        """Restore a value of :attr:`own_state` from the same number of ranks, after
+        :meth:`load_outer_state`.
+        """
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
-        """Decide once, before the optimizer's state is laid out, which part this rank owns;
-        ``None``: everything.
+        """Decide once, before the optimizer's state exists, which part this rank owns; ``None``:
+        all.
 
-        Not called where the optimizer's state cannot be divided.
+        It is not called if the optimizer's state cannot be divided.
         """
         return None
 
@@ -215,9 +216,9 @@ class Strategy:
         """Prepare once, before the first step, for the passes of all steps.
 
         Args:
-            expected: gives the weights that an update by some sums, or by this rank's part of them,
-                would make; for a part it needs the norm of the last update's mean gradient (NaN:
-                there was none).
+            expected: returns the weights after an update by some sums, or by this rank's part of
+                them. For a part it needs the norm of the last update's mean gradient (NaN: there
+                was none).
         """
         raise NotImplementedError
 
@@ -226,8 +227,8 @@ class Strategy:
         raise NotImplementedError
 
     def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Begin the part of the next step that no update changes, before this step's exchange, if
-        this strategy can.
+        """Begin the part of the next step that does not depend on the update, before this step's
+        exchange, if this strategy can.
         """
 
     def reduce(
@@ -243,7 +244,7 @@ class Strategy:
         raise NotImplementedError
 
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
-        """Return the updated flat weights, put together from the parts of all ranks."""
+        """Return the updated flat weights, gathered from the parts of all ranks."""
         return parts
 
     def after_update(self, step: int) -> None:

@@ -41,8 +41,8 @@ from allhands.parallel.norms import squares_of, sum_of_squares
 from allhands.parallel.passes import Computed, Passes
 from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
 
-# Of steps that overlap the second, which no longer compiles, and then one of so many does nothing
-# ahead, to see what remains of the exchange.
+# The second step with overlap, which no longer compiles, and then one step of this number queue
+# nothing ahead, to measure the rest of the exchange.
 _LOOK_EVERY = 64
 
 
@@ -83,8 +83,8 @@ class DataParallel(Strategy):
     name = "data"
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
-        """``divides``: whether each rank keeps and updates a part of the optimizer's state, where
-        that can be.
+        """``divides``: whether each rank keeps and updates a part of the optimizer's state, if
+        possible.
         """
         self._exchanging = exchanging
         self.communicator = exchanging.communicator
@@ -98,10 +98,10 @@ class DataParallel(Strategy):
         codec = exchanging.codec if exchanging.size > 1 else None
         self._packing = None if codec is None else Packing(exchanging.communicator, codec)
         self.left: list[Left] = []
-        self._left_next: list[Left] = []  # once the update is taken that these gradients are for
+        self._left_next: list[Left] = []  # set after the update that uses these gradients
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
-        # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
+        # On a GPU with its own memory another method than waiting for each pass limits memory.
         self.sees_passes = (
             self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
         )
@@ -118,7 +118,7 @@ class DataParallel(Strategy):
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         ahead, self.ahead = self.ahead, None
         computed, pending, used = list[Computed](), None, False
-        # Not if somebody has set weights since.
+        # Not if other code has set weights since.
         fits = ahead is not None and bool(micro_batches) and ahead.batch is micro_batches[0]
         if (
             ahead is not None
@@ -198,12 +198,12 @@ class DataParallel(Strategy):
         )
 
     def after_update(self, step: int) -> None:
-        # Not before: what an update that is left out would have sent is not to be made up for.
+        # Not before the update: if it is left out, its rounding errors must not be sent later.
         self.left = self._left_next
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Putting a pass together takes the host a while, in which a device would have nothing to
-        do.
+        """Queue the next pass early, because the host needs time to build it, and the device would
+        idle.
         """
         micro_batches = upcoming()
         if passes.flat is None or not micro_batches:
@@ -221,7 +221,7 @@ class DataParallel(Strategy):
         mx.async_eval(computed.sums, computed.grads)
 
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """True if the exchange of the next step's gradients starts with its first pass; alike on
+        """True if the exchange of the next step's gradients starts with its first pass; equal on
         all ranks.
         """
         return False
@@ -259,7 +259,7 @@ class OverlappedData(DataParallel):
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
         communicator = exchanging.communicator
-        # All that ranks exchange goes over one stream, so that it is in one order on all of them.
+        # All exchanges go over one stream, so that their order is the same on all ranks.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         stream: Any = own or mx.new_stream(mx.default_device())
         super().__init__(
@@ -283,7 +283,8 @@ class OverlappedData(DataParallel):
         return passes.run(batch, self._apart if batch.sole else None)
 
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
+        # Only facts that all ranks know may decide on an exchange: other ranks may have compiled
+        # other shapes.
         return len(micro_batches) == 1 and micro_batches[0].sole
 
     def _hand_out(
@@ -300,7 +301,7 @@ class OverlappedData(DataParallel):
     def _start(
         self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]
     ) -> PendingReduce:
-        """Let gradients travel as they are computed."""
+        """Exchange gradients while they are computed."""
         exchanging = self._exchanging
         pending = start_all_reduce(
             exchanging.communicator,
@@ -324,7 +325,7 @@ class OverlappedData(DataParallel):
         self._left_next = pending.left
         every = list(numbers)
         if shards is not None:
-            # Of what all ranks have, only the first one's.
+            # Arrays that all ranks have count only on the first rank.
             parts = zip(pending.arrays, shards.divided, strict=True)
             every.append(
                 sum_of_squares([part for part, divided in parts if divided or shards.first])
@@ -342,17 +343,17 @@ class OverlappedData(DataParallel):
         )
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        # What is handed out ahead keeps the host until the exchange is over, and nobody sees how
-        # long that took.
+        # Work that is queued ahead keeps the host until the exchange is over, so its time cannot be
+        # measured.
         if not self._exposed.looks_now():
             super().start_next(passes, upcoming)
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
-        """Wait for this rank's passes, then for the last sum: what remains of the exchange when
-        they are done.
+        """Wait for this rank's passes, then for the last sum, which is the rest of the exchange
+        after them.
 
-        Where the next pass was handed out in between, it is taken for the part of the time that it
-        was when last seen.
+        If the next pass was queued in between, the exchange counts with its share of the time at the
+        last measurement.
         """
         mx.eval(list(reduced.computed))
         passed = time.perf_counter()
@@ -360,7 +361,7 @@ class OverlappedData(DataParallel):
         mx.eval(reduced.totals)
         reduced_at = time.perf_counter()
         self._exchanging.heartbeat("update")
-        # What was called the exchange so far was handing it out.
+        # Until now the time of the exchange was that of queueing it.
         whole_s = handed_out.whole_s + reduced_at - started
         seen = (reduced_at - passed) / whole_s if self.ahead is None else None
         comm_s = self._exposed.share(seen) * whole_s
@@ -369,8 +370,8 @@ class OverlappedData(DataParallel):
 
 
 class _Exposed:
-    """The part of a step's time that remains of the exchange, measured in steps that hand out
-    nothing ahead.
+    """The exchange's part of a step's time after the passes, measured in steps that queue nothing
+    ahead.
     """
 
     def __init__(self) -> None:
@@ -378,12 +379,12 @@ class _Exposed:
         self._share = 0.0
 
     def looks_now(self) -> bool:
-        """True if this step is one of those."""
+        """True if this step is measured."""
         return self._steps % _LOOK_EVERY == 1
 
     def share(self, seen: float | None) -> float:
-        """Return the share of a step in which it was ``seen``; ``None``: not in this one. Counts
-        the step.
+        """Count the step, and return the exchange's share of it; ``seen`` is ``None`` if it was not
+        measured.
         """
         self._steps += 1
         if seen is not None:

@@ -1,20 +1,20 @@
-"""Delayed gradients: data parallelism whose exchange travels while the next step's passes are
+"""Delayed gradients: data parallelism whose exchange runs while the next step's passes are
 computed.
 
-Step k updates by the summed gradients of step k - 1, which have travelled meanwhile: w(k+1) = w(k)
-- U(g(k-1)). Nobody waits for an exchange that is shorter than the passes, and all ranks have the
-same weights all the time. The first step updates nothing, and the gradients of the last one are
-left out: n steps make n - 1 updates.
+Step k updates by the summed gradients of step k - 1, which were exchanged meanwhile: w(k+1) = w(k)
+- U(g(k-1)). No rank waits for an exchange that is shorter than the passes, and all ranks always have
+the same weights. The first step updates nothing, and the gradients of the last step are not used: n
+steps make n - 1 updates.
 
-Gradients are to fit the weights that they will change. So a rank computes its passes with the
-weights that it expects: those after one more update, by its own part of the gradients that are on
-their way. Where their sum is here already, as after a checkpoint, it still takes its own part, so
-that a checkpoint changes nothing; without one it takes the sum. Ranks' parts are off in ways that
-cancel. The weights themselves are updated by sums alone, and are the same on all ranks. With the
-last update once more in place of that by the own part, as in weight prediction for pipelines
-(SpecTrain, arXiv 1809.02839), a small story model lost 2 % after 2,000 steps.
+Gradients should fit the weights that they will change. So a rank computes its passes with predicted
+weights: those after one more update by its own part of the gradients that are being exchanged. If the
+sum has arrived already, as after a checkpoint, the rank still takes its own part, so that a checkpoint
+changes nothing; without its own part it takes the sum. The errors of the ranks' predictions cancel.
+The weights themselves are updated by sums alone, and are the same on all ranks. A prediction by the
+last update, as for pipelines (SpecTrain, arXiv 1809.02839), cost a small story model 2 % after 2,000
+steps.
 
-Whether the gradient of a step is finite is asked in that step, before it is sent.
+Each step checks whether its gradient is finite, before it is sent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Named, Reduced
 
-# Names of what is kept from step to step: summed gradients, whether there are any and by how many
-# tokens they are divided; and of each rank its own part of them, in the same way.
+# Names of the state between steps: summed gradients, whether there are any, and their number of
+# tokens; and the same for each rank's own part.
 _SUM, _TOKENS = "late/sum/", "late/tokens"
 _PART, _PART_TOKENS, _LAST_NORM = "late/part/", "late/part_tokens", "late/last_norm"
 
@@ -49,8 +49,8 @@ class _Late:
     """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
 
     Attributes:
-        part: this rank's trained tokens, and the squares of its gradients; ``None``: they are
-            summed.
+        part: this rank's trained tokens, and the squares of its gradients; ``None`` for summed
+            gradients.
     """
 
     grads: list[Named]
@@ -59,7 +59,7 @@ class _Late:
 
 
 def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
-    """``--sync-delay 1`` with an exchange in each step."""
+    """Make the strategy of ``--sync-delay 1`` with an exchange in each step."""
     return DelayedGradients(exchanging)
 
 
@@ -75,10 +75,10 @@ class DelayedGradients(DataParallel):
         # Packed here, as it is sent: what is summed within a step are a few numbers.
         super().__init__(replace(exchanging, communicator=communicator, codec=None))
         self._sends = Packing(communicator, exchanging.codec if exchanging.size > 1 else None)
-        self._own: _Late | None = None  # of the step that is being made, not yet on their way
+        self._own: _Late | None = None  # of the present step, not being sent yet
         self._sent: _Late | None = None
         self._begun: list[tuple[list[int], Begun]] = []
-        self._late: _Late | None = None  # here, and not yet applied
+        self._late: _Late | None = None  # received, and not yet applied
         self._part: _Late | None = (
             None  # this rank's own of those, until the next passes are computed
         )
@@ -131,7 +131,7 @@ class DelayedGradients(DataParallel):
             self._send(own)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Nothing: the next pass is of other weights than the model has."""
+        """Do nothing, because the next pass uses other weights than the model's."""
         upcoming()
 
     def _send(self, own: _Late) -> None:
@@ -146,7 +146,7 @@ class DelayedGradients(DataParallel):
         expect_bulk(self._exchanging.communicator, True)
 
     def _receive(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for the running exchange."""
         if (sent := self._sent) is None:
             return
         self._exchanging.heartbeat("reduce")
@@ -165,7 +165,7 @@ class DelayedGradients(DataParallel):
     def forget(self) -> None:
         super().forget()
         self._own = None
-        # Summed in half precision, finite parts may become a sum that is not.
+        # In half precision finite parts may have a sum that is not finite.
         if self._late is not None and not math.isfinite(
             number(sum_of_squares([g for _, g in self._late.grads]))
         ):
@@ -173,7 +173,7 @@ class DelayedGradients(DataParallel):
 
     @property
     def outer_state(self) -> Mapping[str, mx.array]:
-        """The sums that are still to be applied, if there are any."""
+        """The sums that are not applied yet, if there are any."""
         self._receive()
         tokens = 0 if self._late is None else self._late.tokens
         return self._kept(self._late, tokens, _SUM, _TOKENS)
@@ -184,8 +184,8 @@ class DelayedGradients(DataParallel):
 
     @property
     def own_state(self) -> Mapping[str, mx.array]:
-        """This rank's own part of those sums and the last norm, by which the next passes expect
-        weights.
+        """This rank's own part of those sums and the last norm, for the prediction of weights in
+        the next passes.
         """
         self._receive()
         tokens = 0 if self._part is None or self._part.part is None else self._part.part[0]

@@ -1,13 +1,13 @@
 """Compute a rank's stages by a schedule: a list of passes and messages, one after the other.
 
-In a graph, forward and backward pass of a micro-batch are made together and evaluated apart: MLX
-keeps what the backward pass needs of the forward pass, and the gradient that the next stage will
-send is an array that is not there yet. So nothing is computed twice, and the gradients of inputs
-can be evaluated before those of weights. Where operations compute when they are called, the forward
-pass keeps its input alone, and is computed again.
+In a graph, forward and backward pass of a micro-batch are built together and evaluated separately.
+MLX keeps the results of the forward pass for the backward pass, and the gradient from the next stage
+is an array that has not arrived yet. So nothing is computed twice, and gradients of inputs can be
+evaluated before gradients of weights. If operations compute when they are called, the forward pass
+keeps only its input, and is computed again.
 
-Every message has its place in the lists of both its ends (:mod:`allhands.parallel.schedules`), and
-ranks hand them out in that order, over a stream of their own: a rank computes while they travel.
+Every message has its place in the lists of both its ranks (:mod:`allhands.parallel.schedules`). Ranks
+queue messages in that order, over their own stream, so a rank computes while they are sent.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from allhands.parallel.sums import added
 
 
 def unheard(phase: str) -> None:
-    """Be the heartbeat of passes that nobody watches."""
+    """Do nothing: the heartbeat of passes without a supervisor."""
 
 
 class Messages:
-    """The messages of the ranks of a pipeline, in the order in which they are handed out.
+    """The messages of the ranks of a pipeline, in the order in which they are queued.
 
-    Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has
+    If the back-end has no send and receive (NCCL), a message is a sum over two ranks, one of which has
     zeros.
     """
 
@@ -56,15 +56,15 @@ class Messages:
         self._heartbeat = heartbeat
         self.waited_s = 0.0  # for others, so far
         self._sent: list[mx.array] = []
-        # What is sent stays in memory until it is known to have been taken: no more than a pipeline
-        # has under way.
+        # Sent arrays stay in memory until they are known to be received: at most those that a
+        # pipeline has under way.
         self._on_their_way = communicator.size
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
         self._nothing: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     def send(self, array: mx.array, peer: int) -> None:
-        """Hand out an array, which may still be computed; it travels while this rank goes on."""
+        """Queue an array to be sent; it may not be computed yet, and this rank goes on."""
         self._inject_fault("message")
         pair = self._pairs.get(peer)
         token = self._group.send(array, peer) if pair is None else pair.all_sum(array)
@@ -74,31 +74,30 @@ class Messages:
             self.here(self._sent.pop(0))
 
     def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """Return the array that a rank will send, not asked for yet."""
+        """Return the array that a rank will send, before it is evaluated."""
         if (pair := self._pairs.get(peer)) is None:
             return self._group.receive(shape, dtype, peer)
         key = tuple(shape), dtype
         if (nothing := self._nothing.get(key)) is None:
             nothing = self._nothing[key] = mx.zeros(shape, dtype)
-            # Made anew they would be there only once all is computed that was handed out before
-            # them.
+            # New zeros would be ready only after all work that was queued before them.
             mx.eval(nothing)
         return pair.all_sum(nothing)
 
     def here(self, array: mx.array) -> mx.array:
-        """``array``, once it has come. The host waits: a GPU that waits for another computer may be
-        taken for dead.
+        """Return ``array`` after it has arrived. The host waits, because a GPU that waits for
+        another computer may be taken for dead.
         """
         self.wait_for([array])
         return array
 
     def finish(self) -> None:
-        """Wait until everything has been taken by its receiver."""
+        """Wait until all messages have been received."""
         self.wait_for(self._sent)
         self._sent.clear()
 
     def wait_for(self, arrays: list[mx.array]) -> None:
-        """Wait for arrays that other ranks send, or take."""
+        """Wait for arrays that other ranks send or receive."""
         self._heartbeat("reduce")
         began = time.perf_counter()
         mx.eval(arrays)
@@ -107,8 +106,8 @@ class Messages:
 
 
 def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:
-    """Return a group of two for each neighbour of this rank, the last and the first being
-    neighbours too.
+    """Return a group of two for each neighbour of this rank; the last and the first rank are also
+    neighbours.
 
     Called on all ranks of ``group`` together.
     """
@@ -146,11 +145,11 @@ class StageCompute:
     """The passes of one stage.
 
     Args:
-        stage: whose model is what is trained on this rank.
-        flat: its trained weights as few arrays; ``None``: by name.
-        goes_on: whether the gradient of what the stage receives is wanted: a stage before it trains
+        stage: the stage; its model is trained on this rank.
+        flat: flat buffers of its trained weights; ``None``: by name.
+        goes_on: whether the gradient of the stage's input is needed, because an earlier stage trains
             something.
-        modules: those whose arrays the stage computes with; ``None``: of the whole model.
+        modules: the modules whose arrays the stage uses; ``None``: the whole model.
     """
 
     def __init__(
@@ -186,8 +185,8 @@ class StageCompute:
         return [array for _, array in flatten(self.stage.model.trainable_parameters())]
 
     def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """Return the hidden states that a stage hands on, or the sums of the last one; for who
-        wants no gradient.
+        """Return the hidden states that a stage passes on, or the sums of the last stage, without
+        gradients.
         """
         given = mx.zeros((0,)) if received is None else received
         with self._as_it_was():
@@ -199,7 +198,7 @@ class StageCompute:
         """Return the result of :meth:`forward`, and the gradients of its input and of the weights,
         all still lazy.
 
-        ``cotangent``: the gradient of what is handed on; ``None``: the last stage begins it.
+        ``cotangent``: the gradient of the stage's output; ``None`` for the last stage.
         """
         given = mx.zeros((0,)) if received is None else received
         towards = mx.ones(()) if cotangent is None else cotangent
@@ -210,12 +209,12 @@ class StageCompute:
         return outputs, gradients[0] if received is not None else None, gradients[1:]
 
     def keep(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """:meth:`forward` where :meth:`begin` follows, which may go on from what was computed."""
+        """Like :meth:`forward`, before :meth:`begin`, which may use its results."""
         return self.forward(received, arguments)
 
     def idle(self, *, backward: bool) -> list[mx.array]:
-        """Take part in what other ranks exchange for a micro-batch that this rank has not; its
-        gradients are zeros.
+        """Take part in the exchanges for another rank's micro-batch; this rank's gradients are
+        zeros.
         """
         return []
 
@@ -252,7 +251,7 @@ class StageCompute:
     def computed(
         self, received: mx.array | None, arguments: tuple[mx.array, ...]
     ) -> list[mx.array]:
-        """Return the outputs of the stage with the arrays that the model has."""
+        """Return the outputs of the stage with the model's present arrays."""
         arrays = arguments if self._computing.dropout is None else arguments[1:]
         with self.stage.computing(received), self._using_keys(arguments):
             if self._sums is not None:
@@ -273,7 +272,7 @@ class StageCompute:
 
     @contextmanager
     def _as_it_was(self) -> Generator[None]:
-        """Leave the model with its own arrays: tracing leaves placeholders."""
+        """Restore the model's own arrays after the block, because tracing leaves placeholders."""
         if self._flat is not None:
             with self._flat.leaves.kept():
                 yield
@@ -289,12 +288,12 @@ class Engine:
     """Runs schedules on this rank.
 
     Args:
-        compute: of the stages of this rank, by their number.
-        arguments: the arrays of a micro-batch that a pass takes.
-        first_trained: the first stage that trains anything, of all ranks.
+        compute: the passes of this rank's stages, by the number of the stage.
+        arguments: returns the arrays of a micro-batch that a pass takes.
+        first_trained: the first stage of all ranks that trains anything.
 
     Attributes:
-        ahead: a micro-batch of the next step with what the first stage has found of it.
+        ahead: a micro-batch of the next step, with the first stage's output for it.
     """
 
     ahead: tuple[MicroBatch, list[mx.array]] | None = None
@@ -316,11 +315,11 @@ class Engine:
 
     @property
     def runs_ahead(self) -> bool:
-        """True if this rank has the first stage and no update changes that."""
+        """True if this rank has the first stage, and no update changes this stage."""
         return 0 in self.compute and self.first_trained > 0
 
     def begin(self, batch: MicroBatch) -> None:
-        """Have the first stage's pass of a micro-batch of the next step computed."""
+        """Queue the first stage's pass of a micro-batch of the next step."""
         outputs = self.compute[0].forward(None, self.arguments(batch))
         self.hand_out(outputs)
         self.ahead = batch, outputs
@@ -331,7 +330,7 @@ class Engine:
         return ahead[1] if ahead is not None and ahead[0] is batch else None
 
     def hand_out(self, *arrays: Any) -> None:
-        """Have them computed; a graph while the host makes the next one."""
+        """Queue arrays; a GPU computes them while the host builds the next graph."""
         (mx.eval if self.cpu_native else mx.async_eval)(*arrays)
 
     def run(
@@ -341,12 +340,12 @@ class Engine:
         micro_batches: Sequence[MicroBatch | None],
         note: Callable[[MicroBatch], None],
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
-        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's
-        weights.
+        """Return a step's sums, which are zeros except on the last stage's rank, and the gradients
+        of each stage's weights.
 
         Args:
-            micro_batches: ``None`` for one of other pipelines, with whose ranks this one exchanges
-                within passes.
+            micro_batches: ``None`` for a micro-batch of another pipeline, with whose ranks this rank
+                exchanges during passes.
         """
         step = _Step(self, schedule, micro_batches)
         for action in schedule.ranks[rank]:
@@ -362,7 +361,7 @@ class Engine:
 
 
 class _Step:
-    """A step as it is taken."""
+    """The state of a running step."""
 
     def __init__(
         self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch | None]
@@ -379,11 +378,11 @@ class _Step:
         self.gradients: dict[int, list[mx.array]] = {}
 
     def take(self, action: Action) -> None:
-        """Do one thing of the list."""
+        """Do one action of the list."""
         getattr(self, f"_{action.kind}")(action)
 
     def stand_by(self, action: Action) -> None:
-        """Do the part of one thing of the list that is left without a micro-batch."""
+        """Do one action of the list without a micro-batch of this rank."""
         compute = self._engine.compute.get(action.stage)
         if compute is None:
             return
@@ -403,7 +402,7 @@ class _Step:
         return stage % len(self._schedule.ranks)
 
     def _hidden(self, stage: int, batch: int) -> tuple[tuple[int, ...], mx.Dtype]:
-        """Shape and type of what travels between stages."""
+        """Shape and type of the hidden states between stages."""
         compute = self._engine.compute[stage].stage
         return (*self._batch(batch).inputs.shape, compute.features), compute.dtype
 
@@ -434,7 +433,7 @@ class _Step:
             outputs = self._engine.first_outputs(self._batch(batch)) if stage == 0 else None
             if outputs is None:
                 outputs = compute.forward(passing.received, passing.arguments)
-                self._engine.hand_out(outputs)  # no further than messages are on their way
+                self._engine.hand_out(outputs)  # no further ahead than messages are being sent
             self._end_forward(place, outputs, last=last)
             return
         if not last:
@@ -460,7 +459,7 @@ class _Step:
             self._to_send[(*place, place[0] + 1)] = outputs[0]
 
     def _inputs(self, action: Action) -> None:
-        """The gradient of what was received; where that is the same pass, of the weights as well."""
+        """Compute the gradient of the stage's input, and of the weights if it is the same pass."""
         stage, batch = place = action.stage, action.micro_batch
         passing = self._passing[place]
         if passing.cotangent is not None:

@@ -69,7 +69,7 @@ class ExpertParallel(Strategy):
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         if type(passes.objective) is not CausalLM:
-            what = f"the objective {type(passes.objective).__name__} is not known to compute a pass without rows"
+            what = f"the objective {type(passes.objective).__name__} cannot compute a pass without rows"
             raise ConfigError(
                 what,
                 code="objective-unsupported",

@@ -121,7 +121,7 @@ class Dispatch:
     def compute(self, own: OwnExperts, x: mx.array, keys: DropoutKeys | None) -> mx.array:
         """(..., D) what the experts of all ranks add, weighted, for (..., D) inputs of this rank."""
         now = self._now
-        assert now is not None, "experts of other ranks were asked for outside of a pass"
+        assert now is not None, "experts of other ranks were requested outside of a pass"
         if now is ALONE:
             return own.of(x, keys)
         if now is ALIKE:

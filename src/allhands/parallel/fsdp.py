@@ -1,14 +1,14 @@
 """Fully sharded data parallelism: each rank keeps a part of every array, of its gradient and of its
 optimizer state.
 
-Every rank computes rows of its own with whole weights, which it fetches for one block at a time: in
-the forward pass, and again in the backward pass. A rank adds its gradients to those of the others
-as they come, and keeps its part of the sums (ZeRO-3, arXiv 1910.02054). Where operations compute
-when they are called, the backward pass computes a block once more from its input
-(:class:`FetchedStage`); in a graph it does not have to (:mod:`allhands.parallel.fetched`).
+Every rank computes its own rows with whole weights. It fetches these for one block at a time: in
+the forward pass, and again in the backward pass. Gradients are added up over ranks as soon as they
+are computed, and each rank keeps its part of the sums (ZeRO-3, arXiv 1910.02054). If operations
+compute when they are called, the backward pass computes a block again from its input
+(:class:`FetchedStage`); in a graph it need not (:mod:`allhands.parallel.fetched`).
 
-What is fetched and added up is the same on all ranks at the same time. A rank without a micro-batch
-takes part in that, and computes nothing.
+All ranks fetch and add up the same arrays at the same time. A rank without a micro-batch takes part
+in these exchanges, and computes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from allhands.runtime.accelerator import device_memory
 
 # Share of a device's memory that a run may take.
 _ROOM = 0.9
-# Whole rows of a block in memory at once, at most: of weights and gradients, some on their way.
+# Most whole rows of a block in memory at once: of weights and gradients, some being exchanged.
 _ON_THE_WAY = 6
 
 
@@ -65,11 +65,11 @@ class FetchedStage(StageCompute):
     Args:
         stage: ``units`` are its blocks.
         wait: called with arrays that other ranks send.
-        goes_on: whether the gradient of what the stage receives is wanted.
+        goes_on: whether the gradient of the stage's input is needed.
         pushes: called before gradients are added up over ranks.
 
     Attributes:
-        rows: those that are trained, in the order of their gradients.
+        rows: the trained rows, in the order of their gradients.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class FetchedStage(StageCompute):
     def forward(
         self, received: mx.array | None, arguments: tuple[mx.array, ...] | None
     ) -> list[mx.array]:
-        """See :meth:`StageCompute.forward`; without ``arguments`` this rank only takes part in what
-        others exchange.
+        """See :meth:`StageCompute.forward`; without ``arguments`` this rank only takes part in
+        exchanges.
         """
         return self._through(self._units, received, arguments)[0]
 
     def keep(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """:meth:`forward`, which :meth:`begin` of the same arguments goes on from."""
+        """Like :meth:`forward`; :meth:`begin` with the same arguments uses its results."""
         outputs, self._kept[id(arguments)] = self._through(self._units, received, arguments)
         return outputs
 
@@ -126,8 +126,8 @@ class FetchedStage(StageCompute):
         cotangent: mx.array | None,
         arguments: tuple[mx.array, ...] | None,
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-        """See :meth:`StageCompute.begin`; everything is computed, and of the gradients it is this
-        rank's parts.
+        """See :meth:`StageCompute.begin`; everything is computed, and gradients are this rank's
+        parts.
         """
         last = len(self._units) - 1
         outputs: list[mx.array] = []
@@ -199,7 +199,7 @@ class FullySharded(Strategy):
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.sharding is not None
-        # Fetched weights travel while blocks are computed.
+        # Weights are fetched while blocks are computed.
         self._exchanging, stream = exchanging.apart()
         self.communicator = self._exchanging.communicator
         self._sharding = exchanging.sharding.moved(lambda group: on_stream(group, stream))
@@ -212,7 +212,7 @@ class FullySharded(Strategy):
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
-        # Arrays lie as their parts are exchanged, so that an exchange has nothing to join.
+        # Arrays have the layout of the exchanged parts, so that an exchange need not join arrays.
         self._laid = [row for row in self._sharding.rows if row.trained and any(row.regions())]
         if not exchanging.cpu_native and self._laid:
             self.laid = FlatParams.laid(self._sharding.parts, [row.laid() for row in self._laid])
@@ -239,8 +239,8 @@ class FullySharded(Strategy):
         self._exchanging.inject_fault("message")
 
     def _room(self) -> float:
-        """Bytes of the device for what blocks keep between their passes, beside what is there and
-        will be.
+        """Return the device's bytes for activations that blocks keep, besides present and future
+        arrays.
         """
         parts = sum(
             array.nbytes for _, array in flatten(self._sharding.parts.trainable_parameters())
@@ -257,8 +257,8 @@ class FullySharded(Strategy):
         sums: list[mx.array] = []
         found: list[mx.array] = []
         counts = {"targets": 0, "tokens": 0}
-        # All ranks make as many passes, one at least. Asked before the first, whose exchanges the
-        # answer comes with, and read after it: the host is not to wait for the device.
+        # All ranks make the same number of passes, at least one. The number is exchanged with the
+        # first pass and read after it, so that the host does not wait for the device.
         passes_of_all, left = self._sharding.everyones(len(micro_batches)), list(micro_batches)
         made = 0
         with self._held():
@@ -271,7 +271,9 @@ class FullySharded(Strategy):
                     }
                 outputs, new = self._begin(passes, batch)
                 if found:
-                    mx.async_eval(found := added(found, new))  # so that no micro-batch's are kept
+                    mx.async_eval(
+                        found := added(found, new)
+                    )  # so that gradients of no micro-batch stay in memory
                 found, sums = found or new, added(sums, outputs)
         self._sharding.forget()
         total = joined(sums, len(objective.further))
@@ -284,7 +286,7 @@ class FullySharded(Strategy):
     def _begin(
         self, passes: Passes, batch: MicroBatch | None
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """The sums of a micro-batch, and this rank's parts of its gradients."""
+        """Return the sums of a micro-batch, and this rank's parts of its gradients."""
         ahead, self._ahead = self._ahead, None
         if isinstance(self._compute, FetchedGraph):
             if ahead is not None and ahead[0] is batch:
@@ -307,8 +309,8 @@ class FullySharded(Strategy):
         return self._compute.prepare(arguments, batch.inputs.size, rows, passes.meanwhile)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Fetch the next step's first rows, and make its first passes, while a GPU updates weights;
-        of a new shape that would take long.
+        """Fetch the next step's first rows, and queue its first passes, while a GPU updates
+        weights; not for a new shape, because that would take long.
         """
         if not isinstance(self._compute, FetchedGraph) or not self._sharding.scatters:
             return
@@ -318,7 +320,7 @@ class FullySharded(Strategy):
             rows = self._first_rows = self._compute.first_rows()
             if batches and batches[0].shape in passes.shapes:
                 self._ahead = batches[0], self._prepared(passes, batches[0])
-            # On all ranks, whatever follows: they are the first that is exchanged.
+            # On all ranks in every case, because this is the first exchange.
             self._compute.begin_first(rows, self._ahead[1] if self._ahead else None)
 
     def forget(self) -> None:
@@ -326,8 +328,8 @@ class FullySharded(Strategy):
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Let rows be fetched as they lie in memory, inside the block; an update could not write
-        there.
+        """Fetch rows directly from memory within the block; an update could not write there
+        meanwhile.
         """
         if self._flat is not None:
             self._sharding.held.update(zip(map(id, self._laid), self._flat.weights(), strict=True))
@@ -349,13 +351,13 @@ class FullySharded(Strategy):
         ]
 
     def _wait(self, arrays: list[mx.array]) -> None:
-        """Wait for what other ranks send."""
+        """Wait for arrays from other ranks."""
         began = time.perf_counter()
         _wait_for(arrays, self._exchanging.heartbeat)
         self._waited_s += time.perf_counter() - began
 
     def _computed(self, arrays: list[mx.array]) -> None:
-        """Wait for what the device computes, as soon as it has what other ranks send."""
+        """Wait for the device's computation, after arrays from other ranks have arrived."""
         _wait_for(arrays, self._exchanging.heartbeat)
 
     def one_by_one(self, passes: Passes) -> OneByOne:
@@ -434,11 +436,11 @@ def fetched_stage(
 def regions_within(
     sharding: Sharding, matrices: OwnedParts | None
 ) -> dict[str, tuple[Shape, Region]]:
-    """Shape of each trained array of the whole model and this rank's place in it, by name; only
-    where it keeps any.
+    """Return by name the shape of each trained array of the whole model, and this rank's place in
+    it, if it keeps a part.
 
     Args:
-        matrices: other ranks' division of the arrays that ``sharding`` divides once more.
+        matrices: the division by tensor parallelism, which ``sharding`` divides again.
     """
     if matrices is None:
         return sharding.regions
@@ -453,7 +455,7 @@ def regions_within(
 
 
 class FetchedSums:
-    """The sums of a batch by forward passes alone, of which all ranks do the same number together."""
+    """The sums of a batch by forward passes alone; all ranks do the same number of passes together."""
 
     counts = True
 
@@ -483,7 +485,7 @@ class FetchedModel:
     together.
 
     Attributes:
-        model: without its arrays; what is not called is looked up there.
+        model: the model without its arrays; other attributes are looked up there.
         heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
             afterwards.
     """
@@ -522,14 +524,13 @@ def logits_or_hidden(
     more: dict[str, Any],
     wait: Callable[[list[mx.array]], None],
 ) -> mx.array:
-    """(B, 1, V) float32 logits of what follows (B, T) tokens, or the hidden states that ``units``
-    hand on.
+    """Return (B, 1, V) float32 logits after (B, T) tokens, or the hidden states that ``units`` pass
+    on.
 
     Args:
         received: hidden states of the block before these units; ``None``: they begin with the
             embedding.
-        more: further arguments of the model's; ``wait`` is called with arrays that other ranks
-            send.
+        more: further arguments of the model; ``wait`` is called with arrays that other ranks send.
     """
     hidden, model = received, cast("Any", sharding.model)
     for unit in sharding.fetched(units, wait):

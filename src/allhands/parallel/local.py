@@ -1,20 +1,20 @@
-"""Local steps: each rank updates by its own gradients, and every so many steps the ranks' weights
-become one.
+"""Local steps: each rank updates by its own gradients, and all ranks get the same weights after
+every round of steps.
 
-After a round each rank has changed the weights x of its beginning to x_r. What they have in common
-from then on is an outer step along the mean change: d = sum_r (n_r / n) (x_r - x), where n_r are
-the tokens that rank r trained on in the round; m = momentum * m + d; x + learning_rate * (d +
-momentum * m). By default that is the mean of the weights (local SGD, arXiv 1805.09767); with
-Nesterov's momentum it is DiLoCo (arXiv 2311.08105).
+In a round rank r changes the weights x to x_r. Then all ranks take an outer step along the mean
+change: d = sum_r (n_r / n) (x_r - x), where n_r is the number of tokens that rank r has trained on in
+the round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default the result is the
+mean of the weights (local SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv
+2311.08105).
 
-With fragments the arrays come together in turn, each once a round (Streaming DiLoCo, arXiv
-2501.18512). With a delay their changes travel while further steps are made, and no rank waits. What
-those steps change is kept: an array becomes the outer step's result plus what this rank has changed
-since its weights were sent, which is part of its next change. Ranks have the same weights then only
-where :meth:`LocalSteps.close_round` makes them the same.
+With fragments the arrays are exchanged in turn, each once in a round (Streaming DiLoCo, arXiv
+2501.18512). With a delay changes are exchanged during further steps, and no rank waits. The changes
+of these steps are kept: an array becomes the outer step's result plus this rank's changes since its
+weights were sent, and these are part of its next change. Then ranks have the same weights only after
+:meth:`LocalSteps.close_round`.
 
-A rank divides its gradients by its own tokens. Weighting its change by them again makes a round of
-one step of plain SGD the step of data parallelism, whatever the lengths of the ranks' rows are.
+A rank divides its gradients by its own tokens, and its change is weighted by these tokens. So a round
+of one step of plain SGD equals the step of data parallelism, for rows of any lengths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Reduced
 
-# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now
-# and then; of at least so many, because each costs some latency.
+# Weights are sent in pieces of at most so many bytes, so that a rank sends heartbeats over a slow
+# link, and of at least so many, because each piece costs latency.
 _PIECE_BYTES, _LEAST_BYTES = 8_000_000, 250_000
 
 
@@ -54,7 +54,9 @@ class _Piece:
 
 
 def _cut(named: Mapping[str, mx.array], most: int) -> Iterator[_Piece]:
-    """All of the arrays in order; one of more than ``most`` bytes in equal pieces of whole groups."""
+    """Return all arrays in order; an array of over ``most`` bytes is cut into equal pieces of whole
+    groups.
+    """
     for name, array in named.items():
         step = -(-array.size // max(1, -(-array.nbytes // most)))
         step = max(GROUP, -(-step // GROUP) * GROUP)
@@ -65,8 +67,8 @@ def _cut(named: Mapping[str, mx.array], most: int) -> Iterator[_Piece]:
 
 @dataclass
 class _Fragment:
-    """Arrays that come together at the same time, and the tokens trained on since: this rank's, and
-    all ranks'.
+    """Arrays that are exchanged at the same time, and the tokens since the last exchange: this
+    rank's, and all ranks'.
     """
 
     names: list[str]
@@ -75,14 +77,14 @@ class _Fragment:
 
 @dataclass
 class _Sending:
-    """Changes of arrays on their way, in calls that are made one after the other.
+    """Changes of arrays that are being exchanged, in calls one after the other.
 
     Attributes:
-        sent: the weights by which the changes are told.
-        share: of this rank in the sum.
-        calls: the pieces that travel in each.
-        begun: of the call that is on its way, by the type of its arrays.
-        sums: what has come of each array, and what packing has left out of it.
+        sent: the weights from which the changes were computed.
+        share: this rank's share in the sum.
+        calls: the pieces of each call.
+        begun: the running call, by the type of its arrays.
+        sums: the received sums of each array, and the rounding errors of packing.
     """
 
     sent: dict[str, mx.array]
@@ -100,7 +102,7 @@ class _Sending:
 
 
 def local_steps(exchanging: Exchanging, overlap: bool) -> Strategy:
-    """``--sync-every``."""
+    """Make the strategy of ``--sync-every``."""
     return LocalSteps(exchanging)
 
 
@@ -108,15 +110,15 @@ class LocalSteps(DataParallel):
     """:class:`~allhands.parallel.base.Strategy`: local steps, and an outer step at the end of each
     round.
 
-    In each step ranks exchange a few numbers: the loss, counts, whether somebody is to stop, and
-    whether the gradient of one of them is not finite, for then none updates.
+    In each step ranks exchange a few numbers: the loss, counts, requests to stop, and whether all
+    gradients are finite; if one is not, no rank updates.
     """
 
     name = "local"
     keeps_own_optimizer = True
 
     def __init__(self, exchanging: Exchanging) -> None:
-        # Gradients do not travel: what is packed is how weights have changed in a round.
+        # Gradients are not exchanged: the changes of weights in a round are packed.
         super().__init__(replace(exchanging, codec=None))
         self._outer = Packing(
             exchanging.communicator, exchanging.codec if exchanging.size > 1 else None
@@ -126,8 +128,8 @@ class LocalSteps(DataParallel):
         self._of_step = (
             0,
             0,
-        )  # trained tokens of the step that is being made: this rank's, and all ranks'
-        self._before: dict[str, mx.array] = {}  # the weights that changes are told from
+        )  # trained tokens of the present step: this rank's, and all ranks'
+        self._before: dict[str, mx.array] = {}  # the weights from which changes are computed
         self._momentum: dict[str, mx.array] = {}
         self._fragments: list[_Fragment] = []
         self._places: dict[str, int] = {}  # of the arrays, in what is left out
@@ -172,7 +174,7 @@ class LocalSteps(DataParallel):
     ) -> Reduced:
         expect_bulk(self._exchanging.communicator, False)
         own = mine.num_targets
-        # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
+        # A mean, weighted by tokens; a value that is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
         totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(
             mine, numbers, squares, extra
@@ -230,7 +232,7 @@ class LocalSteps(DataParallel):
             fragment.tokens = (0, 0)
 
     def _send(self, fragment: _Fragment) -> _Sending:
-        """Tell its changes in as many calls as there are steps to travel in."""
+        """Begin to send a fragment's changes, in as many calls as there are steps for them."""
         present, calls = dict(self._trained()), self._rounds.delay
         sent = {name: present[name] for name in fragment.names}
         whole = max(1, sum(array.nbytes for array in sent.values()))
@@ -244,7 +246,7 @@ class LocalSteps(DataParallel):
         return sending
 
     def _exchange(self, fragment: _Fragment) -> None:
-        """Make its arrays those of all ranks, a piece after the other."""
+        """Exchange a fragment's arrays over all ranks, piece by piece."""
         most = min(_PIECE_BYTES, self._exchanging.bucket_bytes)
         sizes = {name: array for name, array in self._trained() if name in fragment.names}
         parts = [
@@ -298,7 +300,7 @@ class LocalSteps(DataParallel):
         sending.begun = []
 
     def _finish(self, sending: _Sending) -> None:
-        """Make all calls that are left; nothing else is computed meanwhile."""
+        """Make all remaining calls, without other computation."""
         self._end_call(sending)
         while sending.calls:
             self._exchanging.heartbeat("reduce")
@@ -306,7 +308,7 @@ class LocalSteps(DataParallel):
             self._end_call(sending)
 
     def _arrive(self, sending: _Sending) -> None:
-        """Take the outer step along what has come."""
+        """Take the outer step along the received changes."""
         if sending is self._sending:
             self._sending = None
         present, new = dict(self._trained()), dict[str, mx.array]()
@@ -331,7 +333,7 @@ class LocalSteps(DataParallel):
         self._model.update(unflatten(list(new.items())))
 
     def _stepped(self, name: str, mean: mx.array) -> mx.array:
-        """An array after the outer step along the ranks' mean change of it."""
+        """Return an array after the outer step along the ranks' mean change."""
         rounds, before = self._rounds, self._before[name]
         change = mean.astype(mx.float32)
         if rounds.momentum:
@@ -362,6 +364,6 @@ def fragments_of(arrays: Mapping[str, mx.array], count: int) -> list[list[str]]:
 
 
 def _joined(pieces: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
-    """An array of its pieces."""
+    """Join the pieces of an array."""
     flat = mx.concatenate([each.reshape(-1) for each in pieces]) if len(pieces) > 1 else pieces[0]
     return flat.reshape(*shape)

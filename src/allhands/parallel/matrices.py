@@ -1,16 +1,16 @@
 """Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv
 1909.08053).
 
-Attention is divided by heads, a feed-forward block by its inner features, and each expert of a
-mixture likewise, or a rank has whole experts (:mod:`allhands.parallel.mixtures`). What comes first
-is divided by outputs (by columns, in the paper's words), the last projection by inputs (by rows).
-So a module needs two sums over the ranks: of its output in the forward pass, and of the gradient of
-its input in the backward pass. They are put around whole modules, so that all ranks have one order
-of them.
+Attention is divided by heads, and a feed-forward block by its inner features. The experts of a
+mixture are divided in the same way, or each rank has whole experts
+(:mod:`allhands.parallel.mixtures`). The first projections are divided by outputs (by columns, in
+the paper's words), and the last one by inputs (by rows). So a module needs two sums over the ranks:
+of its output in the forward pass, and of the gradient of its input in the backward pass. These sums
+are around whole modules, so that their order is the same on all ranks.
 
-Inside such a module an array is either divided, or whole on all ranks. Each rank then has a part of
-its gradient: norms of heads, routers, and the halves of adapters that are not divided. Outside of
-the modules all ranks compute the same.
+Inside such a module an array is either divided, or whole on all ranks. Of the gradient of a whole
+array each rank has a part: norms of heads, routers, and the halves of adapters that are not divided.
+Outside of the modules all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Cut:
 
     Attributes:
         columns: linear layers whose outputs are divided; ``rows``: those whose inputs are.
-        counts: numbers of heads, of which each rank has an equal part.
+        counts: attributes with numbers of heads, which are divided by the number of ranks.
         arrays: arrays of the module itself with a number for each head.
     """
 
@@ -79,8 +79,8 @@ def _mixture(*parts: str) -> _Cut:
     )
 
 
-# Modules of mlx_lm.models whose source was read: nothing in them mixes heads, inner features or
-# experts but the last projection, and what follows that is linear.
+# Modules of mlx_lm.models whose source was read: only their last projection mixes heads, inner
+# features or experts, and all operations after it are linear.
 _CUTS: Mapping[str, _Cut] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -118,8 +118,8 @@ class Matrices(OwnedParts):
     Attributes:
         tensor: the ranks that have divided them, and compute the same rows.
         data: the ranks that have the same parts, for other rows.
-        partial: whole arrays of whose gradients each rank has a part.
-        modules: those that are computed together.
+        partial: whole arrays with a part of the gradient on each rank.
+        modules: the divided modules.
         by_rows: adapters of layers whose inputs are divided.
         experts: this rank's experts, where it has whole ones.
     """
@@ -140,12 +140,12 @@ def divide(
     lazy: bool = False,
     whole_experts: bool = False,
 ) -> Matrices:
-    """Leave this rank with its part of the blocks' matrices, which are read for it one by one.
+    """Reduce the model to this rank's part of the blocks' matrices, which are read one by one.
 
-    The model computes what it should once :func:`compute_together` has been called.
+    The model computes correctly only after :func:`compute_together`.
 
     Args:
-        lazy: True if nothing is to be read yet.
+        lazy: True if nothing should be read yet.
         whole_experts: give each rank some experts of a mixture, instead of a part of each.
 
     Raises:
@@ -174,8 +174,8 @@ def divide(
 
 
 def compute_together(matrices: Matrices | None) -> None:
-    """Let ranks add up what their parts of each module compute, if there are any; after all other
-    forms of modules.
+    """Let ranks add up the outputs of their parts of each module, if there are any; called after
+    all other changes of modules.
     """
     if matrices is None:
         return
@@ -192,12 +192,12 @@ def compute_together(matrices: Matrices | None) -> None:
 
 
 class _Together:
-    """A module of which each rank has a part, whose outputs are added up."""
+    """A module of which each rank has a part; the outputs of the parts are added up."""
 
     _tensor: Communicator
 
     def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
-        # One sum in the backward pass, too: of what all layers that x goes to find of its gradient.
+        # One sum in the backward pass, too: of the gradients of x from all layers that use it.
         whole: Any = super()
         return summed(self._tensor, whole.__call__(replicated(self._tensor, x), *args, **more))
 

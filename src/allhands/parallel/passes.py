@@ -26,8 +26,8 @@ from allhands.runtime.accelerator import device_memory
 
 @dataclass(frozen=True)
 class Computed:
-    """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are apart where they
-    travel by themselves.
+    """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are separate if they are
+    exchanged alone.
     """
 
     sums: mx.array
@@ -39,14 +39,14 @@ class Passes:
     """The gradient of an objective on this rank.
 
     Attributes:
-        model: what is trained.
-        objective: what it is trained for.
-        computing: how.
-        flat: all trained weights as few arrays; ``None``: by name.
+        model: the trained model.
+        objective: the training objective.
+        computing: the way of computation.
+        flat: flat buffers of all trained weights; ``None``: by name.
         shapes: (B, T, N) of every micro-batch so far; a compiled pass is traced once for each.
-        meanwhile: called now and then while the host makes passes ahead, to hand out what waits for
-            room.
-        run_ahead: keeps a GPU's memory in bounds; ``None`` elsewhere.
+        meanwhile: called now and then while the host queues passes ahead, to queue work that waits
+            for memory.
+        run_ahead: limits a GPU's memory; ``None`` on other devices.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Passes:
         return self._to_arrays(values)
 
     def note(self, batch: MicroBatch) -> None:
-        """Tell the heartbeat of a pass that begins."""
+        """Send a heartbeat at the beginning of a pass."""
         traced = self.computing.compiled and not self.computing.cpu_native
         self.computing.heartbeat(
             "first" if traced and batch.shape not in self.shapes else "compute"
@@ -96,8 +96,8 @@ class Passes:
         self.shapes.add(batch.shape)
 
     def run(self, batch: MicroBatch, apart: TravellingLookups | None = None) -> Computed:
-        """One pass; with ``apart`` what look-ups contribute is not in the gradients, where that
-        fits the batch.
+        """Compute one pass; with ``apart`` the contribution of look-ups is not in the gradients, if
+        the batch allows it.
         """
         arguments = self.arguments(batch)
         if apart is None or not apart.fits(batch):
@@ -114,8 +114,8 @@ class Passes:
         """Sums over this rank's micro-batches; zeros when it has none.
 
         Args:
-            run: gives the pass of a micro-batch.
-            lazy_end: whether what follows the last pass is handed out together with it.
+            run: returns the pass of a micro-batch.
+            lazy_end: whether the last pass is queued together with the work after it.
         """
         further = len(self.objective.further)
         total, grads, lookups = mx.zeros((1 + further,) if further else ()), None, None
@@ -125,7 +125,7 @@ class Passes:
             self.note(batch)
             done = run(batch)
             new, sums, lookups = done.grads, done.sums, done.lookups
-            del done  # what is held here would take memory beside the sums
+            del done  # a reference here would keep memory beside the sums
             # Contiguous, because a transposed gradient makes the optimizer's pass several times
             # slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
@@ -151,8 +151,8 @@ class Passes:
         return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
-        """Return the gradient of examples alone, not compiled: each has a shape of its own, to be
-        computed once.
+        """Return the gradient of single examples, not compiled, because each shape is computed only
+        once.
         """
         cpu_native, dropout = self.computing.cpu_native, self.computing.dropout
         gradient = make_gradient(

@@ -1,10 +1,10 @@
 """Pipeline parallelism: each rank computes some blocks of the model, for all rows of its copy of
 the model.
 
-Ranks along the axis ``pipe`` of the mesh are one copy of the model, and hand on hidden states and
-their gradients. Those along ``data`` compute other rows with the same blocks, and add up gradients.
-The loss is on the last stage alone. What is added up over all ranks is each copy's once: other
-stages' numbers are zeros.
+Ranks along the axis ``pipe`` of the mesh are one copy of the model, and send each other hidden
+states and their gradients. Ranks along ``data`` compute other rows with the same blocks, and add up
+gradients. Only the last stage has the loss. A sum over all ranks counts each copy once, because the
+numbers of other stages are zeros.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from allhands.parallel.tensor import WholeArrays
 
 
 def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
-    """``--strategy pipeline``."""
+    """Make the strategy of ``--strategy pipeline``."""
     return Pipeline(exchanging)
 
 
@@ -58,7 +58,7 @@ class Pipeline(Strategy):
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
-        # Messages travel while passes are computed.
+        # Messages are sent while passes are computed.
         self._exchanging, _ = exchanging.apart()
         self.communicator = self._exchanging.communicator
         self._piping = exchanging.piping
@@ -68,9 +68,7 @@ class Pipeline(Strategy):
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
         self._first_trained = 0
-        self._table_shapes: list[list[int]] | None = (
-            None  # of the trained arrays that two stages have
-        )
+        self._table_shapes: list[list[int]] | None = None  # the trained arrays that two stages have
         if self._sharding is not None:
             self.regions = regions_within(self._sharding, exchanging.matrices)
         elif exchanging.matrices is not None:
@@ -104,7 +102,7 @@ class Pipeline(Strategy):
         return Engine(compute, messages, passes.arguments, **more)
 
     def _wait(self, arrays: list[mx.array]) -> None:
-        """Wait for what ranks with the same blocks send."""
+        """Wait for arrays from ranks with the same blocks."""
         self._exchanging.inject_fault("message")
         assert self._engine is not None
         self._engine.messages.wait_for(arrays)
@@ -127,7 +125,7 @@ class Pipeline(Strategy):
         )
 
     def _named(self, passes: Passes, found: dict[int, list[mx.array]]) -> list[Named]:
-        """The gradients of all stages of this rank, in the order of what is trained."""
+        """Return the gradients of all stages of this rank, in the order of the trained arrays."""
         assert self._engine is not None
         if self._sharding is not None:
             own: dict[str, mx.array] = {}
@@ -168,7 +166,7 @@ class Pipeline(Strategy):
         return found
 
     def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """The next stage then has something to do as soon as the step begins: a bubble less."""
+        """Begin the first stage's pass early, so that the next stage has work when the step begins."""
         assert self._engine is not None
         if not self._engine.runs_ahead or self._sharding is not None:
             return
@@ -214,14 +212,14 @@ class Pipeline(Strategy):
             arrays, _ = sum_over_ranks(piping.data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)  # before the sums over all ranks, on every rank
         grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        # Every number of the model once: the table of the first stage, one copy's.
+        # Every number of the model counts once: a shared table on the first stage, in one copy.
         own = [array for name, array in by_name(self._leaves, grads) if self._counts(name)]
         squares = mx.zeros(()) if piping.data.rank else sum_of_squares(own)
         return exchanging.reduced(grads, numbers, squares, extra)
 
     def _counts(self, name: str) -> bool:
-        """True if this rank counts an array in the norm: of a table that two stages have the first
-        one does.
+        """True if this rank counts an array in the norm; a table on two stages counts on the first
+        one.
         """
         piping = self._piping
         second = piping.shares_table and not piping.stages[0].blocks.is_first
@@ -231,7 +229,7 @@ class Pipeline(Strategy):
         return name.startswith(f"{self._piping.stages[0].shared}.")
 
     def _with_table(self, arrays: list[mx.array], names: Sequence[str]) -> list[mx.array]:
-        """``arrays`` with what the first and the last stage have found of the table both have;
+        """Return ``arrays`` with the sum of the first and last stages' gradients of a shared table;
         called on all ranks.
         """
         piping = self._piping
@@ -252,7 +250,7 @@ class Pipeline(Strategy):
             mx.zeros(shape) for shape in told
         ]
         sums, _ = sum_over_ranks(piping.pipe, parts, bucket_bytes=self._exchanging.bucket_bytes)
-        mx.eval(sums)  # also where nothing comes of them: on the stages in the middle
+        mx.eval(sums)  # also on the stages in the middle, where they have no effect
         changed = {
             name: total.astype(array.dtype)
             for (name, array), total in zip(mine, sums, strict=bool(mine))
@@ -261,8 +259,8 @@ class Pipeline(Strategy):
 
 
 def _first_trained(piping: Piping) -> int:
-    """The number of the first stage that trains anything; called on all ranks of the pipeline
-    together.
+    """Return the number of the first stage that trains anything; called on all ranks of the
+    pipeline together.
     """
     mine = [stage.trains for stage in piping.stages]
     every: list[list[bool]] = gather_json(piping.pipe, mine)
@@ -286,13 +284,12 @@ def _forward(
     tokens: tuple[int, ...],
     computed: Callable[[int, mx.array | None], Sequence[mx.array]],
 ) -> Sequence[mx.array] | None:
-    """One forward pass through this rank's stages; what the model's last stage has found, ``None``
-    on other ranks.
+    """Compute one forward pass through this rank's stages; return the output of the model's last
+    stage, or ``None`` on other ranks.
 
     Args:
         tokens: shape of the tokens, (B, T).
-        computed: what a stage of this rank, by its number, finds of what it has received: hidden
-            states first.
+        computed: returns the output of a stage of this rank, by its number, for its input.
     """
     pipe, found = piping.pipe, None
     for number, stage in enumerate(piping.stages):
@@ -310,10 +307,10 @@ def _forward(
 
 
 class PipedSums:
-    """The sums of a batch by forward passes alone: on the last stage's rank, zeros elsewhere.
+    """The sums of a batch by forward passes alone, on the last stage's rank; zeros on other ranks.
 
-    A rank goes on to the next batch when it has sent what it has computed. Ranks with the same
-    blocks that fetch them do the same number of passes.
+    A rank goes on to the next batch when it has sent its output. Ranks that fetch the same blocks do
+    the same number of passes.
     """
 
     def __init__(
@@ -344,7 +341,7 @@ class PipedSums:
         return tuple(sums or [mx.zeros(())] * (1 + self._further))
 
     def finish(self) -> None:
-        """Wait until the next stage has taken everything."""
+        """Wait until the next stage has received everything."""
         while self._anyone(False):
             for compute in self._compute:
                 compute.idle(backward=False)
@@ -353,7 +350,7 @@ class PipedSums:
         self._messages.finish()
 
     def _anyone(self, wants: bool) -> bool:
-        """True if a rank that has the same blocks wants one more pass."""
+        """True if a rank with the same blocks needs one more pass."""
         if self._sharding is None:
             return False
         return number_of(self._sharding.shard.all_sum(mx.array(float(wants)))) > 0
@@ -364,9 +361,9 @@ class PipedModel:
     its ranks together.
 
     Attributes:
-        model: with this rank's blocks; what is not called is looked up there.
-        stops: on every rank or on none, whether this rank wants no more calls; asked in each call.
-        stopped: whether a rank wanted that in the last call: the same on all ranks.
+        model: the model with this rank's blocks; other attributes are looked up there.
+        stops: returns whether this rank wants to stop, in each call; given on every rank or on none.
+        stopped: whether a rank wanted to stop in the last call; the same on all ranks.
         heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
             afterwards.
     """
@@ -405,7 +402,7 @@ class PipedModel:
         found = _forward(self._piping, self._messages, inputs.shape, computed)
         size = self._vocabulary(found)
         mine = found[0] if found else mx.zeros((len(inputs), 1, size))
-        if self.stops is not None:  # beside the logits, so that it costs no exchange of its own
+        if self.stops is not None:  # sent with the logits, so that it costs no further exchange
             wish = mx.full((len(inputs), 1, 1), float(self.stops()))
             mine = mx.concatenate([mine, wish], axis=-1)
         total = self._piping.pipe.all_sum(mine)
@@ -417,8 +414,8 @@ class PipedModel:
         return total
 
     def _vocabulary(self, found: Sequence[mx.array] | None) -> int:
-        """Return the number of logits, which the last stage has found in the first call, on all
-        ranks together.
+        """Return the number of logits, which the last stage sends in the first call, on all ranks
+        together.
         """
         if self._size is None:
             self.heartbeat("reduce")

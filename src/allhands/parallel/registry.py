@@ -1,7 +1,7 @@
 """The strategies by name: the only list of them, for ``--strategy``, for training and for
 ``allhands plan``.
 
-A new one is an entry here; nothing else has to know of it. Importing this loads no MLX.
+A new strategy needs only an entry here. Importing this module loads no MLX.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from allhands.parallel.costs import (
     TensorCosts,
 )
 
-# Optimizers for which an array is no more than its numbers, so that any part of it can be updated
-# by itself.
+# Optimizers that update each number by itself, so that any part of an array can be updated by
+# itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
 
 
@@ -31,9 +31,9 @@ class TrainingNeeds:
     """The needs of a training that its strategy has to meet.
 
     Attributes:
-        optimizer: by name.
+        optimizer: its name.
         cpu_native: whether operations compute when they are called (Linux CPUs).
-        wants_gradients: whether somebody looks at whole gradients.
+        wants_gradients: whether a callback reads whole gradients.
         masters: whether the optimizer has float32 copies of trained weights.
     """
 
@@ -48,17 +48,17 @@ class Entry:
     """A strategy.
 
     Attributes:
-        title: what ``allhands plan`` calls it.
-        costs: of a rank.
-        maker: module and function that make it: of an :class:`allhands.parallel.base.Exchanging`
-            and of whether gradients travel while others are computed.
-        unfit: why a training cannot use it; empty if it can.
-        flags: what switches it on.
-        packs: whether gradients can travel in another form than that in which they are added up
-            (``--compress``).
-        exact: whether it trains as one process does; what does not is only used, and planned, where
-            it was asked for.
-        divides_model: whether each rank has a part of the model alone.
+        title: its name in ``allhands plan``.
+        costs: memory and traffic of a rank.
+        maker: module and function that create it. The function takes an
+            :class:`allhands.parallel.base.Exchanging`, and whether gradients are exchanged during
+            the passes.
+        unfit: returns why a training cannot use it; empty if it can.
+        flags: the flags that choose it.
+        packs: whether gradients can be compressed (``--compress``).
+        exact: whether it has the result of one process. Other strategies are used and planned only
+            if the options ask for them.
+        divides_model: whether each rank has only a part of the model.
     """
 
     title: str

@@ -1,6 +1,4 @@
-"""Rounds of local steps: how many there are, and what is done with the mean of what they changed.
-Loads no MLX.
-"""
+"""Rounds of local steps: their length, and the outer step by the ranks' mean change. Loads no MLX."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ from allhands.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds in which ranks that update by themselves come together.
+    """Rounds of steps that ranks take alone before they average their weights.
 
     Attributes:
         every: steps of a round.
-        learning_rate: of the outer step, which the mean of the ranks' changes is the direction of;
-            1: their mean.
+        learning_rate: of the outer step, whose direction is the mean of the ranks' changes; 1: the
+            weights become the ranks' mean.
         momentum: of the outer step, which is Nesterov's (DiLoCo, arXiv 2311.08105).
         fragments: parts of the weights that are exchanged in turn, each once a round (Streaming
             DiLoCo, arXiv 2501.18512).
-        delay: steps for which an exchange travels beside the computation.
+        delay: steps during which an exchange runs beside the computation.
     """
 
     every: int = 1
@@ -31,19 +29,17 @@ class Rounds:
 
     @property
     def streams(self) -> bool:
-        """True if ranks go on from one round to the next without having the same weights in
-        between.
-        """
+        """True if ranks have different weights between two rounds."""
         return self.fragments > 1 or self.delay > 0
 
     def sent_after(self, steps: int) -> list[int]:
-        """Return the fragments whose exchange begins after so many steps."""
+        """Return the fragments whose exchange begins after this number of steps."""
         ends = ((number + 1) * self.every // self.fragments for number in range(self.fragments))
         return [number for number, end in enumerate(ends) if (steps - end) % self.every == 0]
 
     @property
     def beside(self) -> int:
-        """Steps of a round during which an exchange travels."""
+        """Number of steps of a round with a running exchange."""
         return self.fragments * self.delay
 
     @property

@@ -1,8 +1,8 @@
 """Keep MLX on a GPU from making temporaries far ahead of their use.
 
-MLX hands out operations as fast as it can, and an array exists from then on: a step may hold twice
-what it needs at any moment. With a limit the host waits for the device now and then, which costs
-time: the more, the less may be ahead.
+MLX queues operations as fast as it can, and an array takes memory from then on. So a step may hold
+twice the memory that it needs at any moment. With a limit the host sometimes waits for the device.
+A lower limit costs more time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import mlx.core as mx
 
 from allhands.runtime.memory import MLX_PEAK
 
-# More is of no use: on an H200, QLoRA of 7 billion parameters, LoRA and full training of 1.2
-# billion and full training of 135 million lose 1 % or less by it.
+# More memory does not help: on an H200, QLoRA of 7 billion parameters, LoRA and full training of
+# 1.2 billion and full training of 135 million lose at most 1 % with this limit.
 _ENOUGH = 17_500_000_000
-# What is ahead while the host waits comes on top of a limit.
+# Work that is queued while the host waits comes on top of a limit.
 _BELOW = 0.93
-# What fits a card of 24 GB is kept within that; for what does not, or nearly.
+# A need that fits a card of 24 GB gets no more than the card; a larger need gets more by a factor.
 _CARD, _MORE = 24_000_000_000, 1.2
-# Where ranks exchange while they compute: a host at its limit waits for everything that was handed
-# out, and with it for what other ranks have not sent yet, which makes those wait in turn.
+# For ranks that exchange while they compute: a host at its limit waits for all queued work, and so
+# for other ranks' messages, which makes these ranks wait in turn.
 _EXCHANGING, _EXCHANGING_MOST = 2.0, 0.85
-# Of the device's memory; the rest is others'.
+# Part of the device's memory; the rest is for other programs.
 _MOST = 0.6
-# The same, for all that a process holds at any time.
+# The same for all memory of a process at any time.
 _FULL = 0.9
 
 
@@ -34,7 +34,7 @@ def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
     """Return the limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead.
 
     Args:
-        exchanging: whether what other ranks send is waited for among what is handed out.
+        exchanging: whether the queued work waits for other ranks' messages.
     """
     roomy = max(_ENOUGH, need) if need <= _CARD else _MORE * need
     most = _MOST * device_bytes
@@ -45,17 +45,17 @@ def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
 
 @dataclass
 class RunAhead:
-    """Finds the limit by the first step of the largest micro-batch so far, in which nothing runs
+    """Finds the limit by the first step of the largest micro-batch so far, with nothing queued
     ahead.
 
-    Until then it is that of a step which needs nothing.
+    Until then the limit is that of a need of 0.
 
     Attributes:
         device_bytes: memory of the device.
         exchanging: see :func:`limit_for`.
-        set_limit: takes bytes, gives the limit before.
-        begin: begins to count the most bytes in use anew, which ``peak`` gives.
-        need: the most that such a step has held.
+        set_limit: takes bytes, returns the limit before.
+        begin: resets the peak of used bytes, which ``peak`` returns.
+        need: the most bytes of such a step.
     """
 
     device_bytes: int

@@ -1,11 +1,10 @@
-"""Schedules of pipeline parallel training, as plain data: which rank does what in which order.
+"""Schedules of pipeline parallel training, as plain data: the ordered actions of each rank.
 
-A model is a list of stages, of which each rank has one, or several that are not neighbours
-(interleaved, arXiv 2104.04473). After as many forward passes as fill the pipeline, forward and
-backward passes take turns. Where a backward pass is divided (zero bubble, arXiv 2401.10241, H1),
-the gradients of inputs go first, and those of weights fill what would be waiting. A schedule is
-found by playing a step through; all ranks play the same game by the same rules, and so know each
-other's lists.
+A model is a list of stages. Each rank has one stage, or several that are not neighbours
+(interleaved, arXiv 2104.04473). First forward passes fill the pipeline; then forward and backward
+passes take turns. If backward passes are divided (zero bubble, arXiv 2401.10241, H1), gradients of
+inputs come first, and gradients of weights fill the waiting times. A schedule is found by a
+simulation of the step. All ranks simulate it by the same rules, and so know each other's lists.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Kind = Literal["forward", "backward", "inputs", "weights", "send", "receive"]
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     Attributes:
-        stage: of all stages, from 0; of a message the one that it leaves.
-        micro_batch: of the step, from 0.
-        peer: of a message the rank at its other end.
-        to: of a message the stage that it goes to: the next one gets activations, the one before
-            gradients.
+        stage: number of the stage, from 0; for a message the stage that sends it.
+        micro_batch: number of the micro-batch in the step, from 0.
+        peer: for a message the rank at its other end.
+        to: for a message the stage that receives it: the next stage gets activations, the stage
+            before gets gradients.
     """
 
     kind: Kind
@@ -50,12 +49,10 @@ class Schedule:
 
     Attributes:
         ranks: the actions of each rank, in order.
-        num_stages: of the model; stage ``s`` is on rank ``s % len(ranks)``.
-        idle: the part of the time in which a rank waits, on average over the ranks, if stages take
-            equally long, a backward pass takes twice as long as a forward pass, and messages take
-            none.
-        most_alive: for each rank the most micro-batches of its stages whose activations it holds at
-            once.
+        num_stages: stages of the model; stage ``s`` is on rank ``s % len(ranks)``.
+        idle: mean waiting time of the ranks as a part of the step, if stages take equally long, a
+            backward pass takes twice as long as a forward pass, and messages take no time.
+        most_alive: for each rank the highest number of micro-batches with activations in memory.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -79,7 +76,7 @@ def make_schedule(
         first_trained: the first stage that trains anything. Those before it have no backward pass.
 
     Raises:
-        ValueError: stages that the schedule does not have.
+        ValueError: the schedule does not support this number of stages.
     """
     if (stages_per_rank > 1) != (name == "interleaved") or stages_per_rank < 1:
         raise ValueError(f"{stages_per_rank} stages a rank are not for the schedule {name}")
@@ -90,7 +87,7 @@ _SECONDS: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights"
 
 
 class _Game:
-    """A step as it is played through."""
+    """The simulation of a step."""
 
     def __init__(
         self,
@@ -110,18 +107,18 @@ class _Game:
             deque() for _ in range(num_ranks)
         ]  # weights' gradients
         self._alive, self._most = [0] * num_ranks, [0] * num_ranks
-        self._begun = [0] * num_ranks  # forward passes whose backward pass is to come
+        self._begun = [0] * num_ranks  # forward passes without their backward pass so far
         self._ahead = [
             0
-        ] * num_ranks  # of stages that train nothing: passes that the next stage has not begun
-        # What has come, by the stage that it is for.
+        ] * num_ranks  # for stages that train nothing: passes that the next stage has not begun
+        # Received messages, by the receiving stage.
         self._activations = {(0, batch) for batch in range(num_micro_batches)}
         self._gradients = set[tuple[int, int]]()
         self._lists: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def _order(self, rank: int, *, backward: bool) -> Iterator[tuple[int, int]]:
-        """(stage, micro-batch) of a rank's passes: of as many micro-batches as there are ranks,
-        stage by stage.
+        """Return the (stage, micro-batch) of a rank's passes, stage by stage for as many
+        micro-batches as there are ranks.
         """
         for first in range(0, self._count, self._size):
             together = range(first, min(first + self._size, self._count))
@@ -131,20 +128,20 @@ class _Game:
                     yield from ((stage, batch) for batch in together)
 
     def _room(self, rank: int) -> int:
-        """The passes that a rank begins before one of them is to end: as many as keep the last rank
-        busy.
+        """Return the number of passes that a rank begins before one must end: enough to keep the
+        last rank busy.
         """
         if self._per_rank == 1:
             return self._size - rank
         return 2 * (self._size - rank - 1) + (self._per_rank - 1) * self._size + 1
 
     def played(self) -> Schedule:
-        """Return all lists, once everything is done."""
+        """Simulate the whole step, and return all lists."""
         ends: list[tuple[int, int, int, Action]] = []
         order, free, now = count(), set(range(self._size)), 0
         while True:
-            # Where nobody can begin anything by the rules, which is so with a rest of
-            # micro-batches, whoever can begin something does.
+            # If no rank can begin a pass by the rules, as with a rest of micro-batches, every rank
+            # that can begin any pass does.
             begun = self._begun_by(free, eager=False) or (
                 [] if ends else self._begun_by(free, eager=True)
             )
@@ -171,7 +168,9 @@ class _Game:
         )
 
     def _begun_by(self, free: set[int], *, eager: bool) -> list[tuple[int, Action]]:
-        """The passes that free ranks begin, the last ranks first: their ends make room for others."""
+        """Begin passes on free ranks, the last ranks first, because their ends make room for
+        others.
+        """
         begun = [
             (rank, action)
             for rank in sorted(free, reverse=True)
@@ -183,9 +182,7 @@ class _Game:
         return begun
 
     def _next(self, rank: int, *, eager: bool) -> Action | None:
-        """The action that the rank begins now, if it can begin any; ``eager``: whether or not it is
-        its turn.
-        """
+        """Return the action that the rank begins now, if there is one; ``eager``: also out of turn."""
         to_do, to_return = self._to_do[rank], self._to_return[rank]
         full = self._split or eager or self._begun[rank] >= self._room(rank) or not to_do
         if full and to_return and to_return[0] in self._gradients:
@@ -202,12 +199,13 @@ class _Game:
         """True if there is room for one more forward pass of a stage."""
         if stage < self._first_trained:
             return self._ahead[rank] < self._size
-        # The first rank has as many alive without dividing its backward passes; so may the others.
+        # The first rank has as many micro-batches alive without divided backward passes; others
+        # may, too.
         full = self._split and self._alive[rank] >= self._size
         return self._begun[rank] < self._room(rank) and not full
 
     def _return(self, rank: int, stage: int, batch: int) -> Action:
-        """The backward pass of a stage; where these are divided, that of its inputs."""
+        """Return the backward pass of a stage; if it is divided, the part for the inputs."""
         self._begun[rank] -= 1
         if not self._split:
             return Action("backward", stage, batch)
@@ -215,7 +213,7 @@ class _Game:
         return Action("inputs", stage, batch)
 
     def _begin(self, rank: int, stage: int, batch: int) -> Action:
-        """The forward pass of a stage, which takes what the stage before it has found."""
+        """Begin the forward pass of a stage with the output of the stage before it."""
         if 0 < stage <= self._first_trained:
             self._ahead[(stage - 1) % self._size] -= 1
         if stage >= self._first_trained:
@@ -227,7 +225,7 @@ class _Game:
         return Action("forward", stage, batch)
 
     def _end(self, rank: int, action: Action) -> None:
-        """Take note of a pass that is done: room, and something for the stage after it or before
+        """Record the end of a pass: it frees room, and its result goes to the stage after or before
         it.
         """
         stage, batch = action.stage, action.micro_batch
@@ -243,7 +241,7 @@ class _Game:
             self._tell(rank, stage, batch, stage - 1)
 
     def _tell(self, rank: int, stage: int, batch: int, to: int) -> None:
-        """A message in both lists at the same moment of the game: so no two ranks ever wait for
+        """Add a message to both lists at the same simulated time, so that no two ranks wait for
         each other.
         """
         if (peer := to % self._size) != rank:

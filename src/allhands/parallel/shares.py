@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from allhands.data.loader import Cut
 from allhands.data.order import GlobalOrder, divide
 
-# Steps of a rank that are looked at, at most and at least, and how many tell of a clear change.
+# Highest and lowest number of a rank's steps for its speed, and their number after a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
 # Of shorter steps so many that they take this long: what disturbs a computer for a moment is no
 # change.
@@ -35,13 +35,13 @@ _EVIDENCE_S, _KEPT = 2.0, 256
 # What a step must get faster by, by many measured steps and by few, and how many standard errors of
 # noise more.
 _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
-# A rank without rows is measured again so seldom that it costs no more than this part of the time.
+# Trials of a rank without rows are so rare that they cost at most this part of the time.
 _TRIALS_COST = 0.005
 _FIRST_TRIAL, _TRIAL_EVERY, _TRIAL_AT_LEAST = 10, 50, 2000
-# Batches of more rows a rank are divided as if rows could be cut.
+# Batches with more rows for each rank are divided as if rows could be cut.
 _MANY_ROWS = 32
 _ROUNDED = 1e-4  # of a share
-# Batches ahead that a division is judged by.
+# Number of future batches by which a division is judged.
 _JUDGED = 4
 # Of normal deviations: the standard error of a median, and their size by the median difference of
 # two.
@@ -52,7 +52,7 @@ _NUMBERS = 3  # that a rank tells of its step
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step of one rank: tokens of its passes, their seconds, those of its update, and its part
+    """One step of one rank: tokens and seconds of its passes, seconds of its update, and its part
     of all ranks' speed.
 
     Parts are compared from step to step: short rows are slower for every rank.
@@ -70,14 +70,14 @@ class StepSample:
 
     @property
     def update_tokens(self) -> float:
-        """Tokens that its passes could have had in the time of its update."""
+        """Tokens that its passes could compute in the time of its update."""
         return self.update_s * self.speed
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A rank's part of the speed of all, its relative standard error, and the tokens that an update
-    is worth.
+    """A rank's part of all ranks' speed, its relative standard error, and the tokens that take as
+    long as an update.
     """
 
     part: float
@@ -90,8 +90,8 @@ class Speed:
 
 
 def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
-    """Return the medians of some steps, because one that was disturbed must not count; ``noise`` is
-    that of a step.
+    """Return the medians of some steps, because a disturbed step must not count; ``noise`` is that
+    of one step.
     """
     part, update = (
         _median(sorted(each))
@@ -106,7 +106,7 @@ def noise_of(jumps: Sequence[float]) -> float:
     """Return the relative deviation of a step from its neighbours, by the jumps from each to the
     next.
 
-    A rank that has become slower makes one jump, and no noise.
+    A rank that becomes slower makes one jump, which is no noise.
     """
     return _OF_JUMPS * _median(sorted(jumps)) if jumps else 0.0
 
@@ -121,7 +121,7 @@ StepSeconds = Callable[[Sequence[float], Sequence[Speed]], float]
 
 
 def fluid_seconds(tokens: float) -> StepSeconds:
-    """Seconds of a step of so many tokens, if these could be divided at will."""
+    """Seconds of a step of so many tokens, if these could be divided freely."""
 
     def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
         each = tokens / sum(weights)
@@ -133,8 +133,8 @@ def fluid_seconds(tokens: float) -> StepSeconds:
 
 
 def even_weights(speeds: Sequence[Speed], tokens: float) -> tuple[float, ...]:
-    """Weights with which all ranks need the same time for ``tokens``; 0 for one whose update takes
-    longer than that.
+    """Return weights with which all ranks need the same time for ``tokens``; 0 for a rank whose
+    update alone takes longer.
     """
     some = list(range(len(speeds)))
     while True:
@@ -157,12 +157,12 @@ def better_weights(
     tokens: float,
     seconds: StepSeconds,
 ) -> tuple[float, ...] | None:
-    """Weights by which a step of ``tokens`` is faster by more than ``worth`` and noise; else
+    """Return weights that make a step of ``tokens`` faster by more than ``worth`` and noise; else
     ``None``.
     """
     wanted = 1.0 + worth + _NOISE * max(speed.error for speed in speeds)
     found, fluid = even_weights(speeds, tokens), fluid_seconds(tokens)
-    # A bound first, because dividing batches takes longer: whole rows can be divided no better.
+    # First a bound, because dividing batches takes longer, and whole rows cannot be divided better.
     if fluid(weights, speeds) <= wanted * fluid(found, speeds):
         return None
     return found if seconds(weights, speeds) > wanted * seconds(found, speeds) else None
@@ -208,9 +208,9 @@ class RowSeconds:
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the same proportions with sum 1, rounded to what a person may read; none becomes 0.
+    """Return the same proportions with sum 1, rounded for reading; none becomes 0.
 
-    What this has made stays as it is, although rounding may have left its sum beside 1.
+    A second call changes nothing, although rounding may leave the sum beside 1.
     """
     whole = sum(weights)
     if abs(whole - 1.0) < _ROUNDED * len(weights) and all(
@@ -228,8 +228,8 @@ class Moved:
         begin: the first batch (from 0) with the new shares.
         weights: the new shares; ``before``: the old ones.
         speeds: tokens per second of each rank, from which the shares are computed.
-        rows: for each rank True if it gets rows; a rank gets none if a row takes it longer than all
-            rows elsewhere.
+        rows: for each rank True if it gets rows; a rank gets none if it needs longer for one row
+            than the others for all.
     """
 
     begin: int
@@ -239,7 +239,7 @@ class Moved:
     rows: tuple[bool, ...] = ()
 
 
-# From which batch on, by which weights, with which ranks on trial.
+# First batch, weights, and ranks on trial.
 _Entry = tuple[int, tuple[float, ...], tuple[int, ...]]
 
 
@@ -265,7 +265,7 @@ class Balance:
             accumulation: batches of an update.
             loaded_ahead: batches that may be loaded already beyond those of the next update.
             moves: whether the shares follow the measured speeds.
-            rows: how long batches take; default: as if tokens could be divided at will.
+            rows: returns the time of batches; default: as if tokens could be divided freely.
         """
         self.moves = moves and len(weights) > 1
         self._accumulation = accumulation
@@ -286,9 +286,7 @@ class Balance:
         self._heard = 0
 
     def to_json(self, iteration: int) -> dict[str, Any]:
-        """Return the shares of batch ``iteration`` and what is agreed for later, for
-        :meth:`restore`.
-        """
+        """Return the shares of batch ``iteration`` and later agreed ones, for :meth:`restore`."""
         _, weights, _ = self._entry(iteration)
         later = [
             [begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration
@@ -296,7 +294,7 @@ class Balance:
         return {"weights": list(weights), "later": later}
 
     def restore(self, values: Any) -> bool:
-        """Go on with the shares of :meth:`to_json`, if they are of as many ranks."""
+        """Go on with the shares of :meth:`to_json`, if the number of ranks is the same."""
         if (
             not self.moves
             or not isinstance(values, dict)
@@ -332,11 +330,10 @@ class Balance:
         return normalised(weights) if len(weights) > 1 else ()
 
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
-        """Receive all ranks' measurements of the step before this one, and change the shares if
-        that is worth it.
+        """Receive all ranks' measurements of the previous step, and change the shares if that pays.
 
-        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their
-        seconds and those of its update, all 0 if it had no passes or they were not timed.
+        Called on all ranks with the same ``numbers``: for each rank the tokens and seconds of its
+        passes, and the seconds of its update; all 0 if it had no passes or they were not timed.
 
         Args:
             end: batches done.
@@ -381,7 +378,7 @@ class Balance:
             if rank not in timed:
                 self._idle[rank] += 1
                 continue
-            if self._rests(rank):  # a trial: what is older tells of another time
+            if self._rests(rank):  # a trial: older samples are outdated
                 self._samples[rank].clear()
                 beyond = max(found[rank].seconds / longest - 1.0, 0.0)
                 most = min(max(_TRIAL_EVERY, beyond / _TRIALS_COST), _TRIAL_AT_LEAST)
@@ -403,7 +400,7 @@ class Balance:
                 samples.popleft()
 
     def _moved(self, end: int) -> Moved | None:
-        """Change the shares, if many steps or the last few say so."""
+        """Change the shares, if many steps or the last few show a gain."""
         _, weights, _ = self._plan[-1]
         begin, steps = end + self._ahead, self._steps_in(_EVIDENCE_S)
         short = max(_SHORT, steps)
@@ -417,14 +414,14 @@ class Balance:
             tokens, rows = _median(sorted(list(self._step_tokens)[-most:])), self._rows
             if (
                 rows is None or rows.order.batch_size > _MANY_ROWS * self.size
-            ):  # these can be divided almost at will
+            ):  # these can be divided almost freely
                 seconds = fluid_seconds(tokens)
             else:
                 seconds = rows(begin, begin + _JUDGED * self._accumulation)
             new = better_weights(weights, speeds, worth, tokens, seconds)
             if new is None or new == weights:
                 continue
-            if worth == _CLEARLY:  # what is older tells of another time
+            if worth == _CLEARLY:  # older samples are outdated
                 self._forget_before(short)
             self._plan = (*self._plan, (begin, new, ()))
             self._trial_every = [_FIRST_TRIAL] * self.size
@@ -436,8 +433,8 @@ class Balance:
         return None
 
     def _steps_in(self, seconds: float) -> int:
-        """The number of the last steps that took so long together; all that are remembered if not
-        even they did.
+        """Return the number of last steps that took this long together; all remembered steps if
+        they took less.
         """
         for steps, taken in enumerate(accumulate(reversed(self._longest)), start=1):
             if taken >= seconds:
@@ -448,8 +445,8 @@ class Balance:
         """Return each rank's speed by its last steps; ``None`` while a rank with rows has too few
         measurements.
 
-        A rank without rows has the speed of its last trial, and one that has never had any that of
-        its share.
+        A rank without rows has the speed of its last trial; without a trial it has the speed of its
+        share.
         """
         weights = self._plan[-1][1]
         speeds: list[Speed] = []

@@ -51,10 +51,10 @@ class Reduced:
     """Sums over all ranks.
 
     Attributes:
-        grads: as in :class:`Gradients`; of sharded arrays this rank's part. The updater empties the
-            list, because MLX computes in place if nobody holds an array.
-        totals: (n,) float32, the sums of the numbers that were given to the strategy, and of
-            others.
+        grads: as in :class:`Gradients`; this rank's part of sharded arrays. The updater empties the
+            list, because MLX computes in place if an array is not referenced.
+        totals: (n,) float32, the sums of the numbers that were given to the strategy, and of further
+            ones.
         squares: () sum of squares of all gradients over all ranks; ``None``: each rank has all
             ``grads``.
         computed: arrays that are computed when this rank's own passes are done, if the exchange
@@ -63,7 +63,7 @@ class Reduced:
         num_gathered: number of the ranks' extra numbers, which are the last ones of ``totals``.
         norm: () the reported gradient norm if each rank updates by its own gradients; not finite if
             any rank's gradient is not, and then no rank updates.
-        idle: True if there is nothing to update by in this step.
+        idle: True if this step has no update.
     """
 
     grads: list[Named]
@@ -77,7 +77,7 @@ class Reduced:
 
     @property
     def loss(self) -> mx.array:
-        """() the summed loss; not finite, either, where :attr:`norm` is not."""
+        """() the summed loss; not finite if :attr:`norm` is not finite."""
         return self.totals[0] if self.norm is None else self.totals[0] + 0.0 * self.norm
 
 
@@ -112,7 +112,7 @@ def joined(sums: Sequence[mx.array], further: int) -> mx.array:
 
 
 def places_of_all(mine: Sequence[float], communicator: Communicator) -> list[float]:
-    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks
+    """Return places for every rank's numbers, with only this rank's filled; their sum over ranks
     has all.
     """
     rank, size = communicator.rank, communicator.size

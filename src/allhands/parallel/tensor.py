@@ -2,9 +2,9 @@
 rows.
 
 Ranks along the axis ``tensor`` of the mesh are one copy of the model
-(:mod:`allhands.parallel.matrices`). Those along ``data`` compute other rows with the same parts,
-and add up gradients. What is added up over all ranks is each copy's once: the numbers of the
-group's other ranks are zeros.
+(:mod:`allhands.parallel.matrices`). Ranks along ``data`` compute other rows with the same parts,
+and add up gradients. A sum over all ranks counts each copy once, because the numbers of a group's
+other ranks are zeros.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Named, Reduced
 
-# Adapters begin with zeros, through which no gradient goes back in the first step.
+# Adapters begin with zeros, so some gradients are zero in the first step.
 _CHECKED_STEPS = 2
 _MOST_APART = 1e-3
-# Of the largest gradient: what is below is rounding.
+# Part of the largest gradient: smaller differences are rounding.
 _NOTHING = 1e-6
 
 
@@ -88,10 +88,9 @@ class TensorParallel(Strategy):
 
 
 class WholeArrays:
-    """The arrays that all ranks with parts of matrices have: their gradients, and their part of
-    sums.
+    """The whole arrays on ranks with parts of matrices: their gradients, and their part of sums.
 
-    Where nothing is divided, nothing is done.
+    If nothing is divided, this does nothing.
     """
 
     def __init__(self, matrices: Matrices | None, exchanging: Exchanging) -> None:
@@ -113,12 +112,12 @@ class WholeArrays:
         return matrices is None or matrices.tensor.rank == 0 or not matrices.is_whole(name)
 
     def summed(self, named: Sequence[Named]) -> dict[str, mx.array]:
-        """Return the sums of those gradients of which each rank of the group has a part, by name.
+        """Return by name the sums of the gradients of which each rank of the group has a part.
 
         Called on all ranks together, of a group with the same arrays.
 
         Raises:
-            NumericsError: gradients that have to be the same on all ranks of a group are not.
+            NumericsError: gradients differ that must be equal on all ranks of a group.
         """
         matrices = self._matrices
         if matrices is None:
@@ -143,11 +142,10 @@ class WholeArrays:
         return changed
 
     def _check(self, whole: Sequence[Named]) -> None:
-        """Compare the gradients of whole arrays over the ranks of the group, on all of which they
-        have to be the same.
+        """Compare the gradients of whole arrays, which must be equal on all ranks of the group.
 
         Raises:
-            NumericsError: they are not, on all ranks of all groups.
+            NumericsError: they differ; raised on all ranks of all groups.
         """
         assert self._matrices is not None
         group, world = self._matrices.tensor, self._exchanging.communicator
@@ -165,7 +163,7 @@ class WholeArrays:
         )
 
     def _unlike(self, whole: Sequence[Named], group: Communicator) -> list[str]:
-        """The names of arrays that are not the same on all ranks of a group, but for rounding."""
+        """Return the names of arrays that differ between ranks of a group by more than rounding."""
         arrays = [array.astype(mx.float32) for _, array in whole]
         if not arrays:
             return []

@@ -1,4 +1,4 @@
-"""Advice on distributing a training, as a chart of questions: the path that is taken, and its end."""
+"""Advice on distributing a training, as a chart of questions with a path and its end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Outcome = Literal[
 ]
 
 HOUR_S = 3600.0
-# Several computers are advised for what they save only from this part of one computer's time on.
+# Several computers are advised only if they save at least this part of one computer's time.
 SAVED = 0.15
 _WORTH = 1.0 / (1.0 - SAVED)  # as a speed-up
-# Larger batches are another training: they must make it this many times as fast at least.
+# Larger batches change the training: they must make it at least this many times as fast.
 _WORTH_ANOTHER = 1.3
-_FELT = 0.2  # of a step on several computers: beyond it the exchange is felt
-_SETUP_S = 4 * HOUR_S  # what it may take to make several computers ready for the first time
+_FELT = 0.2  # of a step on several computers: a longer exchange is mentioned
+_SETUP_S = 4 * HOUR_S  # time to make several computers ready for the first time
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Offer:
             its cores.
         exposed: the part of a step in which ranks wait for the exchange.
         accumulated: the speed-up if four batches' gradients are exchanged as one.
-        flags: flags that start it there; ``more`` those that save memory.
+        flags: flags that start it there; ``more``: those that save memory.
         weights: for ``--rank-weights``; empty if the computers are equal.
     """
 
@@ -66,7 +66,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts that the chart asks for; times in seconds.
+    """Facts for the questions of the chart; times in seconds.
 
     Attributes:
         again: True if such a training is needed more than once.
@@ -152,7 +152,7 @@ class Situation:
 
     @property
     def pays(self) -> bool:
-        """Return whether several computers save enough time to be worth the trouble."""
+        """Return whether several computers save enough time."""
         return (
             self.offer is not None
             and self.offer.speed_up >= _WORTH
@@ -161,11 +161,11 @@ class Situation:
 
     @property
     def which(self) -> str:
-        """The one computer, to be added to what is advised."""
+        """The single computer, as an addition to the advice."""
         return f": {self.one}" if self.one else ""
 
     def several(self, number: int) -> str:
-        """So many of them, in words."""
+        """Return a number of machines or processes in words."""
         return f"{number} {'processes' if self.together else 'machines'}"
 
 
@@ -173,8 +173,8 @@ class Situation:
 class Question:
     """A question of the chart, with its answer.
 
-    ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long",
-    "yes, and long").
+    ``answer`` is yes or no, or an exception that changes the path ("no, but long", "yes, and
+    long").
     """
 
     text: str
@@ -187,9 +187,9 @@ class Advice:
     """Advice at the end of the path.
 
     Attributes:
-        path: questions in the order in which they were asked.
-        title: the advice in a few words; ``reasons`` for it, a sentence each.
-        machines: number of computers that it advises.
+        path: the questions in their order.
+        title: the advice in a few words; ``reasons``: a sentence for each reason.
+        machines: the advised number of computers.
     """
 
     path: tuple[Question, ...]
@@ -209,7 +209,7 @@ STAGES = "Does it fit if the model is divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
-# Answers of the chart that lead to other ways than the usual one.
+# Answers of the chart that lead to an unusual path.
 _IN_PARTS = {
     "pipeline": "in blocks",
     "fsdp": "each array",
@@ -235,7 +235,7 @@ _PARTS = {
 
 
 def _first(way: Way) -> str:
-    """The first of the ways of dividing that go together in this one."""
+    """Return the first of the combined ways of dividing."""
     first, _, _ = way.strategy.partition("+")
     return "fsdp" if first == "zero2" else first
 
@@ -273,7 +273,7 @@ def advise(at: Situation) -> Advice:
 
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
-    """End where one machine is done before several are worth it; ``None``: the questions go on."""
+    """End if one machine finishes before several are worth it; ``None``: the questions go on."""
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
@@ -297,7 +297,7 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _saved(at: Situation, judged: str) -> str:
-    """Say what several computers would save, with a judgement of that."""
+    """Return the saving of several computers in words, with a judgement."""
     if at.offer is None and at.inside is None:
         return "no other computer is named"
     if at.saved_s <= 0.0:
@@ -306,8 +306,8 @@ def _saved(at: Situation, judged: str) -> str:
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
-    """End where one machine cannot hold the training as requested; ``None``: it can, or would and
-    several save much.
+    """End if one machine cannot hold the training as requested; ``None``: it can, or several save
+    much.
     """
     not_so = "" if at.fits_one else "not "
     if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
@@ -320,7 +320,7 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _helped(at: Situation, walk: _Walk) -> Advice:
-    """Go on where one machine would do, and the question is what others save."""
+    """Go on if one machine is enough, by the time that others save."""
     there = (
         f"{'if there were ' if at.imagined else ''}{at.machines} in all"
         if at.machines > 1
@@ -343,7 +343,7 @@ def _helped(at: Situation, walk: _Walk) -> Advice:
 
 
 def _why_no_others(at: Situation) -> tuple[str, ...]:
-    """Tell why nobody can help, and who could with weights in 4 bits."""
+    """Return why no other computer can help, and which could with weights in 4 bits."""
     reasons = at.unable or ("no other computer with memory enough is named",)
     if at.rounded is None:
         return reasons
@@ -351,7 +351,7 @@ def _why_no_others(at: Situation) -> tuple[str, ...]:
 
 
 def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    """End where several computers save too little."""
+    """End if several computers save too little."""
     waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
         one_row = (
@@ -425,15 +425,15 @@ def _weights_told(offer: Offer) -> str:
 
 
 def as_fast(times: float) -> str:
-    """Return a speed-up in words, of which one far below 1 says how many times slower it is."""
+    """Return a speed-up in words; far below 1 it says how many times slower it is."""
     if times >= 0.1:
         return f"{times:.2f} times as fast"
     return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    """End where one machine cannot hold the training: smaller, on several for their memory, or
-    nowhere here.
+    """End if one machine cannot hold the training: smaller, on several for their memory, or nowhere
+    here.
     """
     rounded = (
         "only with weights in 4 bits, which are rounded"
@@ -470,7 +470,7 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
-    """The model fits nowhere here, in no way that there is."""
+    """End if the model fits nowhere here in any way."""
     walk.ask(STAGES, False, over)
     where = "more of them hold a model that is fully sharded, each its part (--strategy fsdp), or a pipeline's blocks"
     if at.kind == "cuda":
@@ -482,7 +482,7 @@ def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
         *at.unable,
         f"no way of dividing it among these fits: {where}",
         f"or a smaller model, {smaller}, 4 bits ({QUANTISE}); or a computer with more memory",
-        "what you have goes elsewhere: allhands export --to peft for an adapter; data and model are files as they are",
+        "you can take your results along: allhands export --to peft converts an adapter; data and model are plain files",
     )
 
 
@@ -493,7 +493,7 @@ def _same(flags: str) -> str:
 
 
 def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    """It takes several computers at all: for memory, whatever it saves of the time."""
+    """End with several computers for their memory, without regard to the saved time."""
     before, divided, more = offer.flags.partition(SHARD)
     title, why = "data parallel, each with its share", f"a share takes less memory: {before}"
     if divided:
@@ -513,7 +513,7 @@ def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
 
 
 def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
-    """The model fits no single computer, and its blocks fit several."""
+    """End with a pipeline: the model fits no single computer, but its blocks fit several."""
     waiting = f"{100 * found.bubble:.0f} % of a step is waiting for the first and the last of {found.micro_batches} "
     return walk.end(
         "pipeline",
@@ -531,8 +531,8 @@ def _fast(at: Situation, way: Way) -> str:
 
 
 def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """The model, or a row, fits no single computer, and parts of its arrays, matrices or rows fit
-    several.
+    """End with divided arrays, matrices or rows: the model or a row fits no single computer, but
+    its parts fit several.
     """
     other = at.pipeline
     slower = (
@@ -551,8 +551,8 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
 
 
 def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
-    """One machine would do; several that compute each row together are done sooner than in any
-    other way.
+    """End with divided matrices or rows: one machine is enough, but this is faster than every other
+    way.
     """
     other = at.offer
     shares = (

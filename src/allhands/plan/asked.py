@@ -1,4 +1,4 @@
-"""Ways of dividing a training: refused as training does where options ask for them, then planned."""
+"""Requested ways of dividing a training: checked as in training, then planned."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def asks(config: TrainConfig) -> bool:
 
 
 def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, backend: str) -> None:
-    """Refuse a division that so many ranks cannot train with, for the reasons for which training
-    does.
+    """Refuse a division that so many ranks cannot train with, for the same reasons as training.
 
     Args:
         values: the model's config.json.
@@ -67,10 +66,10 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
 def divided_ways(
     job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks
 ) -> Iterator[Way]:
-    """Yield the way that the options ask for, and those that the model, the other options and the
-    number of computers allow.
+    """Yield the requested way, and the ways that the model, the other options and the number of
+    computers allow.
 
-    None is judged by memory yet.
+    Their memory is not checked yet.
     """
     ranks = len(team)
     if job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
@@ -106,7 +105,7 @@ def best_divided(ways: Sequence[Way], worth: float) -> Way | None:
     ``worth`` it.
 
     Args:
-        worth: the most that more computers may take of the time of fewer ones.
+        worth: highest part of the time of fewer computers that more of them may take.
     """
     best: Way | None = None
     able = [way for way in ways if way.fits is not False]

@@ -1,7 +1,6 @@
-"""The chart of questions as a picture, with the path that was taken, above it the times that it is
-about.
+"""The chart of questions as a picture, with the path, and the times above it.
 
-It is narrow and its letters are large, so that it can be read on a telephone.
+It is narrow with large letters, so that it can be read on a phone.
 """
 
 from __future__ import annotations
@@ -101,10 +100,10 @@ def arrows_of(advice: Advice) -> list[Arrow]:
 
 
 def draw_chart(outlook: Outlook, out: Path) -> Path:
-    """Write the picture; its path.
+    """Write the picture; return its path.
 
     Raises:
-        ConfigError: the suffix of ``out`` is that of no picture.
+        ConfigError: the suffix of ``out`` is no picture's.
         StorageError: it cannot be written.
     """
     out = out if out.suffix or not out.name else out.with_suffix(".png")
@@ -157,7 +156,7 @@ def told_of(outlook: Outlook) -> list[str]:
 
 
 def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
-    """Name, seconds of the whole training, and whether it is what is advised."""
+    """Return for each bar its name, the seconds of the whole training, and whether it is advised."""
     job = outlook.job
     one, several = ("process", "processes") if job.together else ("machine", "machines")
     several_advised = outlook.advised > 1
@@ -243,8 +242,8 @@ def _asked(advice: Advice, text: str) -> tuple[list[str], bool]:
 
 
 def _ended(advice: Advice, name: Outcome, question: str, wide: int) -> tuple[list[str], bool]:
-    """Return the lines of an outcome, which are the advice itself where the path ends there, and
-    whether it does.
+    """Return the lines of an outcome, which are the advice if the path ends there, and whether it
+    does.
     """
     ends = bool(advice.path) and (advice.outcome, advice.path[-1].text) == (name, question)
     return textwrap.wrap(advice.title if ends else _OUTCOMES[name], wide - 3 * ends), ends

@@ -21,12 +21,12 @@ from allhands.plan.strategies import CHECKPOINT, QUANTISE
 
 Key = Literal["start", "step", "tokens", "exchange", "steps", "validations", "memory", "expected"]
 
-# From which difference on a figure is not as planned, as a part of what was planned.
+# Difference from which on a figure is not as planned, as a part of the planned value.
 _OFF = {"seconds": 0.15, "bytes": 0.10}
 # Figures that explain others, and are not judged.
 _EXPLAIN = ("tokens", "exchange")
 _PART = 0.05  # of the whole time: shorter validations are not told
-# What changes how long all of it takes, but not a step.
+# Options that change the whole time, but not the time of a step.
 _LENGTH = ("iters", "epochs")
 _OF_VALIDATIONS = ("steps_per_eval", "val_batches")
 _OF_LENGTH = (*_LENGTH, *_OF_VALIDATIONS, "steps")
@@ -42,9 +42,9 @@ class Figure:
     """One figure, planned and measured; ``None`` where it is not known.
 
     Attributes:
-        key: ``expected`` is the memory as the run itself expected it.
-        of: what it is of, in words.
-        marked: whether plan and run differ in options that it depends on.
+        key: name of the figure; ``expected`` is the memory that the run itself expected.
+        of: description in words.
+        marked: whether plan and run differ in options that change it.
     """
 
     key: Key
@@ -150,7 +150,9 @@ class _Compared:
         config: Mapping[str, Any],
         samples: Sequence[Sample],
     ) -> None:
-        assert history.started is not None, "without a start there is no time to find a plan by"
+        assert history.started is not None, (
+            "the run has no recorded start, so its plan cannot be found"
+        )
         self.plan, self.history, self.config, self.samples = plan, history, config, samples
         self.started, self.ranks = history.started, history.started.num_ranks
         self.same_ranks = len({start.num_ranks for start in history.starts}) <= 1
@@ -224,7 +226,7 @@ class _Compared:
         yield from self._whole(line, line.training_s - start_s)
 
     def _whole(self, line: KeptLine, steps_s: float) -> Iterator[Figure]:
-        """Yield the time of all steps, and that of all validations if it is felt."""
+        """Yield the time of all steps, and of all validations unless it is very short."""
         history, planned, ran = self.history, self.plan.steps, self.started.total_steps
         marked = self._differs(*_LENGTH, "steps")
         name = (
@@ -302,10 +304,10 @@ class _Compared:
         return "zero1" if divided else "data"
 
     def _saving(self, ways: Sequence[KeptMemory]) -> tuple[KeptMemory, Sequence[str]]:
-        """Return the way with what saves memory that the run had and the plan had not, and the
-        names of these options.
+        """Return the planned way with the run's further options that save memory, and the names of
+        these options.
 
-        That is the way with all of it, else with one of them, else the plain one.
+        That is the way with all of them, else with one of them, else the plain way.
         """
         options, config = self.plan.options, self.config
         flags = {"micro_batch_tokens": f"--micro-batch-tokens {config.get('micro_batch_tokens')}"}
@@ -344,7 +346,7 @@ class _Compared:
     # --- options ----------------------------------------------------------------------------------
 
     def _differences(self) -> Iterator[Difference]:
-        """Yield the options in which they differ; the numbers of ranks are no option of these."""
+        """Yield the options in which plan and run differ, without the numbers of ranks."""
         plan, started = self.plan, self.started
         yield from self._other_options()
         if (measured := plan.measured) is not None:
@@ -370,8 +372,8 @@ class _Compared:
         options = self.plan.options
         # The options have the directory that the model was found in.
         trained: dict[str, Any] = {**self.config, "model": self.started.model}
-        # Where the plan leaves a choice, the run's options have what was chosen; full training has
-        # no adapters.
+        # If the plan leaves a choice open, the run's options have the result; full training has no
+        # adapters.
         chosen = {name for name in ("num_layers",) if options.get(name) is None}
         if options.get("fine_tune_type") == "full" or trained.get("lora_parameters") is None:
             chosen.add("lora_parameters")
@@ -383,13 +385,15 @@ class _Compared:
 def _other(
     option: str, planned: Any, trained: Any, words: Callable[[Any], str]
 ) -> Iterator[Difference]:
-    """Yield the difference of two values, if both are known and it is one."""
+    """Yield the difference of two values, if both are known and differ."""
     if planned is not None and trained is not None and planned != trained:
         yield Difference(option, words(planned), words(trained))
 
 
 def _counted(history: RunHistory) -> list[TrainReport]:
-    """Return the reports of the latest number of ranks, without the first, in which the start is."""
+    """Return the reports of the latest number of ranks, without the first, which includes the
+    start.
+    """
     starts = history.starts
     other = [place for place, start in enumerate(starts) if start.num_ranks != starts[-1].num_ranks]
     since = starts[other[-1] + 1].step if other else 0
@@ -398,9 +402,7 @@ def _counted(history: RunHistory) -> list[TrainReport]:
 
 
 def _met_nothing_new(history: RunHistory, reports: Sequence[TrainReport]) -> Sequence[TrainReport]:
-    """Return the reports without batches of shapes that were new, which take longer, if there are
-    several.
-    """
+    """Return the reports without new shapes, which take longer, if there are several."""
     old = {
         report.step for before, report in pairwise(history.train) if before.shapes == report.shapes
     }
@@ -414,7 +416,7 @@ def _typical(values: Iterator[float]) -> float | None:
 
 
 def _processor(history: RunHistory) -> str | None:
-    """Name the processor, whose memory is counted; ``None`` where that cannot be told."""
+    """Return the processor whose memory is counted; ``None`` if it is unknown."""
     last = history.last
     if (
         last is None

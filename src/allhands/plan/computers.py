@@ -1,6 +1,4 @@
-"""The computers of a plan: how fast each is, what memory it has for a training, and in which order
-they are added.
-"""
+"""The computers of a plan: their speeds, their memory for a training, and their order."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ class Computer:
     """A computer, or the part of one that a rank has.
 
     Attributes:
-        name: as people know it.
-        speed: 1 being that of the one on which a step was measured or estimated.
-        usable_bytes: memory that a training may take; ``None`` if that is not known.
-        memory_bytes: all that there is.
-        why: why that is more than may be taken, in words.
-        watts: while it trains.
-        part: of a computer, where several ranks share it.
+        name: its usual name.
+        speed: relative to the computer on which a step was measured or estimated.
+        usable_bytes: memory that a training may take; ``None`` if unknown.
+        memory_bytes: all of its memory.
+        why: why a training may take less than all memory, in words.
+        watts: power while it trains.
+        part: rank's part of a computer that several ranks share.
     """
 
     name: str
@@ -37,7 +35,7 @@ class Computer:
 
     @property
     def memory_told(self) -> str:
-        """Its memory, and what of it may be taken, in words."""
+        """Its memory, and the usable part of it, in words."""
         if self.usable_bytes is None:
             return "memory not known"
         if self.memory_bytes is None or self.memory_bytes <= self.usable_bytes:
@@ -71,8 +69,8 @@ def largest(computers: Sequence[Computer]) -> Computer:
 
 
 def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
-    """Return the one for a training of so many bytes on one computer: the fastest that holds it,
-    else the largest.
+    """Return the computer for a training of so many bytes alone: the fastest that holds it, else
+    the largest.
     """
     able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
     return (
@@ -85,8 +83,8 @@ def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
 def ordered(
     computers: Sequence[Computer], first: Computer, able: Callable[[Computer], bool]
 ) -> Team:
-    """In the order in which they are added: the first, those that are able to take part, the
-    fastest before others.
+    """Return the computers in the order in which they are added: the first one, then those that can
+    take part, the fastest first.
     """
     others = list(computers)
     others.remove(first)

@@ -1,4 +1,4 @@
-"""Computers by description: memory, and how fast a training of known size would be there, roughly."""
+"""Computers by description: their memory, and a rough time of a training of known size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from allhands.errors import ConfigError
 
-# Of the products that a GPU could compute a training does about so much; a guess, good within a
-# factor of 1.5.
+# Part of a GPU's peak products that a training reaches; an estimate within a factor of 1.5.
 _USED = {"cuda": 0.45, "metal": 0.35}
-# Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels
-# about a GB.
+# Part of the memory for arrays: macOS keeps a quarter for itself, and a driver with its kernels
+# takes about a GB.
 USABLE = {"cuda": 0.94, "metal": 0.75}
 MAC_KEEPS = "macOS keeps the rest from the GPU"
 DRIVER_TAKES = "the driver and its kernels take the rest"
-# Of a small memory they take more than that part of it: bytes, at least.
+# Least bytes that the system takes, which is a larger part of a small memory.
 _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
 
 
@@ -55,7 +54,7 @@ class PlannedDevice:
         )
 
     def seconds(self, flops: float) -> float:
-        """Return a guess of how long so many products and sums take."""
+        """Return the estimated seconds of so many products and sums."""
         return flops / (_USED[self.kind] * self.flops)
 
 
@@ -104,7 +103,7 @@ def device_of(text: str) -> PlannedDevice:
     """Return the computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
 
     Raises:
-        ConfigError: it is none that is known.
+        ConfigError: the computer is unknown.
     """
     memory = _MEMORY.search(text)
     words = (

@@ -90,7 +90,7 @@ class Job:
         first_s: additional seconds of the first steps, all together.
         validations: validations of the whole training; ``validation_s``: seconds of each on one
             computer.
-        doubt: reason not to conclude anything from the measurements; empty if there is none.
+        doubt: reason why the measurements cannot be trusted; empty if they can.
         about: the training in a few words.
         again_s: time of a step with recomputed activations, relative to one without.
         rounds: rounds of local steps, or of one step with a delay, if requested.
@@ -99,10 +99,10 @@ class Job:
         forms: bytes of a block's weights, and of an embedding, in each form in which a rank may
             hold them, the fastest first; empty if all weights take the same bytes.
         small: a step in small micro-batches, if one was measured.
-        dividing: ways of dividing the model beside those; ``None``: none is looked at.
-        wants_stages: whether pipelines are looked at where one computer is enough, too.
-        asked: the training's options, where they ask for a way of dividing the model or its rows.
-        backend: the back-end, where it is known; empty: that of the link.
+        dividing: further ways of dividing the model; ``None``: none is planned.
+        wants_stages: whether pipelines are planned even if one computer is enough.
+        asked: the training's options, if they ask for a way of dividing the model or its rows.
+        backend: the back-end, if it is known; empty: that of the link.
     """
 
     steps: int

@@ -300,7 +300,7 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
     if not earlier:
         late = format_duration(min(plan.time for plan in plans) - began)
         notes.append(
-            f"{PLAN_FILE} was made {late} after this run had begun: it is no prediction of it, nor compared."
+            f"{PLAN_FILE} was made {late} after this run had begun: it is no prediction, and is not compared."
         )
         return None, notes
     return max(earlier, key=lambda plan: plan.time), notes

@@ -140,7 +140,7 @@ def _rated(head: str, asked: str) -> Link | None:
     if not 0 < rate < float("inf"):
         hint = "give a rate above 0, as 400Mbit/s"
         raise ConfigError(
-            f"nothing gets through a link of {head}",
+            f"a link of {head} sends nothing",
             code="value-out-of-range",
             where="--link",
             hint=hint,

@@ -78,11 +78,11 @@ def _of_steps(
     if data > _DATA:
         yield Sign(
             f"{100 * data:.0f} % of a step was waiting for data",
-            "a disk of its own for the token store, or longer rows: nothing else should take a processor's time",
+            "a separate disk for the token store, or longer rows; run nothing else on these processors",
         )
     if several and rest > _REST:
         yield Sign(
-            f"{100 * rest:.0f} % of a step is the same on every rank, however many there are",
+            f"{100 * rest:.0f} % of a step gets no shorter with more ranks",
             "a larger batch; --strategy zero1 divides the update",
         )
 

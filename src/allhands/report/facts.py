@@ -115,7 +115,7 @@ def read_facts(
     notes += amiss
     if missing:
         how = (
-            "has not come to its first step yet"
+            "has not reached its first step yet"
             if facts.status == "going on"
             else "ended before its first step"
         )

@@ -48,7 +48,7 @@ def verdict_of(
     if ended is None and (last := _last_word(history, journal, board)) is not None:
         return last
     if lives or (not known and now - written < _FRESH_S):
-        return Verdict("going on", "it goes on: what follows is what there is so far")
+        return Verdict("going on", "it goes on: this report has the state so far")
     silent = f"; last written {format_duration(max(now - written, 0.0))} ago" if written else ""
     return Verdict(
         "crashed or killed",
@@ -92,7 +92,7 @@ def _last_word(
     if code == 0:
         return Verdict("finished")
     unsaved = (
-        "; its metrics have no end: what was not in a checkpoint by then is lost"
+        "; its metrics have no end: training after the last checkpoint is lost"
         if history.train
         else ""
     )

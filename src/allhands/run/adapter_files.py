@@ -118,7 +118,7 @@ def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
     written = run_of(adapter_path) / MODEL
     if (written / "config.json").is_file():
         return str(written)
-    hint = "let the training end, with --resume if it was broken off; it writes its model then"
+    hint = "let the training end (with --resume if it was interrupted); then it writes its model"
     raise ConfigError(
         f"a checkpoint of pre-training, and {written} is not there",
         code="base-model-missing",

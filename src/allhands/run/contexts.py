@@ -40,7 +40,7 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
     check_rows(model)
     if has_balance(model):
         raise ConfigError(
-            f"--router-aux-loss looks at all tokens of a row, of which --cp {mesh.context} leaves a rank some",
+            f"--router-aux-loss needs all tokens of a row, and with --cp {mesh.context} a rank has only some",
             code="options-conflict",
             where=f"--cp {mesh.context}",
             hint="add --router-aux-loss 0, or leave --cp out",

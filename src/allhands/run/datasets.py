@@ -372,7 +372,7 @@ def _builder(
             raise DataError(
                 "the data changed while they were read",
                 code="data-changed",
-                hint="wait until whatever writes them is done, then start again",
+                hint="wait until no program writes them, then start again",
             )
         return report
 

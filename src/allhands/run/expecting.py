@@ -105,8 +105,8 @@ def expected_bytes(
     stages: Sequence[Stage] = (),
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return :func:`estimated_bytes`; ``None`` also on Macs, because it was not compared with their
-    memory.
+    """Return :func:`estimated_bytes`; ``None`` on Macs, because it was not compared with
+    measurements there.
     """
     if device.accelerator.kind == "metal":
         return None
@@ -123,16 +123,16 @@ def estimated_bytes(
     *,
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return the process's peak in training; ``None`` where that is not known, for other kinds of
-    models.
+    """Return the peak memory of the process in training; ``None`` for kinds of models without an
+    estimate.
 
-    On a GPU it is what the rank needs of MLX's memory on one of NVIDIA's.
+    On an NVIDIA GPU it is the rank's need of MLX's memory.
 
     Args:
-        largest: as :meth:`allhands.data.loader.Loader.largest` has it, of whole rows.
-        stages: this rank's, where it has no more of the model.
-        weights_bytes: of all weights, where they will be held in another way than now.
-        sharding: this rank's part of every array; ``None`` where it has whole ones, or they are not
+        largest: the result of :meth:`allhands.data.loader.Loader.largest` for whole rows.
+        stages: this rank's stages, if it has only these of the model.
+        weights_bytes: bytes of all weights, if their form will change.
+        sharding: this rank's part of every array; ``None`` if it has whole arrays, or if they are not
             divided yet.
     """
     accelerator = device.accelerator
@@ -158,7 +158,7 @@ def estimated_bytes(
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=has_masters(config, model, accelerator),
         packed=_packed(config, device.mesh, word),
-        # Inputs of blocks wait, where blocks are fetched, for the way back.
+        # If blocks are fetched, their inputs are kept until the backward pass.
         alive=_alive(
             config, device.mesh, cuts, len(stages), native=native_way and sharding is None
         ),
@@ -173,7 +173,7 @@ def estimated_bytes(
 
 
 def _peak(memory: Memory, device: Device) -> int:
-    """The peak of the process, on a CPU, with such arrays."""
+    """Return the peak of a CPU process with such arrays."""
     of = of_stage if device.mesh.pipe > 1 else of_process
     return of(memory, device.present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 

@@ -80,7 +80,7 @@ class KernelForms:
         if number(communicator.all_sum(mx.array([unlike], dtype=mx.int32)).sum()):
             forms = "native" if device["kind"] == "cpu" else "fused"
             notes += (
-                f"some ranks compute without {forms} operations: what they compute differs by rounding",
+                f"some ranks compute without {forms} operations: their results differ by rounding",
             )
         return replace(self, request=first["wishes"], notes=notes)
 

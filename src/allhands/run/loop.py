@@ -49,10 +49,10 @@ from allhands.train.result import StepResult
 from allhands.train.step import TrainStep
 
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
-# Updates in a row that may be left out: more are no accident of a few samples.
+# Highest number of skipped updates in a row: more are not caused by a few samples.
 MAX_SKIPPED_IN_ROW = 10
-_PEAKS = 4  # of a rank, in a report
-_ROUND_S = 10.0  # for which a stop waits for the end of a round
+_PEAKS = 4  # numbers of a rank in a report
+_ROUND_S = 10.0  # time for which a stop waits for the end of a round
 
 
 @dataclass
@@ -107,7 +107,7 @@ class TrainLoop:
         Raises:
             Interrupted: a rank was asked to stop; there is a checkpoint.
             Regroup: the supervisor asked for it; there is a checkpoint.
-            NumericsError: loss or gradient is not finite; the weights of before are saved.
+            NumericsError: loss or gradient is not finite; the weights before it are saved.
             StorageError: the last weights could not be written.
         """
         self.state.began = time.perf_counter()
@@ -132,7 +132,7 @@ class TrainLoop:
         except Regroup:
             self.beat("end", self.state.step)
             raise
-        except KeyboardInterrupt:  # of a person's own process, at once
+        except KeyboardInterrupt:  # in a user's own process, at once
             self._tell_end("interrupted")
             raise
         except AllhandsError as error:
@@ -152,7 +152,7 @@ class TrainLoop:
             stops = asked or stops
             if early or self._round_ends(settled, stops=stops):
                 strategy.close_round()
-            if strategy.in_round:  # what is due now is due at its end
+            if strategy.in_round:  # due work waits for the end of the round
                 self._tell_saved(wait=False)
                 continue
             before, settled = settled, state.iteration
@@ -164,19 +164,17 @@ class TrainLoop:
         return self._ended("finished")
 
     def _resumed_at_end(self) -> RunEnded | None:
-        """Do what was still due when the run ended; tells if it has no more steps to take."""
+        """Do work that was due when the run ended; return whether no steps are left."""
         if validated := self.state.validation_due:
             self._validate()
             self._sample()
         if not self._out_of_patience() and self.state.iteration < self.total:
             return None
-        self._save("last" if validated else "same")  # what is missing in this directory is written
+        self._save("last" if validated else "same")  # missing files of this directory are written
         return self._ended("stopped early" if self._out_of_patience() else "finished")
 
     def _settle(self, before: int) -> bool:
-        """Validate, sample and save what is due since ``before`` batches; tells if patience is at
-        its end too soon.
-        """
+        """Validate, sample and save if due since ``before`` batches; return whether to stop early."""
         state, config, done = self.state, self.config, self.state.iteration == self.total
         samples = self._due(before, config.sample_every or config.steps_per_eval)
         stale = state.validation_due and self._validate()
@@ -201,14 +199,12 @@ class TrainLoop:
         return bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
 
     def _round_ends(self, settled: int, *, stops: bool) -> bool:
-        """True if the training ends here, or a round's last step was taken and something waits for
-        that.
-        """
+        """True if the training ends here, or if a round has ended and work waits for that."""
         ends = self.step.strategy.steps_left == 0 and (stops or self._is_due(settled))
         return ends or self.state.iteration == self.total
 
     def _is_due(self, settled: int) -> bool:
-        """True if something is due that needs the same weights on all ranks."""
+        """True if work is due that needs the same weights on all ranks."""
         config, sees = self.config, self.evaluator is not None or bool(self.config.sample_prompts)
         looks = (
             (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
@@ -218,10 +214,10 @@ class TrainLoop:
         )
 
     def _waits_for_round(self, step_s: float) -> bool:
-        """True if a stop waits for the end of the round: on all ranks alike, only if that is soon.
+        """True if a stop waits for the end of the round, which must be soon; equal on all ranks.
 
-        A run that goes on from there equals one that was not stopped. If a round was closed before
-        its end, no training is lost either, but the run differs.
+        A run that goes on from there equals a run without the stop. If a round is closed early, no
+        training is lost either, but the run differs.
         """
         strategy = self.step.strategy
         soon_s = min(_ROUND_S, self.config.stop_grace_s / 4)
@@ -248,10 +244,10 @@ class TrainLoop:
                 f"stopped after step {self.state.step} to go on with other ranks", code="regrouping"
             )
 
-    # --- the end before the end -------------------------------------------------------------------
+    # --- early ends -------------------------------------------------------------------------------
 
     def _place(self) -> str:
-        """The place of the run, once a round that has begun is closed; called on all ranks
+        """Close a round that has begun, and return the place of the run; called on all ranks
         together.
         """
         self.step.strategy.close_round()
@@ -259,7 +255,7 @@ class TrainLoop:
         return f"step {self.state.step} of {steps}"
 
     def _keep_stopped(self) -> AllhandsError:
-        """Save a run that was asked to stop; the error to raise says where it is."""
+        """Save a stopped run; return the error to raise, which names the place."""
         place = self._place()
         if self.state.iteration == 0:
             return Interrupted(
@@ -279,8 +275,8 @@ class TrainLoop:
         )
 
     def _keep_suspect(self, error: NumericsError) -> NumericsError:
-        """Save the weights after which a number was not finite; the error to raise says where they
-        are.
+        """Save the last weights before a number was not finite; return the error to raise, which
+        names the place.
         """
         place = self._place()
         if self.state.iteration == 0:
@@ -316,7 +312,7 @@ class TrainLoop:
         """
         state, begun, before = self.state, time.perf_counter(), self.state.iteration
         self.beat("load", state.step)
-        # Nothing of ours draws from it; for models that do.
+        # For models that draw random numbers; our code does not use this state.
         mx.random.seed(self.config.seed + before)
         inject_fault("step", state.step, self.communicator.rank)
         end = self._end(before)
@@ -327,8 +323,8 @@ class TrainLoop:
         reports = _crossed(before, end, self.config.steps_per_report) or end == self.total
         pace = self.balance.own if self.balance.moves else ()
         tells = reports and end < self.total and not self._pauses(end)
-        # As many numbers in each step: a ring adds up in parts of a message, so its length decides
-        # about last bits.
+        # The same number of values in each step: a ring adds up parts of a message, so its length
+        # changes the last bits.
         peaks = self._extra() if tells else [0.0] * (_PEAKS + NUMBERS)
         upcoming = partial(self._load_ahead, end)
         result = self.step(
@@ -358,26 +354,24 @@ class TrainLoop:
         return [batch for i in range(begin, self._end(begin)) for batch in self.load(i)]
 
     def _load_ahead(self, begin: int) -> list[MicroBatch]:
-        """Load the micro-batches of the update that begins at ``begin``; give them if it follows at
-        once.
+        """Load the micro-batches of the update that begins at ``begin``; return them if it follows
+        at once.
         """
         if begin < self.total:
             mx.random.seed(self.config.seed + begin)
-            # What fails does so again when its turn comes, after the update that is being made.
+            # An error occurs again when its turn comes, after the present update.
             with suppress(AllhandsError, OSError):
                 self._loaded[begin] = self._load(begin)
         return [] if self._pauses(begin) else self._loaded.get(begin, [])
 
     def _pauses(self, end: int) -> bool:
-        """True if something else is computed after the update that ends at ``end``, before the
-        next.
-        """
+        """True if other work is computed between the update that ends at ``end`` and the next one."""
         config, before = self.config, max(end - self.config.grad_accumulation_steps, 0)
         evaluates = self.evaluator is not None and _crossed(before, end, config.steps_per_eval)
         return evaluates or _crossed(before, end, config.sample_every or config.steps_per_eval)
 
     def _note_skipped(self, result: StepResult) -> None:
-        """Tell of an update that was left out, and stop if that has become the rule.
+        """Report a skipped update, and stop if there are too many in a row.
 
         Raises:
             NumericsError: too many in a row.
@@ -399,7 +393,9 @@ class TrainLoop:
     # --- reports ----------------------------------------------------------------------------------
 
     def _report(self, gathered: Sequence[float]) -> None:
-        """A report; ``gathered`` has :meth:`_extra` of all ranks, if the step has exchanged that."""
+        """Make a report; ``gathered`` has :meth:`_extra` of all ranks, if the step has exchanged
+        it.
+        """
         state, step = self.state, self.state.step
         window, state.window = state.window, ReportWindow()
         if not gathered:
@@ -442,8 +438,8 @@ class TrainLoop:
             callback.on_train_report(report)
 
     def _extra(self) -> list[float]:
-        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and its
-        copy's state.
+        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and the
+        state of its copy.
 
         Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
         """
@@ -464,7 +460,7 @@ class TrainLoop:
             self.sink.emit(warned)
 
     def _validate(self) -> bool:
-        """Validate and keep the best adapter; tells if patience is at its end."""
+        """Validate and keep the best adapter; return whether to stop early."""
         state, config = self.state, self.config
         if self.evaluator is None:
             state.validation_due = False
@@ -507,9 +503,9 @@ class TrainLoop:
         self.save(self.state, kind)
 
     def _save_now(self, kind: SaveKind) -> str:
-        """Save and say where, while the others wait.
+        """Save and return the place, while the other ranks wait.
 
-        A rank that went on and ended would make a launcher end rank 0 while it still writes.
+        If another rank ended first, a launcher could end rank 0 while it still writes.
         """
         self._save(kind)
         reports = self._tell_saved(wait=True)
@@ -519,12 +515,11 @@ class TrainLoop:
     def _tell_saved(self, *, wait: bool) -> list[SavedReport]:
         """Report the checkpoints that were written since the last time.
 
-        A checkpoint that could not be written costs nothing yet, and the next one may succeed: only
-        when there will be no next one it is an error, and not even then if it is a copy of rank
-        0's.
+        A failed checkpoint does no harm if a later one succeeds. So it is an error only if there
+        will be no later one, and never if it is a copy of rank 0's.
 
         Raises:
-            StorageError: it was waited for, and it could not be written.
+            StorageError: the last checkpoint could not be written.
         """
         if wait:
             self.beat("save", self.state.step)
@@ -552,19 +547,19 @@ class TrainLoop:
         return reports
 
     def _meet(self) -> None:
-        """Wait for all ranks, which have written everything, and tell of copies that could not be."""
+        """Wait until all ranks have written everything, and report failed copies."""
         self.beat("reduce", self.state.step)
         barrier(self.communicator)
         self._warn(self.copies.settle(self.state.step))
 
     def _any_rank(self, flag: bool) -> bool:
-        """True if ``flag`` is true on any rank; asked on all of them together."""
+        """True if ``flag`` is true on any rank; called on all ranks together."""
         self.beat("reduce", self.state.step)
         return votes(self.communicator, flag) > 0
 
     def _tell_end(self, reason: EndReason, error: str | None = None) -> None:
-        """Tell sinks that the run is over, in the phase in which ranks may take long: for curves,
-        say.
+        """Tell sinks that the run is over, in a phase with a long deadline, for example to draw
+        curves.
         """
         self.beat("end", self.state.step)
         self.sink.emit(replace(self._ended(reason), error=error))

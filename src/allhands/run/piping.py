@@ -135,7 +135,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     if problem is None:
         return config
     changed: dict[str, Any] = {"pp": None, "pp_split": "auto", "tp": 1, "dp_shard": None}
-    told = f"{problem.message} ({problem.where}): those that are left are one pipeline, whose blocks are divided anew"
+    told = f"{problem.message} ({problem.where}): the remaining ranks are one pipeline with a new division of the blocks"
     if mesh.size == 1:
         changed |= {"strategy": "auto", "pp_schedule": "1f1b"}
         told = "one rank is left of the pipeline: it trains the whole model"

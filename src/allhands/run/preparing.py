@@ -1,5 +1,5 @@
-"""Preparation of a rank for its first step: data, model, group, agreement, and the checkpoint to go
-on from.
+"""Preparation of a rank for its first step: data, model, group, agreement, checkpoint to resume
+from.
 """
 
 from __future__ import annotations
@@ -95,21 +95,21 @@ BUSY_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One rank, everything loaded and agreed.
+    """One rank, after everything is loaded and agreed.
 
     Attributes:
-        config: with what an adapter that is only tested was made with.
+        config: the configuration; for a test alone with the settings of the tested adapter.
         restored: the checkpoint to go on from, its weights already in the model.
         keeps_files: True if this rank writes the run's files.
         notes: notes for a person.
         run_id: the same on all ranks.
         kernels: chosen forms of operations, with the reasons.
         passes: outcome of each substitution of modules.
-        stages: of the model, which are all that this rank has of it; empty where it has all.
-        split: blocks of each stage of all ranks; likewise.
-        sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them
-            all.
-        matrices: this rank's part of the blocks' matrices, likewise; ``experts``: of experts alone.
+        stages: this rank's stages of the model; empty if it has the whole model.
+        split: blocks of each stage of all ranks; empty without stages.
+        sharding: this rank's part of every array; ``None``: it has whole arrays.
+        matrices: this rank's part of the blocks' matrices; ``None``: it has whole matrices.
+        experts: this rank's part of the experts; ``None``: it has all experts.
     """
 
     config: TrainConfig
@@ -133,7 +133,7 @@ class LoadedRun:
 
     @property
     def divided(self) -> bool:
-        """Whether this rank has a part of the model alone."""
+        """Whether this rank has only a part of the model."""
         return bool(self.stages) or any((self.sharding, self.matrices, self.experts))
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
@@ -152,10 +152,10 @@ class _Opened(NamedTuple):
     """The files of one rank, opened before it meets the others.
 
     Attributes:
-        config: with what its tokenizer says, where a model is made.
-        checkpoint: to go on from, on rank 0.
-        made_data: makes ``data`` again, by another date.
-        notes: what a person should know.
+        config: the configuration, completed by the tokenizer for a new model.
+        checkpoint: the checkpoint to resume from, on rank 0.
+        made_data: makes ``data`` again, with another date.
+        notes: notes for the user.
     """
 
     config: TrainConfig
@@ -177,7 +177,7 @@ def prepare(
     """Load model and data, join the group and agree; go on from a checkpoint.
 
     Args:
-        hooked: whether a callback looks at whole gradients.
+        hooked: whether a callback reads whole gradients.
     """
     prepare_process()
     mesh, notes = surroundings.mesh, list(config.notes)
@@ -200,7 +200,7 @@ def prepare(
     facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
     if early:
-        # Before the model is read or cut, because all ranks have a say in how, and in where.
+        # Before the model is read or cut, because all ranks decide about the division together.
         communicator, data = _met(facts, surroundings, opened.made_data)
         facts, told = chosen_by_memory(
             replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked
@@ -246,7 +246,7 @@ def prepare(
 
 
 def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[str]:
-    """Notes on what is unlike in the checkpoint that a run goes on from."""
+    """Return notes on differences from the checkpoint that the run resumes from."""
     if checkpoint is None:
         return []
     config, loaded, data = opened.config, opened.loaded, opened.data
@@ -257,8 +257,8 @@ def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[st
 
 
 def _tested(config: TrainConfig, start: Path | None) -> tuple[TrainConfig, Path | None]:
-    """The directory of an adapter that is only tested, and the configuration with what was written
-    there.
+    """Return the directory of an adapter that is only tested, and the configuration with its
+    settings.
     """
     directory = start.parent if start is not None and not config.train else None
     return (config if directory is None else as_written(config, directory)), directory
@@ -299,7 +299,7 @@ def _opened(
 def _notes(
     loaded: LoadedModel, data: Datasets, config: TrainConfig, trainable: Trainable
 ) -> list[str]:
-    """Notes on what of the model and data has no effect on each other."""
+    """Return notes on options of model and data without an effect."""
     notes = [
         f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched
     ]
@@ -319,10 +319,9 @@ def _cut(
     communicator: Communicator,
     checkpoint: Checkpoint | None,
 ) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
-    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came
-    about.
+    """Cut the model to this rank's stages; return them, the blocks of all stages, and a note.
 
-    Without stages everything stays as it is.
+    Without stages the model stays whole.
     """
     config, loaded, trained = facts.config, facts.loaded, facts.data.train
     if not divides(config):
@@ -340,7 +339,7 @@ def _cut(
 def _checkpoint_of(
     config: TrainConfig, surroundings: RunContext, directory: Path
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that rank 0 goes on from, and notes for a person."""
+    """Return the checkpoint that rank 0 resumes from, and notes for the user."""
     if not (surroundings.mesh.is_main and config.train):
         return None, []
     checkpoint, notes = find_checkpoint(
@@ -350,7 +349,7 @@ def _checkpoint_of(
 
 
 def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
-    """A note where the date is another than today's."""
+    """Return a note if the date is not today's."""
     if data.dated is None or data.dated.date() == surroundings.moment.date():
         return []
     return [
@@ -361,12 +360,12 @@ def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
 def _met(
     facts: RankFacts, surroundings: RunContext, made_data: Callable[..., Datasets]
 ) -> tuple[Communicator, Datasets]:
-    """The group of all ranks, and the data with rank 0's date, once all have stated the same.
+    """Return the group of all ranks, and the data with rank 0's date, after all ranks have agreed.
 
-    Ranks may have begun on different days, or live in different time zones.
+    Ranks may have started on different days, or be in different time zones.
 
     Raises:
-        MisfitError: they have not.
+        MisfitError: ranks do not agree.
     """
     communicator, mesh = surroundings.connect(), surroundings.mesh
     if communicator.size > 1:
@@ -397,8 +396,8 @@ def _loaded(
     *,
     compared: bool,
 ) -> LoadedModel:
-    """The model, not read yet where ranks may divide it; ``compared``: its fingerprint will be
-    asked for.
+    """Return the model; it is not read yet if ranks may divide it. ``compared``: its fingerprint
+    will be needed.
     """
     later = has_parts(config, mesh) or reads_later(config, tokenizer.path, accelerator, mesh)
     if not later:
@@ -420,7 +419,7 @@ def _passes_checked(
     notes: list[str],
     stages: Sequence[Stage],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
-    """Apply the passes, with the check of the gradient around that on one rank of a host; adds to
+    """Apply the passes, with a check of the gradient before and after on one rank of a host; add to
     ``notes``.
     """
     # A part of a model has no loss by itself.
@@ -449,7 +448,7 @@ def _passes_checked(
 
 
 def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
-    """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
+    """Set how MLX launches kernels on a GPU in training; note if it is too late for that."""
     if (
         not mx.cuda.is_available()
     ):  # for the other back-ends the variables would only be a trace left behind
@@ -471,7 +470,7 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
-    """True if the step of a run of so many batches is compiled, where it is a graph."""
+    """True if the step of a run of so many batches is compiled, if it is a graph."""
     if config.compile == "auto":
         return batches >= COMPILE_FROM_BATCHES and can_be_compiled(
             getattr(model, "model_type", None)
@@ -482,11 +481,11 @@ def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
 def pass_context(
     model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection
 ) -> PassContext:
-    """Return the context that decides which passes apply to ``model``, once it is settled what is
-    trained.
+    """Return the context that decides which passes apply to ``model``, after the trained weights
+    are chosen.
 
     Raises:
-        ConfigError: it cannot be compiled, and shall be.
+        ConfigError: the options ask for compilation, but the model cannot be compiled.
     """
     if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
         message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
@@ -531,14 +530,14 @@ def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trai
     except ConfigError as error:
         if start is None or config.train:
             raise
-        # What an adapter says of itself is no option that a person has given.
+        # An adapter's own facts are no options of the user.
         raise unfit(error.message, start.parent) from None
 
 
 @contextmanager
 def _busy(surroundings: RunContext) -> Generator[None]:
-    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start
-    should.
+    """Send heartbeats to the supervisor, because fetching, hashing and tokenising much data takes
+    long.
     """
     done = threading.Event()
 

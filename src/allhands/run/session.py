@@ -1,6 +1,4 @@
-"""Assemble a fine-tuning run: data, model, group, loader, step and loop. The only place that knows
-them all.
-"""
+"""Assemble a fine-tuning run from data, model, group, loader, step and loop."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ class FinetuneResult:
 
     Attributes:
         adapter_path: directory with the adapter, metrics and plot.
-        ended: how it ended, with the best validation loss and the test loss if asked for.
+        ended: the end of the run, with the best validation loss, and the test loss if requested.
         plot: path of the loss curves; ``None`` on ranks other than 0 or without training.
     """
 
@@ -97,7 +95,7 @@ def run_finetune(
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
     Raises:
-        AllhandsError: one of its classes for every kind of wrong input or failure.
+        AllhandsError: wrong input or a failure; each kind has its own subclass.
     """
     if not (config.train or config.test):
         raise ConfigError("nothing to do", code="nothing-to-do", hint="add --train, --test or both")
@@ -121,7 +119,7 @@ def run_finetune(
             start,
             hooked=gradient_hook(callbacks, None) is not None,
         )
-        # Memory may have asked for another way of dividing the work.
+        # The memory may require another strategy.
         surroundings = replace(surroundings, mesh=piped(ready.config, surroundings.mesh))
         observer.write_to(
             monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id
@@ -133,7 +131,7 @@ def run_finetune(
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
-    """The same, with every beat told to ``observer`` too."""
+    """Return the same, with each heartbeat also sent to ``observer``."""
 
     def beat(phase: str, step: int) -> None:
         observer.beat(phase, step)
@@ -148,7 +146,7 @@ def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
 
 @dataclass(frozen=True)
 class _RankRun:
-    """One rank's run, everything loaded and agreed."""
+    """One rank's run, after everything is loaded and agreed."""
 
     config: TrainConfig
     surroundings: RunContext
@@ -184,8 +182,8 @@ class _RankRun:
         return FinetuneResult(self.outputs.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
-        """The windows, their order and the number of batches: refused before an earlier run is set
-        aside.
+        """Return the windows, their order and the number of batches; errors come before an earlier
+        run is set aside.
         """
         windows = self.ready.data.train
         assert windows is not None
@@ -345,7 +343,9 @@ class _RankRun:
             self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed
         ):
             self.outputs.say(
-                [f"note: what {before} had left out of the last gradients is dropped: {lost}"]
+                [
+                    f"note: what {before} had kept as rounding errors of the last gradients is dropped: {lost}"
+                ]
             )
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
@@ -448,7 +448,7 @@ class _RankRun:
         )
 
     def _expect(self, largest: Largest, device: Device) -> None:
-        """Tell the monitor, and a person where it is too much, how much memory this will take."""
+        """Report the expected memory to the monitor, and warn if it is too much."""
         on_cpu = device.accelerator.cpu_native
         ready = self.ready
         expected = expected_bytes(
@@ -465,7 +465,7 @@ class _RankRun:
             )
 
     def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
-        """With --log-level verbose: what was chosen, and why."""
+        """With --log-level verbose print the choices and their reasons."""
         if self.config.log_level != "verbose":
             return
         ready = self.ready
@@ -529,7 +529,7 @@ class _RankRun:
             rank=self.mesh.rank,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
-            # In full each is a whole model, which the checkpoint holds already.
+            # In full training each is a whole model, which the checkpoint has already.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
             adapter_config=adapter_config(config, *ready.described()),
             chat_template=ready.data.template,
@@ -539,7 +539,7 @@ class _RankRun:
         )
 
     def _constants(self) -> dict[str, Any]:
-        """The facts that every checkpoint of this start records besides."""
+        """The further facts that every checkpoint of this start records."""
         ready = self.ready
         return {
             "random": "order and dropout are functions of seed, batch and example",

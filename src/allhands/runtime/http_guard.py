@@ -66,14 +66,16 @@ class Guard:
                 "invalid_host",
             )
         if not (_is_loopback(name) or name == "localhost" or name in self.hosts):
-            told = f"this server is not {name[:100]!r}: ask for it under its own address, or start it with --name"
+            told = (
+                f"this server is not {name[:100]!r}: use its own address, or start it with --name"
+            )
             return Refusal(400, told, "invalid_host")
         if len(origins) > 1 or (origins and not self.admits(origins[0], hosts[0])):
-            told = f"pages of {origins[0][:100]!r} may not ask: start the server with --allow-origin to let them"
+            told = f"pages of {origins[0][:100]!r} may not send requests: start the server with --allow-origin to allow them"
             return Refusal(403, told, "origin_not_allowed")
         # Browsers name no origin where a page loads pictures and scripts.
         if not (origins or "*" in self.origins) and _is_for_other_site(method, found):
-            return Refusal(403, "pages of other sites may not ask", "origin_not_allowed")
+            return Refusal(403, "pages of other sites may not send requests", "origin_not_allowed")
         return None
 
     def knows_token(self, headers: Iterable[tuple[str, str]]) -> bool:

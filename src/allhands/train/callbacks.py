@@ -1,4 +1,4 @@
-"""Hooks for a person's own code in a training run."""
+"""Hooks for user code in a training run."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ GradientHook = Callable[[int, Any], Any]
 
 _OURS = ("after_backward", "on_train_report", "on_valid_report", "on_save")
 _OF_MLX_LM = ("on_train_loss_report", "on_val_loss_report", "on_after_backward")
-_HOOKS = ("on_", "after_", "before_")  # how names of methods begin that are meant to be called
-_CLOSE = 0.8  # difflib's ratio, from which on a name is another one misspelt
+_HOOKS = ("on_", "after_", "before_")  # beginnings of the names of hooks
+_CLOSE = 0.8  # difflib's ratio from which on a name counts as a misspelt hook
 _WHERE = "callbacks"
 
 
 class _OfMlxLm(Callback):
-    """A callback of mlx_lm's kind, whose methods take dictionaries, as one of ours."""
+    """Wrapper of a callback of mlx_lm's kind, whose methods take dictionaries."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -86,10 +86,10 @@ class _OfMlxLm(Callback):
 
 
 def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """Check callbacks, and return ours unchanged and mlx_lm's as ours.
+    """Check callbacks; return ours unchanged, and mlx_lm's in wrappers.
 
     Raises:
-        ConfigError: something that is no callback, or has a method that would never be called.
+        ConfigError: an object is no callback, or has a method that would never be called.
     """
     if not isinstance(callbacks, list | tuple):
         hint = "give a list of them: callbacks=[MyCallback()]"
@@ -100,15 +100,15 @@ def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | None:
-    """Return the function by which callbacks change gradients, one after the other; ``None`` if
-    none of them looks at any.
+    """Return the function that lets callbacks change gradients one after the other; ``None`` if
+    none of them has this hook.
     """
     hooks = [hook for callback in callbacks if (hook := _hook_of(callback, model)) is not None]
     if not hooks:
         return None
 
     def call(step: int, gradients: Any) -> Any:
-        """Return the gradients that take the place of ``gradients``; ``None`` if none do."""
+        """Return the gradients that replace ``gradients``; ``None`` if there are none."""
         changed = None
         for hook in hooks:
             found = hook(step, gradients if changed is None else changed)
@@ -132,7 +132,7 @@ def _like(gradients: Any, found: Any) -> Any:
     """The gradients that a callback returned, in the order and types of ``gradients``.
 
     Raises:
-        ConfigError: something of other names or shapes.
+        ConfigError: they have other names or shapes.
     """
     there: dict[str, Any] = dict(flatten(found)) if isinstance(found, dict | list) else {}
     expected = flatten(gradients)
@@ -142,9 +142,7 @@ def _like(gradients: Any, found: Any) -> Any:
     odd += sorted(there.keys() - {name for name, _ in expected})
     if odd:
         problem = f"gradients came back with other names or shapes: {', '.join(odd[:3])}"
-        hint = (
-            "return a tree like the one that was given, or None to leave the gradients as they are"
-        )
+        hint = "return a tree with the same names and shapes, or None to keep the gradients"
         raise ConfigError(problem, code="argument-invalid", where="after_backward", hint=hint)
     return unflatten([(name, there[name].astype(array.dtype)) for name, array in expected])
 
@@ -175,7 +173,7 @@ def _checked(callback: Any) -> Callback:
 
 
 def _require_known(callback: Any, known: Sequence[str]) -> None:
-    """Refuse public methods that look as if they were to be called and never will be."""
+    """Refuse public methods that look like hooks but would never be called."""
     for name in dir(callback):
         if name.startswith("_") or name in known or not callable(getattr(callback, name, None)):
             continue

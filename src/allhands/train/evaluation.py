@@ -29,7 +29,7 @@ from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
 
-_PASSES_PER_STAGE = 8  # of an evaluation by a pipeline, between two questions whether to stop
+_PASSES_PER_STAGE = 8  # batches of a pipeline's evaluation between two checks for a stop
 
 
 class MeanLoss(NamedTuple):
@@ -43,7 +43,7 @@ class MeanLoss(NamedTuple):
 
 
 class SumsTogether(Protocol):
-    """The objective's sums of a batch, where each rank has a part of the model.
+    """The objective's sums of a batch, if each rank has a part of the model.
 
     Attributes:
         heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
@@ -68,8 +68,8 @@ class SumsTogether(Protocol):
 
 @dataclass
 class Evaluator:
-    """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if
-    negative).
+    """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle; all if
+    negative.
 
     Attributes:
         mesh: examples are divided among its data ranks; ranks that differ on other axes compute the
@@ -78,8 +78,8 @@ class Evaluator:
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
         beat: called with "validate" and the number of completed steps before each forward pass.
         together: computes the sums if each rank has a part of the model.
-        same_rows: the ranks that compute the same rows together; all of them stop if one is asked
-            to.
+        same_rows: the ranks that compute the same rows together; a request to stop one of them
+            stops all.
     """
 
     model: nn.Module
@@ -104,7 +104,7 @@ class Evaluator:
         self._shares = along(
             self.communicator, self.mesh, "data", "shard", "pipe", "expert", "context", alike=True
         )
-        # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
+        # Not compiled: forward passes alone gain little, and each shape would cost seconds.
         self._sums = self.together or self.objective.sums(
             self.model, cpu_native=self.cpu_native, with_grad=False
         )
@@ -114,7 +114,7 @@ class Evaluator:
         self.num_windows = found if self.num_batches < 0 else min(found, wanted)
         self._chosen = Shuffle(found, 0).at(np.arange(self.num_windows))
         self._sizing = self.sizing if self.sizing.ladder else self.sizing.fitted(self.windows.work)
-        # Cut only once they change: for a large set that takes seconds.
+        # Cut again only if shares change, because that takes seconds for a large set.
         self._cut_by: tuple[float, ...] = ()
         self._parts: list[tuple[NDArray[np.int64], int]] = []
 
@@ -145,7 +145,7 @@ class Evaluator:
             before = sums
             found = self._sums(*self._arrays(objective.values(batch)))
             sums = [total + each for total, each in zip(sums, found, strict=True)]
-            # A device has the next pass in its queue when it has done with one.
+            # A device has the next pass in its queue when it finishes one.
             mx.async_eval(sums)
             mx.eval(before)
             if self.together is None or self.together.counts:
@@ -178,24 +178,23 @@ class Evaluator:
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
 
     def _tell_waits(self, step: int) -> None:
-        """Let a rank that waits for another one say so: it does not stand still."""
+        """Let a waiting rank send heartbeats, because it does not hang."""
         if self.together is not None:
             self.together.heartbeat = lambda phase: self.beat(
                 "reduce" if phase == "reduce" else "validate", step
             )
 
     def _stops(self, part: int) -> bool:
-        """True if this rank was asked to stop, or one that computes the same rows with it."""
+        """True if this rank, or another rank with the same rows, was asked to stop."""
         if self.same_rows.size == 1:
             return bool(self.stop_requested())
-        # The stages of a pipeline wait for each other when they ask: the more often, the less do
-        # they compute at once.
+        # The stages of a pipeline wait for each other at each check, so checks are rare.
         if self.together is not None and part % (_PASSES_PER_STAGE * self.same_rows.size):
             return False
         return bool(number(self.same_rows.all_sum(mx.array(float(bool(self.stop_requested()))))))
 
     def _divide(self, weights: tuple[float, ...]) -> None:
-        """Cut this rank's share by the ranks' speeds, if it is not cut by these already."""
+        """Cut this rank's share by the ranks' speeds, unless it already is."""
         if weights != self._cut_by:
             share = divide(self._chosen, self.windows.work, weights)[self.mesh.data_rank]
             self._parts = list(cut_share(self.windows, share, self._sizing))

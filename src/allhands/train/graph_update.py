@@ -27,7 +27,7 @@ from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
 
 _HIDDEN = mx.array(0.0)
-# Optimizers for which an array is no more than its numbers.
+# Optimizers that update each number of an array by itself.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Parts of an update. Two of them have old and new values in memory at once, or more if the passes
 # needed as much memory.
@@ -41,8 +41,8 @@ class GraphUpdate:
     Attributes:
         flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an
             array of its own.
-        pieces: what is to be computed one after the other, of the last update, because there is
-            little room.
+        pieces: parts of the last update that are computed one after the other, because memory is
+            short.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GraphUpdate:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
-            laid: the weights, where it is settled in which arrays they lie.
+            laid: the trained arrays, if their layout is fixed.
             place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: True if ranks add up gradients while others are computed.
         """
@@ -90,7 +90,7 @@ class GraphUpdate:
         self._squares_first = travelling and joins_kernels
 
     def _by_kernels(self) -> bool:
-        """True if weights are updated by kernels of our own."""
+        """True if kernels of allhands update the weights."""
         fits = isinstance(self._optimizer, KernelAdam) and kernels.available()
         return fits and self._selection.select("adamw", "cuda") != PLAIN
 
@@ -120,15 +120,15 @@ class GraphUpdate:
         squares: mx.array | None = None,
         exchange: Callable[[list[mx.array]], list[mx.array]] | None = None,
     ) -> mx.array:
-        """Take the update of the global batch; nothing is waited for.
+        """Queue the update of the global batch, without waiting.
 
         Args:
-            sums: names and summed gradients, of sharded arrays this rank's part; the list is
-                emptied, because an array that is still held could not be updated in place.
+            sums: names and summed gradients, or this rank's part of sharded arrays. The list is
+                emptied, because an array that is still referenced cannot be updated in place.
             loss: summed loss.
             num_targets: divisor of all sums.
             squares: sum of squares of all sums over all ranks, if ranks have parts of them.
-            exchange: makes whole weights of this rank's parts there.
+            exchange: gathers whole weights from the ranks' parts.
 
         Returns:
             The norm of the mean gradient before clipping.
@@ -142,7 +142,7 @@ class GraphUpdate:
             )
             joined.forget(everywhere=self._one_by_one)
             if squares is None and self._squares_first:
-                # By itself, so that only the last of them waits for the last of the sums.
+                # Each by itself, so that only the last one waits for the last sums.
                 squares = sum_of_squares(list(reversed(gradients.values())))
                 mx.async_eval(squares)
             new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
@@ -158,18 +158,19 @@ class GraphUpdate:
             mx.async_eval(norm if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
             if self.pieces:
-                # The arrays of no piece. MLX waits for all queued work if one array is not queued.
+                # Arrays outside of pieces. MLX waits for all queued work if one array is not
+                # queued.
                 mx.async_eval(joined.others())
             return norm
         weights = self._model.trainable_parameters()
         gradients = (
             unflatten(sums) if sums else weights
-        )  # where a rank trains nothing: a tree without arrays
+        )  # a rank that trains nothing has a tree without arrays
         sums.clear()
         new, state, norm = self._function(
             gradients, weights, self._optimizer.state, loss, num_targets, squares
         )
-        # The old arrays are now nobody's but the graph's, which writes the new ones in their place.
+        # Only the graph still references the old arrays, so it writes the new ones in their place.
         self._model.update(new)
         self._optimizer.state = state
         return norm
@@ -194,7 +195,7 @@ class GraphUpdate:
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
             if isinstance(optimizer, KernelAdam) and self._by_kernels():
                 if squares is None:
-                    # The last first: where ranks exchange them, these are there before the others.
+                    # The last ones first, because their exchange ends before that of the others.
                     squares = sum_of_squares(
                         [gradient for _, gradient in reversed(flatten(gradients))]
                     )
@@ -213,14 +214,14 @@ class GraphUpdate:
 
 
 def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
-    """Make the optimizer's state of the model's weights, if it has none."""
+    """Initialise the optimizer's state from the model's weights, if it has none."""
     if not optimizer.state.keys() - {"step", "learning_rate"}:
         optimizer.init(model.trainable_parameters())
 
 
 @contextmanager
 def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
-    """Take ``state`` for the optimizer's for a while."""
+    """Use ``state`` as the optimizer's state within the block."""
     if isinstance(optimizer, Optimizer):
         with optimizer.computing_with(state):
             yield
@@ -234,7 +235,7 @@ def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
 
 
 def _pieces(weights: list[mx.array], state: Any) -> list[Any]:
-    """Weights with their state, in some pieces."""
+    """Divide the weights and their state into pieces."""
     each, found = sum(weight.size for weight in weights) / _PIECES, list[Any]()
     for place, weight in enumerate(weights):
         if not found or sum(one.size for one, _ in found[-1]) >= each:
@@ -248,7 +249,7 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
 
 
 class UpdatePieces:
-    """Parts of an update that are computed one after the other, because there is little room."""
+    """Parts of an update that are computed one after the other, because memory is short."""
 
     def __init__(self, pieces: Sequence[Any] = ()) -> None:
         self._pieces = pieces
@@ -258,7 +259,7 @@ class UpdatePieces:
         return len(self._pieces)
 
     def begin(self) -> None:
-        """Hand out two of them, and more where the passes, or others that are done, have left room."""
+        """Queue two parts, and more if the passes or finished parts have left room."""
         room = mx.get_peak_memory() - mx.get_active_memory()
         while self._begun < len(self._pieces):
             piece = self._pieces[self._begun]
@@ -269,12 +270,12 @@ class UpdatePieces:
             self._begun += 1
 
     def finish(self) -> None:
-        """Have the others computed, each when the one before the last is done."""
+        """Compute the other parts, two of them at a time."""
         while self._begun < len(self._pieces):
             mx.async_eval(self._pieces[self._begun])
             mx.eval(self._pieces[self._begun - 1])
             self._begun += 1
-        # Whoever still has them keeps the next update from writing in their place.
+        # A remaining reference would keep the next update from writing in their place.
         self._pieces, self._begun = (), 0
 
 
@@ -284,7 +285,7 @@ class FlatState:
 
     Attributes:
         leaves: the places of the weights.
-        shards: the parts that each rank keeps and updates; ``None``: everything.
+        shards: the parts that each rank keeps and updates; ``None``: all.
     """
 
     def __init__(
@@ -307,19 +308,19 @@ class FlatState:
             state[str(i)] = {
                 name: self._kept(i, chunk.joined([h[name] for h in mine])) for name in self._names
             }
-            # One after the other, so that not everything is there twice; or whole, where a rank
+            # One after the other, so that only one buffer exists twice; whole buffers if a rank
             # keeps a part.
             mx.eval(state[str(i)])
             for home in mine:
                 home.update(dict.fromkeys(self._names, _HIDDEN))
         self._state: dict[str, Any] = {}
-        # Views from the first step on: products may depend on where in memory their factors lie, in
-        # the last bits.
+        # Views from the first step on, because the last bits of products may depend on the address
+        # of their factors.
         self.put({**state, **self.others()}, weights)
         mx.eval(self._weights, self._state)
 
     def _kept(self, index: int, whole: mx.array) -> mx.array:
-        """The part of a chunk's array that this rank keeps."""
+        """Return this rank's part of a flat buffer's array."""
         # Contiguous: in memory of its own.
         return whole if self.shards is None else mx.contiguous(self.shards.part(index, whole))
 
@@ -330,7 +331,7 @@ class FlatState:
         }
 
     def _present(self) -> Any:
-        """The optimizer's state, whether or not that of single weights is up to date."""
+        """The optimizer's state; the views of single weights may be out of date."""
         optimizer = self._optimizer
         return optimizer.present_state if isinstance(optimizer, Optimizer) else optimizer.state
 
@@ -340,7 +341,7 @@ class FlatState:
         )
 
     def weights(self) -> list[mx.array]:
-        """Return all trained weights, also where somebody else has set them since."""
+        """Return all trained weights, including those that other code has set since the update."""
         present = [place.array for place in self._places]
         if any(one is not other for one, other in zip(present, self._views, strict=True)):
             self._weights, self._views = self._join(present), present
@@ -356,20 +357,21 @@ class FlatState:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state with a chunk's number where names of weights would be."""
+        """Return the optimizer's state, by the numbers of flat buffers in place of names of
+        weights.
+        """
         return {**self._state, **self.others()}
 
     def forget(self, *, everywhere: bool = False) -> None:
-        """Let go of what the next :meth:`put` replaces, so that it can be written in place.
-
-        ``everywhere``: in the model, too.
+        """Drop the references to arrays that the next :meth:`put` replaces, so that it can write in
+        place. ``everywhere``: also those of the model.
         """
         self._weights, self._state, self._views = [], {}, []
         for place in self._places if everywhere else ():
             place.module[place.key] = _HIDDEN
 
     def put(self, state: dict[str, Any], weights: list[mx.array] | None = None) -> None:
-        """Hand all to the model and the optimizer; the weights stay unless they are given."""
+        """Give the arrays to the model and the optimizer; weights change only if they are given."""
         weights = self.weights() if weights is None else weights
         self._weights = weights
         self._state = {str(i): state[str(i)] for i in range(len(weights))}
@@ -388,9 +390,7 @@ class FlatState:
             self._show()
 
     def _show(self) -> None:
-        """Give the optimizer its arrays for each weight: thousands of views, for which a step has
-        no time.
-        """
+        """Give the optimizer its views of each weight. There are thousands, too slow for each step."""
         if self.shards is not None:
             raise RuntimeError(
                 "this rank has a part of the optimizer's state: see FlatState.state()"
@@ -402,7 +402,7 @@ class FlatState:
                 home[name] = array
 
     def _hide(self) -> None:
-        """Take back views that are no longer true, which would keep what they are of."""
+        """Drop outdated views, which would keep their arrays in memory."""
         if self._shown:
             self._shown = False
             for home in self._homes:

@@ -24,13 +24,13 @@ from allhands.train.optimizers import KernelAdam
 
 Named = tuple[str, mx.array]
 _CHUNK = 16384  # of adam.c
-# Arrays that are updated together: what is new stands beside what is old only for so many numbers,
-# or for one array.
+# Numbers of arrays that are updated together. Only for so many, or for one array, old and new
+# values are in memory at once.
 _TOGETHER = 1 << 20
 
 
 def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate | None:
-    """Return the update of ``model`` by ``optimizer``, where it can be had for these here."""
+    """Return the native update of ``model`` by ``optimizer``; ``None`` if it does not apply here."""
     if not available() or not isinstance(optimizer, KernelAdam) or optimizer.masters:
         return None
     single = all(array.dtype == mx.float32 for _, array in flatten(model.trainable_parameters()))
@@ -38,8 +38,8 @@ def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate 
 
 
 class NativeUpdate:
-    """The update of ``model`` by ``optimizer``; what it computes are new arrays, since others may
-    hold the old ones.
+    """The update of ``model`` by ``optimizer``. It makes new arrays, since the old ones may still
+    be referenced.
     """
 
     def __init__(self, model: nn.Module, optimizer: KernelAdam) -> None:
@@ -126,7 +126,7 @@ class NativeUpdate:
 
 
 def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
-    """Neighbours, of about so many numbers together."""
+    """Groups of neighbouring arrays, each of about so many numbers."""
     group: list[Named] = []
     size = 0
     for named in arrays:
@@ -140,7 +140,7 @@ def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
 
 
 class _Where:
-    """The parts into which the native code cuts some arrays."""
+    """The parts of arrays in the native code."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._sizes = np.array([array.size for array in arrays], dtype=np.intp)
@@ -150,5 +150,5 @@ class _Where:
 
     @property
     def arguments(self) -> tuple[ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]:
-        """The first of each call."""
+        """The first arguments of each call."""
         return ctypes.c_int(len(self._sizes)), at(self._sizes), at(self._starts)

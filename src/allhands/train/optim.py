@@ -54,7 +54,7 @@ def make_optimizer(
     """
     arguments: dict[str, Any] = {}
     if pretraining(config) and config.optimizer in ("adam", "adamw"):
-        # As everybody pre-trains; MLX leaves the correction out, as fine-tuning by mlx_lm does.
+        # Usual in pre-training. MLX's default has no correction, and so has mlx_lm's fine-tuning.
         arguments = {"betas": (0.9, 0.95), "bias_correction": True}
     arguments |= config.optimizer_config.get(config.optimizer, {})
     if config.weight_decay is not None:
@@ -107,9 +107,7 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
 
 
 def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
-    """MLX's schedule with arguments of its own, looked at where it begins, in the middle and at its
-    end.
-    """
+    """MLX's schedule with its own arguments, checked at its beginning, middle and end."""
     where, hint = "--lr-schedule", f"see mlx.optimizers.{chosen.name}"
     try:
         made = build_schedule({**chosen.model_dump(), "warmup": warmup})

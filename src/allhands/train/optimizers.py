@@ -1,5 +1,5 @@
-"""Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices
-alone where asked for.
+"""MLX's optimizers, optionally with float32 copies of half-precision weights, and with weight decay
+of matrices alone.
 
 The update of an array depends on that array alone (its shape included), so that arrays may be laid
 end to end: see :class:`allhands.kernels.fused.flat_params.FlatParams`.
@@ -38,7 +38,7 @@ class Optimizer(optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Return the state as in MLX; a postponed update of it is made first."""
+        """Return the state as in MLX, after a postponed update of it."""
         show, self._show = self._show, None
         if show is not None:
             show()
@@ -52,7 +52,7 @@ class Optimizer(optim.Optimizer):
 
     @property
     def present_state(self) -> Any:
-        """:attr:`state` as it is, without what was put off."""
+        """Return :attr:`state` without a postponed update."""
         return self._state
 
     # Both are always up to date.
@@ -69,14 +69,14 @@ class Optimizer(optim.Optimizer):
         self._state["learning_rate"] = mx.array(learning_rate)
 
     def show_later(self, show: Callable[[], None]) -> None:
-        """Have ``show`` called before anybody looks at :attr:`state`: for what costs time and is
-        rarely asked for.
+        """Postpone ``show`` until :attr:`state` is read: it costs time, and the state is rarely
+        read.
         """
         self._show = show
 
     @contextmanager
     def computing_with(self, state: Any) -> Generator[None]:
-        """Take ``state`` for this optimizer's while it computes."""
+        """Use ``state`` as this optimizer's state within the block."""
         kept, show, begun = self._state, self._show, self._initialized
         self.state = state
         try:
@@ -85,13 +85,13 @@ class Optimizer(optim.Optimizer):
             self._state, self._show, self._initialized = kept, show, begun
 
     def decays(self, weight: mx.array) -> bool:
-        """True if weight decay is for ``weight``."""
+        """True if ``weight`` has weight decay."""
         return weight.ndim > 1 or not self.matrices_only
 
 
 class _Exact(Optimizer):
-    """Before a class of MLX's: computes with the copies where there are any, and decays what should
-    be.
+    """Base class before MLX's: computes with the float32 copies, and decays only the chosen
+    weights.
     """
 
     weight_decay: float = 0.0
@@ -130,7 +130,7 @@ class KernelAdam(_Exact, optim.Adam):
     decay = 0.0  # of weights, decoupled
 
     def advance(self) -> None:
-        """Count an update that is about to be computed, and what is scheduled with it."""
+        """Count the update that is computed next, and set its scheduled values."""
         for name, schedule in self._schedulers.items():
             self.state[name] = schedule(self.step)
         self.state["step"] = self.step + 1
@@ -145,8 +145,8 @@ class KernelAdam(_Exact, optim.Adam):
         """Return the weights after the update by the mean of ``gradients``, and its norm before
         clipping to ``max_norm``.
 
-        If that or the loss is not finite, the weights are as they were. The optimizer's state
-        follows. Where the kernel does not fit, MLX's own operations compute the same.
+        If the norm or the loss is not finite, weights and state stay unchanged. If the kernel does
+        not fit, MLX's own operations compute the same.
 
         Args:
             sums: of the gradients' squares, of the loss and of the trained tokens, by which all are
@@ -194,7 +194,7 @@ class KernelAdam(_Exact, optim.Adam):
 
 @cache
 def _told(options: tuple[float, ...]) -> mx.array:
-    """Made once, since it comes from the host."""
+    """Return the array, made once, because it comes from the host."""
     return mx.array(options, dtype=mx.float32)
 
 

@@ -1,4 +1,4 @@
-"""Search for the examples that make a loss or gradient that is not finite, after it has happened."""
+"""Search for the examples that cause a loss or gradient that is not finite, after it has occurred."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from allhands.distributed.handout import gather_rows
 from allhands.io.trees import flatten, number
 from allhands.train.optim import clip
 
-# Examples that each rank names; the collective has this size whatever was found.
+# Number of examples that each rank can name; the collective always has this size.
 NAMED = 8
 _NO_EXAMPLE = -1
 _ALONE = SingleProcess()
@@ -66,11 +66,11 @@ def find_culprits(
         weights: tree of the trained parameters; if one is not finite, no example is looked at.
         beat: called with "compute" before each example and with "reduce" before waiting for other
             ranks.
-        together: ranks that have the same micro-batches, and each a part of the weights and of
-            ``gradient``. The first of them names what they have found.
-        share: number of this rank's micro-batches where ranks of ``together`` have other ones, but
-            compute together; ``gradient`` then takes ``None`` for an example of another share.
-            ``None``: all have the same.
+        together: ranks with the same micro-batches; each has a part of the weights and of
+            ``gradient``. The first of them names the examples.
+        share: number of this rank's share, if ranks of ``together`` have different micro-batches
+            but compute together; ``gradient`` then takes ``None`` for an example of another share.
+            ``None``: all have the same micro-batches.
     """
 
     def everywhere(good: bool) -> bool:
@@ -106,7 +106,8 @@ def _in_step(
     everywhere: Callable[[bool], bool],
     beat: Callable[[str], None],
 ) -> tuple[list[int], bool]:
-    """The examples of this rank that give what is not finite, and whether this rank names them.
+    """Return this rank's examples with a result that is not finite, and whether this rank names
+    them.
 
     All ranks compute one example at a time together; of those with the same share the first one
     names what it has.
@@ -159,6 +160,6 @@ def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
     if count == 0:
         return Blame(otherwise="no single example is to blame")
     if count == examined > 1:
-        return Blame(otherwise="each example of the next batch by itself gives the same")
+        return Blame(otherwise="each single example of the next batch gives the same")
     numbers = everyone[:, 3:]
     return Blame(tuple(sorted(map(int, numbers[numbers != _NO_EXAMPLE]))), count)

@@ -21,7 +21,7 @@ _TARGETS, _TOKENS, _VOTES, _FURTHER = 1, 3, 5, 6
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer update, the same on every rank but for the times.
+    """Outcome of one optimizer update; only the times differ between ranks.
 
     Attributes:
         loss_sum: sum of the loss over all trained tokens of the global batch.
@@ -35,11 +35,11 @@ class StepResult:
             are then unchanged, and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first
             eight of each rank.
-        gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy
-            leaves them to be asked for after the step.
+        gathered: the extra numbers of all ranks, one rank after the other; empty if the strategy
+            does not exchange them in this step.
         further: the objective's further sums over the global batch, in its order.
-        pace: tokens of this rank's passes, the seconds that these took, and those of its update;
-            zeros where it had no passes, or they were not seen.
+        pace: tokens of this rank's passes, seconds of these passes, and seconds of its update;
+            zeros if it had no passes, or if they were not timed.
         sent_bytes: bytes that this rank has sent, by
             :func:`allhands.distributed.backend.sent_bytes`.
     """
@@ -68,9 +68,7 @@ class StepResult:
 def result_of(
     totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0
 ) -> StepResult:
-    """Return the result of a step with these sums over ranks, which may be followed by what is no
-    result of it.
-    """
+    """Return the result of a step from these sums over ranks; further numbers may follow them."""
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -131,13 +129,13 @@ def totals_of(values: Sequence[float], num_further: int) -> Totals:
 
 
 def all_finite(loss: mx.array, norm: mx.array) -> bool:
-    """True if the loss and the gradient are."""
+    """True if the loss and the gradient are finite."""
     return math.isfinite(number(loss)) and math.isfinite(number(norm))
 
 
 def divisor_of(reduced: Reduced) -> mx.array:
-    """() float32, lazy: what gradients are divided by, which is the trained tokens of the global
-    batch.
+    """() float32, lazy: the divisor of gradients, which is the number of trained tokens of the
+    global batch.
     """
     return (
         lazy_count(reduced.totals[_TARGETS:_TOKENS]) if reduced.divisor is None else reduced.divisor
@@ -145,7 +143,7 @@ def divisor_of(reduced: Reduced) -> mx.array:
 
 
 def not_finite(result: StepResult) -> str:
-    """Return the number that is not finite, in words; empty if all is well."""
+    """Return a text about the number that is not finite; empty if all are finite."""
     values = {"loss": result.loss_sum, "gradient": result.grad_norm}
     return next(
         (f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), ""

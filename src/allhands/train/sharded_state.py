@@ -31,7 +31,7 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Strategy
 from allhands.train.graph_update import FlatState
 
-# Before the names of arrays that have a row for every rank, and of a strategy's own.
+# Prefixes of the names of arrays with a row for every rank, and of a strategy's own arrays.
 _ROWS, _OUTER = "each-rank/", "outer/"
 
 
@@ -41,9 +41,7 @@ def sharded_state(
     flat: FlatState | None,
     strategy: Strategy | None = None,
 ) -> dict[str, ShardedState]:
-    """Return the state of training on this rank, by the file that is called after the group of
-    arrays.
-    """
+    """Return the state of training on this rank, by the group of arrays that names its file."""
     regions = {} if strategy is None else strategy.regions
     state = (
         _in_regions(optimizer.state, regions)
@@ -69,9 +67,7 @@ def sharded_state(
 
 
 def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[str, OwnedSlice]:
-    """The arrays of a tree of weights, or of an optimizer's state, of which this rank may have
-    parts.
-    """
+    """Return the arrays of a tree of weights or of an optimizer's state, as this rank's regions."""
     found = owned_tree(tree)
     for name, each in found.items():
         part = regions.get(name) or regions.get(name.rpartition(".")[0])
@@ -83,9 +79,7 @@ def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[
 def _left_out(
     model: nn.Module, flat: FlatState | None, strategy: Strategy
 ) -> Iterator[tuple[str, OwnedSlice]]:
-    """The rest that packing has left out of this rank's gradients, as its row of arrays that have
-    one for each rank.
-    """
+    """Return this rank's rounding errors of packing, as its row of arrays with a row for each rank."""
     ranks, rank = strategy.communicator.size, strategy.communicator.rank
     for name, kept in _by_name(model, _places(flat, strategy), strategy.left):
         row = Flat(rank * kept.size, (rank + 1) * kept.size)
@@ -119,14 +113,13 @@ def load_left_out(
     restored: Restored,
     changed: str = "",
 ) -> str:
-    """Give a strategy what packing had left out of this rank's gradients; called on all ranks
-    together.
+    """Restore a strategy's rounding errors of packing; called on all ranks together.
 
     Args:
-        changed: why it is not to have it, in words.
+        changed: a reason not to restore them, in words.
 
     Returns:
-        Why it has none of that, in words; empty where it has it, or where there was none.
+        The reason why they were not restored; empty if they were, or if there were none.
     """
     stored = restored.left
     if not stored:
@@ -160,9 +153,7 @@ def _in_place(
 
 
 def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Why arrays of shapes that are ``stored`` cannot be the ``wanted`` ones, in words; empty if
-    they can.
-    """
+    """Return why arrays of the shapes ``stored`` cannot be the ``wanted`` ones; empty if they can."""
     if not wanted:
         return "gradients travel as they are now"
     before, ranks = next(iter(stored.values()))[0], next(iter(wanted.values()))[0]
@@ -172,9 +163,7 @@ def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
 
 
 def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, OwnedSlice]]:
-    """This rank's own arrays as its rows of all ranks'; what belongs to no weight, such as the
-    step, is common.
-    """
+    """Return this rank's own arrays as its rows; arrays of no weight, such as the step, are common."""
     for name, each in state.items():
         if not each.shape:
             yield name, each
@@ -183,16 +172,14 @@ def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, O
 
 
 def _row(each: OwnedSlice, rank: int, size: int) -> OwnedSlice:
-    """A whole array of this rank as its row of an array that has one for each rank."""
+    """Return a whole array of this rank as its row of an array with a row for each rank."""
     place = Box((rank, *[0] * len(each.shape)), (1, *each.shape))
     return OwnedSlice((size, *each.shape), each.dtype, place, each.get()[None])
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """:class:`StoredArrayReader` of some rows of an array: of one of them, or of the mean of
-    several.
-    """
+    """:class:`StoredArrayReader` of one row of an array, or of the mean of several rows."""
 
     whole: StoredArrayReader
     rows: range
@@ -225,9 +212,7 @@ class _Rows:
 def _own_state(
     stored: Mapping[str, StoredArrayReader], strategy: Strategy
 ) -> dict[str, StoredArrayReader]:
-    """The part of an optimizer's state for this rank: its row where there is one for each rank,
-    else the mean.
-    """
+    """Return this rank's optimizer state: its row if there is one for each rank, else the mean."""
     communicator, found = strategy.communicator, dict[str, StoredArrayReader]()
     for name, each in stored.items():
         if name.startswith(_ROWS):
@@ -269,8 +254,8 @@ def _divided(flat: FlatState) -> Iterator[tuple[str, OwnedSlice]]:
 
 
 def _ranges(flat: FlatState, index: int) -> Iterator[tuple[str, tuple[int, ...], Flat, int]]:
-    """The name and shape of each array in a chunk, its numbers that this rank keeps, and their
-    place in its part.
+    """Return for each array of a flat buffer its name and shape, this rank's numbers of it, and
+    their place in the rank's part.
     """
     chunk = flat.leaves.chunks[index]
     first, last = (0, chunk.size) if flat.shards is None else flat.shards.range(index)
@@ -287,15 +272,15 @@ def load_optimizer(
     progress: Callable[[], None] = lambda: None,
     strategy: Strategy | None = None,
 ) -> int:
-    """Give the optimizer its state, or where ranks have divided it this rank's part; called on all
-    ranks together.
+    """Give the optimizer its state, or this rank's part of a divided state; called on all ranks
+    together.
 
     Args:
         progress: called after each array.
-        strategy: is given what it keeps besides.
+        strategy: gets its own further state.
 
     Returns:
-        How many ranks had a state of their own; 0: there was one.
+        The number of ranks with their own state; 0 for a common state.
     """
     rows = max(
         (each.shape[0] for name, each in restored.optimizer.items() if name.startswith(_ROWS)),
@@ -315,7 +300,7 @@ def load_optimizer(
             kept[kind] = row
             for name, _, place, start in _ranges(flat, index):
                 row[start : start + place.size] = stored[f"{name}.{kind}"].read(place)
-                mx.eval(row)  # in place, and nothing is held twice
+                mx.eval(row)  # in place, so that nothing is in memory twice
                 progress()
             kept[kind] = row.reshape(shape)
     others: dict[str, Any] = {name: stored[name].read() for name in state if not name.isdecimal()}

@@ -106,7 +106,7 @@ def make_step(
     updater = make_updater(
         trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled
     )
-    # How many places go to the experts of a rank is known only when its router has been computed.
+    # The number of tokens for a rank's experts is known only after the router.
     chooses = options.experts is not None or bool(options.matrices and options.matrices.experts)
     computing = Computing(native, options.compiled and not chooses, options.dropout, heartbeat)
     passes = Passes(model, options.objective, computing, updater.flat, waits=strategy.passes_wait)
@@ -202,11 +202,10 @@ class TrainStep:
         return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
-        """Return the seconds of this rank's passes, where they are done when they have been handed
-        out; else 0.
+        """Return the seconds of this rank's passes; 0 if they are only queued, or if a new shape is
+        compiled.
 
-        A pass that was handed out ahead has begun as soon as the device was free. One of a new
-        shape is being compiled.
+        A pass that was queued ahead has begun as soon as the device was free.
         """
         options = self.options
         compiling = options.compiled and not options.cpu_native and len(self.passes.shapes) > shapes
@@ -221,20 +220,20 @@ class TrainStep:
         )
 
     def _faulted(self, mine: Gradients) -> Gradients:
-        """``mine``, spoiled if a test asks for that."""
+        """Return ``mine``, with a planned fault if there is one."""
         if self.options.rules.inject_fault("reduce") != "nan":
             return mine
         grads = [
             (name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in mine.grads
         ]
-        # Where the gradient is on its way already, the loss does it.
+        # If the gradient is being sent already, the fault is in the loss.
         sums = mine.sums if mine.pending is None else mx.full(mine.sums.shape, math.nan)
         return replace(mine, sums=sums, grads=grads)
 
     def _refuse(
         self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]
     ) -> StepResult:
-        """Find out why, and either leave the update out or raise."""
+        """Find the cause, and leave the update out or raise an error."""
         self.strategy.forget()
         alone = self.strategy.one_by_one(self.passes)
         blame = find_culprits(
@@ -266,21 +265,23 @@ class TrainStep:
 
     @property
     def shards(self) -> Shards | None:
-        """The parts that this rank keeps and updates; ``None``: everything."""
+        """The parts that this rank keeps and updates; ``None``: all."""
         return self.strategy.shards
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes that the largest step so far held with nothing ahead; 0 where nothing ever is."""
+        """The bytes of the largest step so far without queued work; 0 if nothing is ever queued
+        ahead.
+        """
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.need
 
     @property
     def spare_bytes(self) -> int:
-        """The bytes that a GPU's own memory can hold meanwhile; 0 where that is not known."""
+        """The free bytes of a GPU's own memory during a step; 0 if unknown."""
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.spare()
 
     def close(self) -> None:
-        """Give MLX its own limit of memory back."""
+        """Restore MLX's own limit of memory."""
         if self.passes.run_ahead is not None:
             self.passes.run_ahead.close()
 

@@ -37,7 +37,7 @@ class Rules:
         after_backward: called with the tree of mean gradients, unclipped; may return other
             gradients in their place.
         heartbeat: called with "update" before the optimizer's update.
-        inject_fault: called before the update; it may fail on purpose.
+        inject_fault: called before the update; it may inject a fault.
     """
 
     max_grad_norm: float | None = None
@@ -59,8 +59,8 @@ class Updated:
 
     Attributes:
         norm: () of the mean gradient, before clipping.
-        lazy: arrays that are still to be computed; ``None``: everything is there.
-        pieces: parts of them for which there is no room together, but for two.
+        lazy: arrays that are not computed yet; ``None``: all are computed.
+        pieces: parts of the update, of which only two fit into memory at once.
     """
 
     norm: mx.array
@@ -69,7 +69,7 @@ class Updated:
 
 
 class Updater(ABC):
-    """One way of updating, which knows the update to expect of a part of its sums, too.
+    """One way of updating. It can also predict the update from a part of the sums.
 
     Attributes:
         flat: flat buffers of all trained weights, in which the gradients must be; ``None``: by
@@ -115,11 +115,11 @@ class Updater(ABC):
             self._rules = rules
 
     def _expect(self, part: Reduced, last_norm: float) -> None:
-        """Take the update that is expected of a part of its sums, of which ``squares`` are known.
+        """Take the update that is expected from a part of the sums, whose ``squares`` are known.
 
-        A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last
-        sum was, and its squares, in Adam's second moment, count by the ratio of the norms: what
-        ranks expect is what comes, on the average over them.
+        A part's mean gradient is noisier, and its norm is larger. So it is clipped by the same
+        factor as the last sum, and its squares in Adam's second moment count by the ratio of the
+        norms. Then the mean of the ranks' predictions is the real update.
         """
         most, optimizer = self._rules.max_grad_norm, self._optimizer
         assert part.squares is not None
@@ -138,7 +138,7 @@ class Updater(ABC):
     ) -> None:
         """Take Adam's update by ``factor`` times ``grads``, whose squares count ``squared`` times.
 
-        What the gradients add to the moments is put there before, and the update is by zeros.
+        The gradients are added to the moments first, and then the update uses gradients of zero.
         """
         (b1, b2), state = optimizer.betas, self._state()
         for name, gradient in grads:
@@ -153,7 +153,9 @@ class Updater(ABC):
         self._update(Reduced(zeros, mx.zeros((1,)), divisor=mx.array(1.0)))
 
     def _state(self) -> Any:
-        """The optimizer's state by the names of the gradients, in a tree that may be changed."""
+        """Return the optimizer's state by the names of the gradients, in a tree that may be
+        changed.
+        """
         return tree_map(lambda x: x, self._optimizer.state)
 
     def _take(self, state: Any) -> None:
@@ -162,7 +164,7 @@ class Updater(ABC):
 
     @contextmanager
     def _as_it_was(self) -> Generator[None]:
-        """Leave model and optimizer as they are before."""
+        """Restore model and optimizer after the block."""
         weights, state = self._model.trainable_parameters(), self._state()
         try:
             yield
@@ -172,7 +174,7 @@ class Updater(ABC):
 
 
 class UpdateByHand(Updater):
-    """Look at the numbers, then update by MLX's optimizer."""
+    """Check the numbers, then update by MLX's optimizer."""
 
     def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
@@ -232,7 +234,7 @@ class NativeUpdater(Updater):
 
 
 class GraphUpdater(Updater):
-    """Update lazily if all numbers are finite; they are looked at afterwards."""
+    """Update lazily if all numbers are finite; the host reads the check afterwards."""
 
     def __init__(
         self,
@@ -245,7 +247,7 @@ class GraphUpdater(Updater):
     ) -> None:
         super().__init__(model, optimizer, rules)
         how: Any = {"compiled": compiled, "travelling": strategy.overlaps, "laid": strategy.laid}
-        # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
+        # A hook needs whole gradients, and the state of a foreign optimizer is unknown.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
         self._graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
@@ -277,7 +279,7 @@ class GraphUpdater(Updater):
         graph, rules, sums = self._graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
-            # Besides, and only as far as somebody looks at it.
+            # Only if the norm is read.
             divisor = mx.maximum(counted, 1.0)
             named = [(name, (g / divisor).astype(g.dtype)) for name, g in graph.named(sums)]
             if (given := rules.after_backward(unflatten(named))) is not None:
@@ -300,7 +302,7 @@ def make_updater(
     """Return the updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be
     new or restored.
     """
-    # Of the weights: by itself the optimizer would do it of the first gradients.
+    # From the weights; by default the optimizer would take the first gradients.
     initialise(optimizer, model)
     if not cpu_native:
         return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)

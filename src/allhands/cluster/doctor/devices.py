@@ -206,7 +206,7 @@ def check_sleep(cluster: Cluster) -> Iterator[Found]:
     """No Mac falls asleep during a run."""
     for host, _, mac in _macs(cluster):
         if mac.sleep_minutes and not mac.kept_awake:
-            message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without a person"
+            message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without input"
             command = (
                 "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0"
             )
@@ -263,5 +263,5 @@ CHECKS = (
     Check("bridge", "Thunderbolt", check_bridge, _any_mac),
     Check("sleep", "Macs stay awake", check_sleep, _any_mac),
     Check("display", "displays", check_display, _any_mac),
-    Check("facts", "all could be found out", check_unknown),
+    Check("facts", "all facts are known", check_unknown),
 )

@@ -297,7 +297,7 @@ def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
     if isinstance(found, OSError):
         if os.path.isdir(path) and not os.path.islink(path):
             raise IsADirectoryError(
-                errno.EISDIR, "it is a directory, and a file is to be brought", path
+                errno.EISDIR, "it is a directory, but a file must be copied there", path
             )
         if found.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY):
             raise found
@@ -383,7 +383,7 @@ def _claim(root: str, token: str) -> None:
         os.mkdir(staging, 0o700)
     descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     if os.fstat(descriptor).st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "it belongs to somebody else", staging)
+        raise PermissionError(errno.EPERM, "it belongs to another user", staging)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

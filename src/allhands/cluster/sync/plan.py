@@ -84,7 +84,7 @@ def make_plan(words: Sequence[str]) -> SyncPlan:
             found.setdefault(file.key, file)
     if not found:
         raise ConfigError(
-            "there is nothing to bring",
+            "there is nothing to copy",
             code="nothing-to-do",
             hint="give --model, --data, --config, or paths with files",
         )

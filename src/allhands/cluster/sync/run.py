@@ -361,7 +361,7 @@ class _SyncRun:
         if left and (sender is None or _disk_error(said)):
             self._explain(receiver, left, refused or said)
         elif sender is not None and (left or refused):
-            reason = refused or _last_line(said) or "its files are not what they were"
+            reason = refused or _last_line(said) or "its files have changed"
             self._barred[sender, receiver] = reason
 
     def _send(self, sender: Sender, receiver: Member, files: Sequence[int]) -> str:
