@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from allhands.cli.options import options_of
 from allhands.cli.verbs_models import ModelArgument, ModelOption
@@ -73,12 +73,10 @@ class Launch(NamedTuple):
     For example: allhands launch -n 2 -- python my_script.py --my-option
     """
 
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")
-    ] = None
+    command: Annotated[list[str] | None, Argument(metavar="-- COMMAND", help="The program.")] = None
     num_ranks: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "-n",
             "--num-ranks",
             min=1,
@@ -86,48 +84,31 @@ class Launch(NamedTuple):
             help="Processes; most ranks with --hostfile. [1, all slots]",
         ),
     ] = None
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
-    hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(BACKENDS), help=_said("backend"))
-    ] = "auto"
-    cores_per_rank: Annotated[
-        int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))
-    ] = None
-    min_ranks: Annotated[
-        int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))
-    ] = None
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")
-    ] = 3
+    hostfile: Annotated[str | None, Option(help=_said("hostfile"))] = None
+    hosts: Annotated[str | None, Option(help=_said("hosts"))] = None
+    backend: Annotated[str, Option(metavar="|".join(BACKENDS), help=_said("backend"))] = "auto"
+    cores_per_rank: Annotated[int | None, Option(min=1, help=_said("cores_per_rank"))] = None
+    min_ranks: Annotated[int | None, Option(min=1, help=_said("min_ranks"))] = None
+    max_restarts: Annotated[int, Option(min=0, help="Restarts after a fault.")] = 3
     hang_timeout_s: Annotated[
         float,
-        typer.Option(
-            "--hang-timeout-s", help="Seconds without allhands.progress that count as a hang."
-        ),
+        Option(help="Seconds without allhands.progress that count as a hang."),
     ] = 600.0
     start_timeout_s: Annotated[
         float | None,
-        typer.Option(
-            "--start-timeout-s",
+        Option(
             help="Seconds until every rank must call allhands.progress. [no limit]",
         ),
     ] = None
-    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = (
-        60.0
-    )
-    log_dir: Annotated[
-        Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")
-    ] = Path("logs")
+    stop_grace_s: Annotated[float, Option(help=_said("stop_grace_s"))] = 60.0
+    log_dir: Annotated[Path, Option(help="Directory for logs and events.jsonl.")] = Path("logs")
     checkpoints: Annotated[
         Path | None,
-        typer.Option(
-            "--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]"
-        ),
+        Option(help="Directory for allhands.save_checkpoint. [that of --log-dir]"),
     ] = None
     tag_output: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--tag-output/--no-tag-output",
             help="Show the lines of all ranks, each beginning with its rank, or only those of rank 0. "
             "[tagged with several ranks]",
@@ -144,19 +125,15 @@ class Eval(NamedTuple):
     """
 
     flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False
     tasks: Annotated[
         str | None,
-        typer.Option(
-            "--tasks", help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."
-        ),
+        Option(help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."),
     ] = None
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each task.")
-    ] = None
+    limit: Annotated[int | None, Option(min=1, help="With --tasks: examples of each task.")] = None
     num_shots: Annotated[
         int | None,
-        typer.Option("--num-shots", min=0, help="With --tasks: solved examples in each prompt."),
+        Option(min=0, help="With --tasks: solved examples in each prompt."),
     ] = None
 
 
@@ -169,12 +146,11 @@ class DataCheck(NamedTuple):
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _CHECKED)]
     data: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
+        str | None, Argument(metavar="DIR", help="The data. [demo]", show_default=False)
     ] = None
     show: Annotated[
         int,
-        typer.Option(
-            "--show",
+        Option(
             help="Examples to print as training sees them.",
             min=0,
             metavar="N",
@@ -183,19 +159,15 @@ class DataCheck(NamedTuple):
     ] = 0
     row: Annotated[
         list[int] | None,
-        typer.Option(
-            "--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE"
-        ),
+        Option(help="Print the example of this line. Repeatable.", min=1, metavar="LINE"),
     ] = None
     split: Annotated[
-        str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")
+        str | None, Option(help="Only train, valid or test. [all]", metavar="NAME")
     ] = None
     strict: Annotated[
-        bool, typer.Option("--strict", help="End with exit code 3 if there is a serious problem.")
+        bool, Option("--strict", help="End with exit code 3 if there is a serious problem.")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = (
-        False
-    )
+    as_json: Annotated[bool, Option("--json", help="Print numbers and findings as JSON.")] = False
 
 
 class ModelCheck(NamedTuple):
