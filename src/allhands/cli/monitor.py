@@ -49,8 +49,18 @@ _PATIENCE_S = 20.0  # for computers to answer
 _LOOK_S = 0.1
 # In the order in which they go where the terminal is narrow.
 _DISPENSABLE = (
-    *("pid", "received\n/s", "MLX\ncache", "peak\nPSS", "sent\n/s", "RSS", "MLX\nactive", "CPU"),
-    *("GPU\nload", "esti-\nmated", "peak\nRSS", "GPU\nmemory"),
+    "pid",
+    "received\n/s",
+    "MLX\ncache",
+    "peak\nPSS",
+    "sent\n/s",
+    "RSS",
+    "MLX\nactive",
+    "CPU",
+    "GPU\nload",
+    "esti-\nmated",
+    "peak\nRSS",
+    "GPU\nmemory",
 )
 
 

@@ -20,17 +20,19 @@ from allhands.io.paths import local_path, require_words
 # data sets.
 TEXT_PATHS = frozenset(
     {
-        *(
-            "model",
-            "data",
-            "tokenizer",
-            "adapter_path",
-            "resume",
-            "resume_adapter_file",
-            "config",
-            "hostfile",
-        ),
-        *("source", "sources", "base", "origin", "chat_template"),
+        "model",
+        "data",
+        "tokenizer",
+        "adapter_path",
+        "resume",
+        "resume_adapter_file",
+        "config",
+        "hostfile",
+        "source",
+        "sources",
+        "base",
+        "origin",
+        "chat_template",
     }
 )
 

@@ -99,7 +99,9 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
         _check_ranks(config)
     several = config.num_ranks > 1
     values = {
-        **{"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile},
+        "--link": asked.link,
+        "--hosts": config.hosts,
+        "--hostfile": config.hostfile,
         "-n": several and not config.hostfile,
     }
     given = [flag for flag, value in values.items() if value]

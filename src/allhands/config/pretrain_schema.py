@@ -12,8 +12,18 @@ from allhands.config.schema import LrSchedule, TrainConfig
 from allhands.config.values import LocalPath, RefusedOption
 
 NUMBERS = (
-    *("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size"),
-    *("rope_theta", "tied", "experts", "experts_per_token"),
+    "layers",
+    "dims",
+    "mlp_dims",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocabulary",
+    "block_size",
+    "rope_theta",
+    "tied",
+    "experts",
+    "experts_per_token",
 )
 
 

@@ -35,16 +35,15 @@ INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
 REASONING_KEYS = (
-    *(
-        "reasoning_content",
-        "reasoning",
-        "thinking",
-        "reasoning_text",
-        "thinking_content",
-        "thought",
-        "thoughts",
-    ),
-    *("chain_of_thought", "analysis"),
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "reasoning_text",
+    "thinking_content",
+    "thought",
+    "thoughts",
+    "chain_of_thought",
+    "analysis",
 )
 # Words that a question may need beside it, which no shape takes.
 CONTEXT_KEYS = ("context", "passage", "paragraph", "background", "evidence")

@@ -14,7 +14,10 @@ BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 16
 # Names of splits in files and folders.
 NAMES_OF_SPLITS = {
-    **{"train": "train", "training": "train", "test": "test", "testing": "test"},
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
 }
 _MAX_DEPTH = 200

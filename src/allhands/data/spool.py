@@ -15,7 +15,12 @@ from allhands.data.arrays import Array
 # one split; tokens or characters; number of the split that its source gives; whether it goes to the
 # preference files.
 _FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line": "q"} | {
-    **{"content": "Q", "words": "Q", "key": "Q", "length": "q", "given": "b", "preference": "?"}
+    "content": "Q",
+    "words": "Q",
+    "key": "Q",
+    "length": "q",
+    "given": "b",
+    "preference": "?",
 }
 _ROW, _DTYPE = (
     struct.Struct("<" + "".join(_FIELDS.values())),

@@ -62,16 +62,17 @@ _Object = dict[str, Any]
 # Fields of OpenAI's, and of other servers', whose other values would be passed over: the values
 # that change nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
-    **{
-        "n": (1,),
-        "best_of": (1,),
-        "echo": (False,),
-        "suffix": ("",),
-        "store": (False,),
-        "modalities": (["text"],),
-    },
-    **{"parallel_tool_calls": (True,), "functions": ([],), "function_call": ("none", "auto")},
-    **{"tool_choice": ("none", "auto"), "verbosity": ("medium",)},
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "store": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
     **dict.fromkeys(
         ("audio", "web_search_options", "grammar", "json_schema", "structured_outputs"), ()
     ),

@@ -309,8 +309,12 @@ def _param(request: CompletionRequest) -> str:
 # Fields of a request by mlx_lm's names, with what they are where it does not say; a text: as the
 # server was started.
 _SAMPLING: dict[str, Any] = {
-    **{"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
-    **{"xtc_probability": 0.0, "xtc_threshold": 0.1},
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
 }
 _PENALTIES = {
     f"{kind}_{what}": usual

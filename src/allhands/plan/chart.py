@@ -25,8 +25,16 @@ from allhands.plan.outlook import Outlook
 
 _TAKEN, _FADED, _FILLED = "#0072B2", "#9A9A9A", "#E8F2FA"
 _QUESTIONS = (
-    *(chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.DIVIDED, chart.STAGES),
-    *(chart.MORE, chart.PAYS, chart.FAST, chart.LARGER),
+    chart.AGAIN,
+    chart.LONG,
+    chart.FITS,
+    chart.SMALLER,
+    chart.DIVIDED,
+    chart.STAGES,
+    chart.MORE,
+    chart.PAYS,
+    chart.FAST,
+    chart.LARGER,
 )
 _OUTCOMES: dict[Outcome, str] = {
     "one machine": "stay on one machine",

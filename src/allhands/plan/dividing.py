@@ -26,15 +26,15 @@ _SHARDED = ("zero2", "zero3", "fsdp")
 _LONG = 256
 # Options that divide a model, as they are where nothing is divided, and the change for each way.
 _WHOLE: Mapping[str, Any] = {
-    **{
-        "strategy": "auto",
-        "pp": None,
-        "pp_schedule": "1f1b",
-        "pp_split": "auto",
-        "reshard": "auto",
-        "dp_shard": None,
-    },
-    **{"tp": 1, "cp": 1, "ep": 1},
+    "strategy": "auto",
+    "pp": None,
+    "pp_schedule": "1f1b",
+    "pp_split": "auto",
+    "reshard": "auto",
+    "dp_shard": None,
+    "tp": 1,
+    "cp": 1,
+    "ep": 1,
 }
 _CHANGES: Mapping[Name, Mapping[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
