@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from chat_tokenizers import CHATML, THINKING, WORDS, ZEPHYR, load_folder, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from allhands.cli.check import (
 )
 from allhands.cli.commands import function_of
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
+from allhands.cli.parser import App
 from allhands.data.check import (
     CheckOptions,
     DataFinding,
@@ -435,7 +435,7 @@ def row(question: str, answer: str) -> dict[str, Any]:
 
 
 def run(*arguments: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
-    app = typer.Typer(rich_markup_mode=None)
+    app = App(rich_markup_mode=None)
     app.command("check")(function_of("training.DataCheck check:check"))
     result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "80", **(env or {})})
     if result.exception is not None and not isinstance(result.exception, SystemExit):

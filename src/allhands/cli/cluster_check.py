@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.verbs_cluster import BACKENDS, ClusterCheck
+from allhands.cli.verbs_cluster import ClusterCheck
+from allhands.cli.verbs_models import Backend
 from allhands.cluster.doctor.checks import well
 from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
 from allhands.cluster.doctor.findings import Check, Finding
 from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import chosen_hosts, hostfile_backend
-from allhands.errors import ConfigError, DistributedError
+from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_bytes, format_duration
 from allhands.io.terminal import console_for, progress_console
 
@@ -64,23 +65,12 @@ def _option(hostfile: Path | None, names: str | None) -> str:
     )
 
 
-def _backend(asked: str, hostfile: Path | None) -> str:
-    """The one asked for, or else the hostfile's.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if asked not in BACKENDS:
-        raise ConfigError(
-            f"{asked!r} is not a back-end",
-            code="value-unknown",
-            where="--backend",
-            hint=f"use {', '.join(BACKENDS)}",
-        )
-    if asked == "auto" and hostfile is not None:
+def _backend(asked: Backend, hostfile: Path | None) -> str:
+    """The one asked for, or else the hostfile's."""
+    if asked is Backend.auto and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in BACKENDS else "auto"
-    return asked
+        return own if own in {*Backend} else "auto"
+    return asked.value
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from allhands.cli.launching import run
+from allhands.cli.parser import refuse_idle
 from allhands.cli.train import (
     check_launch,
     collector_paused,
@@ -54,14 +55,8 @@ def evaluate(asked: Eval) -> None:
     if asked.tasks is not None:
         _run_tasks(asked, asked.tasks)
         return
-    for flag, value in (("--limit", asked.limit), ("--num-shots", asked.num_shots)):
-        if value is not None:
-            raise ConfigError(
-                "it has no effect without --tasks",
-                code="option-without-effect",
-                where=flag,
-                hint="for less data give --test-batches",
-            )
+    idle = {"--limit": asked.limit, "--num-shots": asked.num_shots}
+    refuse_idle(idle, "without --tasks", "for less data give --test-batches")
     raise typer.Exit(_evaluate(asked.flags, asked.as_json))
 
 
@@ -190,15 +185,8 @@ def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
 def _run_tasks(asked: Eval, tasks: str) -> None:
     """Benchmarks of lm-evaluation-harness, on this process."""
     flags, known = asked.flags, {"model", "adapter_path", "batch_size", "trust_remote_code"}
-    for name in flags:
-        if name not in known:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                "it has no effect with --tasks",
-                code="option-without-effect",
-                where=flag,
-                hint="leave one of the two out",
-            )
+    idle = {f"--{name.replace('_', '-')}": flags[name] for name in flags if name not in known}
+    refuse_idle(idle, "with --tasks", "leave one of the two out")
 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"

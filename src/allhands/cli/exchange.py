@@ -9,6 +9,7 @@ from typing import Any
 
 from allhands.cli.answering import tell_harm
 from allhands.cli.export_models import export_model
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Export, Format, Import, Target
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
@@ -29,18 +30,11 @@ _OURS = ("adapters.safetensors", "adapter_config.json")
 
 def export_adapter(asked: Export) -> None:
     """Run the verb."""
-    for flag, value, only in (
-        ("--base", asked.base, Target.peft),
-        ("--dtype", asked.dtype, Target.hf),
-    ):
-        if value is not None and asked.to is not only:
-            raise ConfigError(
-                f"it has no effect with --to {asked.to.value}",
-                code="option-without-effect",
-                where=flag,
-                hint="leave it out",
-            )
-
+    idle = {
+        "--base": None if asked.to is Target.peft else asked.base,
+        "--dtype": None if asked.to is Target.hf else asked.dtype,
+    }
+    refuse_idle(idle, f"with --to {asked.to.value}", "leave it out")
     if asked.to is Target.peft:
         if asked.adapter_path is None:
             raise ConfigError(

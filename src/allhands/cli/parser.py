@@ -5,7 +5,7 @@ every path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,6 +186,19 @@ def _require_words(value: str, where: str) -> None:
     except ValueError as error:
         hint = "make the terminal or the script send UTF-8"
         raise ConfigError(str(error), code="text-not-unicode", where=where, hint=hint) from None
+
+
+def refuse_idle(given: Mapping[str, object], why: str, hint: str) -> None:
+    """Refuse those of ``given``, options by their flags, that have a value without an effect.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for flag, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"it has no effect {why}", code="option-without-effect", where=flag, hint=hint
+            )
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:

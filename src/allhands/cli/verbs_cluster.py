@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from typer import Argument, Option
 
-# Of the computers' back-ends, those that are measured and those that are trained with.
-MEASURED = ("auto", "all", "ring", "mpi", "nccl")
-BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
+from allhands.cli.verbs_models import Backend
+
 PLACE = "~/.allhands/env"
 
 
@@ -110,8 +110,8 @@ class ClusterCheck(NamedTuple):
     model: Annotated[str | None, Option(help="Model that must be equal everywhere.")] = None
     data: Annotated[str | None, Option(help="Data that must be equal everywhere.")] = None
     backend: Annotated[
-        str, Option(metavar="|".join(BACKENDS), help="Back-end of the training.")
-    ] = "auto"
+        Backend, Option(metavar="|".join(Backend), help="Back-end of the training.")
+    ] = Backend.auto
     adapter_path: Annotated[str, Option(help="Directory of the planned run.")] = "adapters"
     quick: Annotated[
         bool, Option("--quick", help="Compare sizes of files only; do not read them.")
@@ -121,6 +121,16 @@ class ClusterCheck(NamedTuple):
     ] = True
     timeout_s: Annotated[float, Option(min=1.0, help="Seconds to wait for a computer.")] = 20.0
     as_json: Annotated[bool, Option("--json", help="Print all findings as JSON.")] = False
+
+
+class MeasuredBackend(StrEnum):
+    """Back-ends that are measured."""
+
+    auto = "auto"
+    all = "all"
+    ring = "ring"
+    mpi = "mpi"
+    nccl = "nccl"
 
 
 class ClusterBench(NamedTuple):
@@ -141,12 +151,12 @@ class ClusterBench(NamedTuple):
         Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]"),
     ] = None
     backend: Annotated[
-        str,
+        MeasuredBackend,
         Option(
-            metavar="|".join(MEASURED),
+            metavar="|".join(MeasuredBackend),
             help="Back-end; 'all' measures each possible one.",
         ),
-    ] = "auto"
+    ] = MeasuredBackend.auto
     links: Annotated[
         bool, Option("--links/--no-links", help="Also measure each pair of computers.")
     ] = True

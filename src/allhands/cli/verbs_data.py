@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, fields
+from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,6 +25,14 @@ def _column(field: Field[str]) -> Parameter:
 
 
 _COLUMNS = list(map(_column, fields(ColumnNames)))
+
+
+class Dedupe(StrEnum):
+    """Repeated rows that are dropped."""
+
+    off = "off"
+    exact = "exact"
+    near = "near"
 
 
 class DataPrepare(NamedTuple):
@@ -92,9 +101,9 @@ class DataPrepare(NamedTuple):
         ),
     ] = True
     dedupe: Annotated[
-        str,
+        Dedupe,
         Option(metavar="off|exact|near", help="Repeated rows to drop; all are reported."),
-    ] = "off"
+    ] = Dedupe.off
     near_threshold: Annotated[
         float,
         Option(help="Similarity of near duplicates; 1 looks for exact ones only."),

@@ -4,13 +4,14 @@ verb.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
 from allhands.cli.options import options_of
-from allhands.cli.verbs_models import ModelArgument, ModelOption
+from allhands.cli.verbs_models import Backend, ModelArgument, ModelOption
 from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import TrainConfig
 
@@ -76,7 +77,6 @@ _COMPARED = (
     "compile",
     "trust_remote_code",
 )
-BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 
 
 def _said(name: str) -> str:
@@ -103,7 +103,9 @@ class Launch(NamedTuple):
     ] = None
     hostfile: Annotated[str | None, Option(help=_said("hostfile"))] = None
     hosts: Annotated[str | None, Option(help=_said("hosts"))] = None
-    backend: Annotated[str, Option(metavar="|".join(BACKENDS), help=_said("backend"))] = "auto"
+    backend: Annotated[Backend, Option(metavar="|".join(Backend), help=_said("backend"))] = (
+        Backend.auto
+    )
     cores_per_rank: Annotated[int | None, Option(min=1, help=_said("cores_per_rank"))] = None
     min_ranks: Annotated[int | None, Option(min=1, help=_said("min_ranks"))] = None
     max_restarts: Annotated[int, Option(min=0, help="Restarts after a fault.")] = 3
@@ -154,6 +156,14 @@ class Eval(NamedTuple):
     ] = None
 
 
+class Split(StrEnum):
+    """Split of the data."""
+
+    train = "train"
+    valid = "valid"
+    test = "test"
+
+
 class DataCheck(NamedTuple):
     """Show a data set as training would see it, and warn of problems.
 
@@ -179,7 +189,7 @@ class DataCheck(NamedTuple):
         Option(help="Print the example of this line. Repeatable.", min=1, metavar="LINE"),
     ] = None
     split: Annotated[
-        str | None, Option(help="Only train, valid or test. [all]", metavar="NAME")
+        Split | None, Option(help="Only train, valid or test. [all]", metavar="NAME")
     ] = None
     strict: Annotated[
         bool, Option("--strict", help="End with exit code 3 if there is a serious problem.")
