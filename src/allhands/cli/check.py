@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.findings import message_of, remedy_of, size_findings
+from allhands.cli.findings import size_findings, words_of
 from allhands.cli.verbs_training import DataCheck, Split
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, template_findings
@@ -286,7 +286,7 @@ def to_json(
             for report in reports
         },
         "findings": [
-            asdict(finding) | {"message": message_of(finding), "remedy": remedy_of(finding)}
+            asdict(finding) | dict(zip(("message", "remedy"), words_of(finding), strict=True))
             for finding in findings
         ],
         "ruined": any(finding.severity == "ruins" for finding in findings),
@@ -424,11 +424,12 @@ def _print_findings(console: Console, findings: Sequence[DataFinding]) -> None:
             console.print(title, style=_COLOURS[severity])
         for finding in group:
             split = f"{finding.split}: " if finding.split else ""
-            _say(console, split + message_of(finding), 2)
+            message, remedy = words_of(finding)
+            _say(console, split + message, 2)
             if finding.places:
                 more = ", ..." if finding.count > len(finding.places) else ""
                 _say(console, ", ".join(finding.places) + more, 6, "dim")
-            if remedy := remedy_of(finding):
+            if remedy:
                 _say(console, f"what to do: {remedy}", 6)
 
 
