@@ -27,7 +27,7 @@ from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import chosen_hosts, hostfile_backend
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_bytes, format_duration
-from allhands.io.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, printable, progress_console
 
 _WIDTH = 80
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
@@ -98,21 +98,21 @@ def show(
 ) -> None:
     """Everything on one screen: the computers, what is wrong, what to do, what is well."""
     for host in cluster.hosts:
-        console.print(_plain(host_line(host)), soft_wrap=True)
+        console.print(printable(host_line(host)), soft_wrap=True)
     console.print()
     if findings:
         console.print(findings_table(findings))
         for number, finding in enumerate(findings, 1):
             if finding.remedy:
                 # Not wrapped, so that it can be copied.
-                console.print(_plain(f"{number:3d}. {finding.remedy}"), soft_wrap=True)
+                console.print(printable(f"{number:3d}. {finding.remedy}"), soft_wrap=True)
         console.print()
     if cluster.network is not None:
         for line in network_lines(cluster.network):
-            console.print(_plain(line))
+            console.print(printable(line))
     titles = [_with_detail(check, cluster) for check in well]
     if titles:
-        console.print(_plain(f"well: {', '.join(titles)}"))
+        console.print(printable(f"well: {', '.join(titles)}"))
     if left := not_asked(cluster):
         console.print(f"not checked: {', '.join(left)}", style="dim")
     console.print(verdict(findings), style="bold")
@@ -133,7 +133,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         )
         table.add_row(
             *(
-                Text(_plain(word), style=style if place < 1 else "")
+                Text(printable(word), style=style if place < 1 else "")
                 for place, word in enumerate(words)
             )
         )
@@ -232,11 +232,6 @@ def verdict(findings: Sequence[Finding]) -> str:
         if stops
         else f"nothing stops training{more}"
     )
-
-
-def _plain(text: str) -> str:
-    """Return text from other computers without characters that could steer a terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 # --- for machines ---------------------------------------------------------------------------------

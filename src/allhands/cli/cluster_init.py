@@ -26,28 +26,7 @@ _END = "END_OF_HOSTFILE"
 
 def cluster_init(asked: ClusterInit) -> None:
     """Run the verb."""
-    mode: Mode = (
-        "dry-run"
-        if asked.dry_run
-        else "yes"
-        if asked.yes
-        else "ask"
-        if sys.stdin.isatty()
-        else "refuse"
-    )
-    raise typer.Exit(
-        run_init(
-            _wishes(
-                asked.hosts,
-                asked.hostfile,
-                asked.python,
-                asked.env_dir,
-                asked.origin,
-                mode,
-                install_key=asked.install_key,
-            )
-        )
-    )
+    raise typer.Exit(run_init(_wishes(asked)))
 
 
 def run_init(wishes: Wishes) -> int:
@@ -75,18 +54,17 @@ def run_init(wishes: Wishes) -> int:
     )
 
 
-def _wishes(
-    hosts: str,
-    output: Path,
-    python: str | None,
-    env_dir: str,
-    origin: str | None,
-    mode: Mode,
-    *,
-    install_key: bool,
-) -> Wishes:
-    names = [name for name, _ in hosts_of(hosts)]
-    output = output.absolute()
+def _mode(asked: ClusterInit) -> Mode:
+    if asked.dry_run:
+        return "dry-run"
+    if asked.yes:
+        return "yes"
+    return "ask" if sys.stdin.isatty() else "refuse"
+
+
+def _wishes(asked: ClusterInit) -> Wishes:
+    names = [name for name, _ in hosts_of(asked.hosts)]
+    output, env_dir = asked.hostfile.absolute(), asked.env_dir
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
         hint = f"give an absolute path, or one below ~/ such as {PLACE}"
@@ -97,15 +75,15 @@ def _wishes(
             hint=hint,
         )
     old = hostfile.read_old(output) or {"hosts": []}
-    wanted = wanted_from(find_source(origin, wheel_store()), python)
+    wanted = wanted_from(find_source(asked.origin, wheel_store()), asked.python)
     return Wishes(
         names,
         output,
         wanted,
         Surveyor(env_dir.rstrip("/"), Path.cwd(), (sys.executable,), wanted.python_path or ""),
-        origin,
-        mode,
-        install_key,
+        asked.origin,
+        _mode(asked),
+        asked.install_key,
         {entry["ssh"]: entry["python"] for entry in old["hosts"] if entry.get("python")},
         place_named=env_dir != PLACE,
     )

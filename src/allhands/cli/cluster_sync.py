@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,6 @@ from allhands.runtime.without_torch import leave_torch_out
 _SHOWN_FILES = 8
 
 
-@dataclass(frozen=True)
-class WantedSync:
-    """The files that a person asks for, as they name them."""
-
-    model: str | None
-    data: str | None
-    config: str | None
-    paths: tuple[str, ...]
-    stages: bool = False
-    pp_split: str | None = None
-
-
 def sync(asked: ClusterSync) -> None:
     """Run the verb."""
     if asked.delete != "no":
@@ -64,17 +51,7 @@ def sync(asked: ClusterSync) -> None:
     options = _options(
         [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
     )
-    wanted = WantedSync(
-        asked.model,
-        asked.data,
-        asked.config,
-        tuple(asked.paths or ()),
-        asked.stages,
-        asked.pp_split,
-    )
-    raise typer.Exit(
-        run_sync(wanted, chosen_hosts(asked.hosts, asked.hostfile), options, as_json=asked.as_json)
-    )
+    raise typer.Exit(run_sync(asked, chosen_hosts(asked.hosts, asked.hostfile), options))
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
@@ -105,9 +82,7 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
 
 
-def run_sync(
-    wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool
-) -> int:
+def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -> int:
     """Copy what is wanted to these hosts and print the result; returns the exit code.
 
     Raises:
@@ -121,9 +96,11 @@ def run_sync(
     files: Mapping[str, list[FoundFile]] | None = None
     if pipeline is not None and place is not None:
         plan, files = plan_stages(plan, Path(place), pipeline, hosts)
-    with _progress(shown=sys.stderr.isatty() and not as_json and not options.dry_run) as show:
+    with _progress(
+        shown=sys.stderr.isatty() and not wanted.as_json and not options.dry_run
+    ) as show:
         state = synchronise(plan, hosts, options, show, files)
-    if as_json:
+    if wanted.as_json:
         typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
     else:
         for line in report_lines(state, options.dry_run):
@@ -133,7 +110,7 @@ def run_sync(
     return state.exit_code
 
 
-def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) -> list[str]:
+def _words(wanted: ClusterSync, content: Mapping[str, Any], model: str | None) -> list[str]:
     """The paths of what is wanted; what the configuration names counts where no flag says something
     else.
 
@@ -141,7 +118,7 @@ def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) ->
         content: the configuration.
         model: its directory.
     """
-    words, data = list(wanted.paths), wanted.data
+    words, data = list(wanted.paths or ()), wanted.data
     if wanted.config is not None:
         words.append(wanted.config)
         named = content.get("data")

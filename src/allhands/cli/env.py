@@ -21,7 +21,7 @@ from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.place import LaunchPlace
 from allhands.io.formatting import counted, format_bytes
-from allhands.io.terminal import console_for
+from allhands.io.terminal import console_for, printable
 from allhands.runtime.versions import version_of
 
 _WIDTH = 80
@@ -203,6 +203,5 @@ def _table(rows: list[tuple[str, str]]) -> Table:
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for title, text in rows:
-        printable = "".join(character if character.isprintable() else "?" for character in text)
-        table.add_row("", *([title] if titled else []), Text(printable))
+        table.add_row("", *([title] if titled else []), Text(printable(text)))
     return table

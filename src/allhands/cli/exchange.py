@@ -15,6 +15,7 @@ from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
 from allhands.export.fusing import FuseOptions
 from allhands.io.files import write_whole
+from allhands.io.formatting import counted
 from allhands.io.paths import meant
 from allhands.io.staging import publish, require_place, staging
 from allhands.io.trees import flatten
@@ -45,14 +46,7 @@ def export_adapter(asked: Export) -> None:
             )
         check_adapter(asked.adapter_path)
         tell_harm(asked.adapter_path)
-        _to_peft(
-            asked.adapter_path,
-            asked.out,
-            asked.model,
-            asked.base,
-            force=asked.force,
-            trust=asked.trust_remote_code,
-        )
+        _to_peft(asked, asked.adapter_path)
         return
     if asked.adapter_path is None and asked.model is None:
         raise ConfigError(
@@ -71,13 +65,11 @@ def export_adapter(asked: Export) -> None:
     )
 
 
-def _to_peft(
-    adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool
-) -> None:
-    adapter = _read(adapter_path, *_OURS)
-    below = model or model_below(adapter_path, adapter.config)
-    require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
-    loaded = load_model(below, trust_remote_code=trust)
+def _to_peft(asked: Export, adapter_path: Path) -> None:
+    adapter, out, base = _read(adapter_path, *_OURS), asked.out, asked.base
+    below = asked.model or model_below(adapter_path, adapter.config)
+    require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=asked.force)
+    loaded = load_model(below, trust_remote_code=asked.trust_remote_code)
     told = PeftBase.of(loaded, base or below)
     try:
         made = to_peft(adapter, told)
@@ -192,7 +184,7 @@ def import_adapter(asked: Import) -> None:
 def _count(adapter: Adapter) -> str:
     """Return the number of adapted modules, in words."""
     count = len({name.rpartition(".lora")[0] for name in adapter.weights if ".lora" in name})
-    return f"{count} layer{'s' * (count != 1)}"
+    return counted(count, "layer")
 
 
 def _read(directory: Path, weights: str, config: str) -> Adapter:

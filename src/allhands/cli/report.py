@@ -8,10 +8,9 @@ from pathlib import Path
 from allhands.cli.verbs_runs import Report
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, require_ours, write_whole
-from allhands.io.terminal import echo
+from allhands.io.terminal import echo, one_line
 from allhands.observe.metrics import METRICS_FILE
 from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
-from allhands.report.markdown import one_line
 
 
 def report(asked: Report) -> None:

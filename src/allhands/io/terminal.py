@@ -218,6 +218,16 @@ def _rows(line: str, width: int) -> list[str]:
     return [*rows, line] if line or not rows else rows
 
 
+def printable(text: str, instead: str = "?") -> str:
+    """Return text of others without characters that could steer a terminal."""
+    return "".join(letter if letter.isprintable() else instead for letter in text)
+
+
+def one_line(text: str) -> str:
+    """Return text of others on one line, without what a terminal would take for orders."""
+    return " ".join(printable(text, " ").split())
+
+
 def echo(text: str) -> None:
     """:func:`tell` on standard output."""
     tell(text, sys.stdout)

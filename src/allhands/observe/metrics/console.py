@@ -27,7 +27,7 @@ from allhands.io.formatting import (
     format_size,
 )
 from allhands.io.notebook import NotebookOutput
-from allhands.io.terminal import print_line, row_width
+from allhands.io.terminal import one_line, print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
     RunEnded,
@@ -331,11 +331,7 @@ def valid_line(report: ValidReport) -> str:
 
 def sampled_line(sampled: Sampled) -> str:
     """Prompt and continuation on one line; what a terminal would take for orders is left out."""
-    prompt, text = (
-        "".join(c if c.isprintable() else " " for c in part)
-        for part in (sampled.prompt, sampled.text)
-    )
-    return f"step {sampled.step}  sample: {' '.join(prompt.split())} | {' '.join(text.split())}"
+    return f"step {sampled.step}  sample: {one_line(sampled.prompt)} | {one_line(sampled.text)}"
 
 
 def skipped_line(skipped: StepSkipped) -> str:
