@@ -50,8 +50,10 @@ def chat_choice(template: str | None, system: str) -> ChatChoice:
         ConfigError: ``system`` is neither of its two words.
     """
     if system not in ("template", "merge"):
-        hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
         raise ConfigError(
-            f"{system!r} is not known", code="value-unknown", where="--system", hint=hint
+            f"{system!r} is not known",
+            code="value-unknown",
+            where="--system",
+            hint="write merge, or leave it out; the words of a system message are given as --system-prompt",
         )
     return ChatChoice(template, cast("Any", system))

@@ -168,9 +168,11 @@ def _sources(
             raise
         found = find_splits(chosen.model_copy(update={"test": False}))
     if len(names) == 1 and names[0] not in found:
-        hint = "leave --split out to check what is there; allhands data prepare makes all three"
         raise DataError(
-            f"there is no {names[0]} set", code="split-missing", where="--split", hint=hint
+            f"there is no {names[0]} set",
+            code="split-missing",
+            where="--split",
+            hint="leave --split out to check what is there; allhands data prepare makes all three",
         )
     splits = {name: _items(config, name, found.get(name)) for name in names}
     return splits, [(name, note) for name in names if name in found for note in found[name].notes()]

@@ -67,12 +67,11 @@ def _wishes(asked: ClusterInit) -> Wishes:
     output, env_dir = asked.hostfile.absolute(), asked.env_dir
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
-        hint = f"give an absolute path, or one below ~/ such as {PLACE}"
         raise ConfigError(
             f"{env_dir!r} would be a different place on every computer",
             code="path-invalid",
             where="--env-dir",
-            hint=hint,
+            hint=f"give an absolute path, or one below ~/ such as {PLACE}",
         )
     old = hostfile.read_old(output) or {"hosts": []}
     wanted = wanted_from(find_source(asked.origin, wheel_store()), asked.python)

@@ -40,12 +40,11 @@ _SHOWN_FILES = 8
 def sync(asked: ClusterSync) -> None:
     """Run the verb."""
     if asked.delete != "no":
-        hint = "files that exist only there are kept: remove them by hand"
         raise ConfigError(
             "sync deletes nothing on other hosts",
             code="option-unsupported",
             where="--delete",
-            hint=hint,
+            hint="files that exist only there are kept: remove them by hand",
         )
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
     options = _options(
@@ -64,12 +63,11 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
             hint="give one of them, or none",
         )
     if transport in ("tls", "tcp"):
-        hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
         raise ConfigError(
             f"there is no {transport} any more",
             code="value-unknown",
             where="--transport",
-            hint=hint,
+            hint="leave it out: everything goes over ssh, from host to host where they can log in to each other",
         )
     if transport not in ("auto", "ssh"):
         raise ConfigError(

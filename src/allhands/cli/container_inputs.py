@@ -56,23 +56,21 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
         elif not isinstance(given, dict):
             raise ValueError('no JSON object, such as {"iters": "100"}')
     except (OSError, ValueError) as error:
-        hint = "write JSON in UTF-8, with each name once"
         raise ConfigError(
             f"the hyperparameters cannot be read: {error}",
             code="hyperparameters-unreadable",
             where=source,
-            hint=hint,
+            hint="write JSON in UTF-8, with each name once",
         ) from None
     result: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], given).items():
         key = canonical_key(name.strip().lstrip("-"))
         if key in result:
-            hint = "keep one of the names"
             raise ConfigError(
                 f"{key} is given twice, under two names",
                 code="option-given-twice",
                 where=f"hyperparameter {name}",
-                hint=hint,
+                hint="keep one of the names",
             )
         if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
@@ -232,12 +230,11 @@ def _jsonl_files(path: Path, split: str) -> list[Path]:
         )
     for one in found:
         if one.suffix != ".jsonl":
-            hint = "bring it into shape first: allhands data prepare FILE --out DIR, and give that directory"
             raise DataError(
                 "training reads .jsonl files",
                 code="file-type-unsupported",
                 where=str(one),
-                hint=hint,
+                hint="bring it into shape first: allhands data prepare FILE --out DIR, and give that directory",
             )
     return found
 
@@ -276,12 +273,11 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
                     place, filter="data"
                 )  # refuses paths and links that lead out of it
         except (OSError, tarfile.TarError) as error:
-            hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
             raise ModelError(
                 f"cannot be unpacked: {error}",
                 code="archive-damaged",
                 where=str(archives[0]),
-                hint=hint,
+                hint="make it again: tar -czf model.tar.gz -C DIRECTORY .",
             ) from None
     found = [
         one.parent
@@ -290,11 +286,10 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
     ]
     if len(found) != 1:
         what = "no model (a directory with config.json)" if not found else "several models"
-        hint = "give the channel one model directory, or its .tar.gz; an adapter alone is no model"
         raise ModelError(
             f"the model channel holds {what}",
             code="model-channel-ambiguous",
             where=str(channel),
-            hint=hint,
+            hint="give the channel one model directory, or its .tar.gz; an adapter alone is no model",
         )
     return found[0]

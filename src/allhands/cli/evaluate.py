@@ -189,12 +189,11 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
     refuse_idle(idle, "with --tasks", "leave one of the two out")
 
     if find_spec("lm_eval") is None:
-        hint = "pip install lm_eval"
         raise ConfigError(
             "benchmarks need lm-evaluation-harness, which is not installed",
             code="package-missing",
             where="--tasks",
-            hint=hint,
+            hint="pip install lm_eval",
         )
     preload_blas()
     from allhands.export.harness import Harness, run_harness

@@ -118,12 +118,11 @@ def import_adapter(asked: Import) -> None:
 
     assert asked.source is Format.peft
     if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
-        hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
             "adapter_model.bin is a pickle, which may run code when it is read",
             code="adapter-is-pickle",
             where=str(asked.path),
-            hint=hint,
+            hint="load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)",
         )
     adapter = _read(asked.path, WEIGHTS_FILE, CONFIG_FILE)
     below = asked.model or adapter.config.get("base_model_name_or_path")
@@ -153,21 +152,19 @@ def import_adapter(asked: Import) -> None:
         try:
             put_on(loaded.model, staged)
         except ModelError as error:
-            hint = "use the model that the adapter was trained on: --model"
             raise ModelError(
                 error.message.replace(str(staged), str(asked.path)),
                 code=error.code,
                 where=str(asked.path),
-                hint=hint,
+                hint="use the model that the adapter was trained on: --model",
             ) from None
         import mlx.core as mx
 
         found = dict(flatten(loaded.model.parameters()))
         for name, value in made.weights.items():
             if name not in found or not mx.array_equal(found[name], value):
-                message = f"the written files differ from the adapter, and were not kept: {name} has other values"
                 raise ModelError(
-                    message,
+                    f"the written files differ from the adapter, and were not kept: {name} has other values",
                     code="written-files-differ",
                     where=str(asked.out),
                     hint="if your input is right, this is a defect: report it",

@@ -18,9 +18,11 @@ GGUF_NAME = "ggml-model-f16.gguf"
 def fuse(asked: Fuse) -> None:
     """Run the verb."""
     if asked.upload_repo is not None:
-        hint = f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it"
         raise ConfigError(
-            "fusing uploads nothing", code="option-unsupported", where="--upload-repo", hint=hint
+            "fusing uploads nothing",
+            code="option-unsupported",
+            where="--upload-repo",
+            hint=f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it",
         )
 
     tell_harm(asked.adapter_path)  # before it may be refused for what the training did

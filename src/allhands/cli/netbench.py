@@ -134,8 +134,10 @@ def _show_whole(console: Console, figures: Figures) -> None:
         )
     )
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
-    text = f"a step's exchange takes {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
-    console.print(text, soft_wrap=True)
+    console.print(
+        f"a step's exchange takes {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB",
+        soft_wrap=True,
+    )
 
 
 def _show_links(console: Console, result: Measurement) -> None:

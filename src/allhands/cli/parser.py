@@ -184,8 +184,12 @@ def _require_words(value: str, where: str) -> None:
     try:
         require_words(value)
     except ValueError as error:
-        hint = "make the terminal or the script send UTF-8"
-        raise ConfigError(str(error), code="text-not-unicode", where=where, hint=hint) from None
+        raise ConfigError(
+            str(error),
+            code="text-not-unicode",
+            where=where,
+            hint="make the terminal or the script send UTF-8",
+        ) from None
 
 
 def refuse_idle(given: Mapping[str, object], why: str, hint: str) -> None:

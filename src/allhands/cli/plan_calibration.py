@@ -311,10 +311,11 @@ def _run(
                     preexec_fn=die_with_parent,
                 )
         except subprocess.TimeoutExpired:
-            hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
-            message = f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
             raise ConfigError(
-                message, code="training-timeout", where="--timeout-s", hint=hint
+                f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s",
+                code="training-timeout",
+                where="--timeout-s",
+                hint="give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training",
             ) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)

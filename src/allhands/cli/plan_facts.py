@@ -325,11 +325,10 @@ class _Facts:
         if self.measured is not None:
             return self.measured.exchanged
         if blocks is None:
-            hint = "let it be trained for a few steps: leave --device out"
             raise ConfigError(
                 "this model is not built of equal blocks: nothing can be estimated",
                 code="model-not-estimable",
-                hint=hint,
+                hint="let it be trained for a few steps: leave --device out",
             )
         layers = _trained_layers(config, blocks)
         if config.fine_tune_type == "full":
@@ -424,12 +423,11 @@ class _Facts:
         if not config.epochs:
             return config.iters or _DEFAULT_ITERS
         if self.num_rows is None:
-            hint = "give --iters: the number of rows is only known after the data are read"
             raise ConfigError(
                 "the number of steps is not known",
                 code="option-missing",
                 where="--epochs",
-                hint=hint,
+                hint="give --iters: the number of rows is only known after the data are read",
             )
         return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
 

@@ -127,12 +127,11 @@ def _short_columns(
         if key in features:
             other = f"--{key.replace('_', '-')} {features[key]}"
         if other is not None:
-            hint = "one part is one column: keep one of the two"
             raise ConfigError(
                 f"the column of one part is named twice, also by {other}",
                 code="option-given-twice",
                 where=flag,
-                hint=hint,
+                hint="one part is one column: keep one of the two",
             )
         columns[key], typed[key] = name, flag
     return columns, typed

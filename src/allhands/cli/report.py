@@ -55,9 +55,11 @@ def _require_different(runs: list[Path]) -> None:
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()
         if file in seen:
-            hint = "give each run once: a comparison of a run with itself shows nothing"
             raise ConfigError(
-                "the same run twice", code="input-given-twice", where=str(run), hint=hint
+                "the same run twice",
+                code="input-given-twice",
+                where=str(run),
+                hint="give each run once: a comparison of a run with itself shows nothing",
             )
         seen.add(file)
 

@@ -103,9 +103,11 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
     if config.train or config.test:
         return config
     if "train" in config.model_fields_set:
-        hint = "leave it out to train, or add --test to evaluate what was trained"
         raise ConfigError(
-            "there is nothing to do", code="nothing-to-do", where="--no-train", hint=hint
+            "there is nothing to do",
+            code="nothing-to-do",
+            where="--no-train",
+            hint="leave it out to train, or add --test to evaluate what was trained",
         )
     return config.model_copy(update={"train": True})  # as the command is called
 

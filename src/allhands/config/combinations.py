@@ -255,12 +255,11 @@ def require_groups(config: Any, num_ranks: int) -> None:
             given.append(f"{flag} {own}")
         if num_ranks % size:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
-            hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
             raise ConfigError(
                 f"{told} not make whole groups of {size}",
                 code="ranks-not-divisible",
                 where=" ".join(given),
-                hint=hint,
+                hint="take a number that divides that of the ranks: those beyond it divide the rows of a batch",
             )
 
 
@@ -285,10 +284,11 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     each, rest = divmod(len(config.pp_split.split(",")), stages)
     if config.pp_split == "auto" or (not rest and (each > 1 if interleaved else each == 1)):
         return None
-    hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
-    what = f"these stages are not those of {stages * beside} ranks"
     return ConfigError(
-        what, code="pp-split-mismatch", where=f"--pp-split {config.pp_split}", hint=hint
+        f"these stages are not those of {stages * beside} ranks",
+        code="pp-split-mismatch",
+        where=f"--pp-split {config.pp_split}",
+        hint=f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto",
     )
 
 
@@ -306,9 +306,12 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
         or "--strategy pipeline"
     )
     each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
-    what = f"{num_ranks} ranks do not make whole pipelines of {each}"
-    hint = f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages"
-    return ConfigError(what, code="ranks-not-divisible", where=where, hint=hint)
+    return ConfigError(
+        f"{num_ranks} ranks do not make whole pipelines of {each}",
+        code="ranks-not-divisible",
+        where=where,
+        hint=f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages",
+    )
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

@@ -50,12 +50,11 @@ def _library(path: str) -> Generator[Any]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
-        hint = "pip install datasets"
         raise DataError(
             "the datasets library is not installed",
             code="data-package-missing",
             where=path,
-            hint=hint,
+            hint="pip install datasets",
         ) from error
     if (
         HUB_NAME.fullmatch(path)
@@ -176,9 +175,8 @@ def hub_error(name: str, error: Exception) -> DataError:
         if re.search(pattern, f"{kinds}: {text}"):
             found.where = name
             return found
-    message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
     return DataError(
-        message,
+        f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}",
         code="dataset-unreadable",
         where=name,
         hint=f"see {page}; you can fetch its files and name them here",

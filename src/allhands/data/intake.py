@@ -71,12 +71,11 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.near_threshold <= 1:
-            hint = "0.8 finds texts with a few words changed; 1 looks for exact duplicates only"
             raise ConfigError(
                 f"{self.near_threshold:g} is not between 0.5 and 1",
                 code="value-out-of-range",
                 where="--near-threshold",
-                hint=hint,
+                hint="0.8 finds texts with a few words changed; 1 looks for exact duplicates only",
             )
         if self.dedupe == "near" and self.near_threshold == 1:
             raise ConfigError(
@@ -216,8 +215,11 @@ class Intake:
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
             if key in self._ids:
-                hint = "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together"
-                self.warnings.add("the id of an earlier row", hint, where)
+                self.warnings.add(
+                    "the id of an earlier row",
+                    "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together",
+                    where,
+                )
             self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:

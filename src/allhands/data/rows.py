@@ -50,9 +50,11 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if not self.documents:
-            hint = "use file, line, blank-line or the string between two documents"
             raise ConfigError(
-                "the separator is empty", code="value-empty", where="--documents", hint=hint
+                "the separator is empty",
+                code="value-empty",
+                where="--documents",
+                hint="use file, line, blank-line or the string between two documents",
             )
 
 
@@ -156,5 +158,8 @@ def with_rest(problem: RowProblem) -> RowProblem:
     if problem.is_rest:
         return problem
     what, _, why = problem.message.partition(":")
-    message = f"{what}, and the rest of the file from here was not read:{why}"
-    return replace(problem, message=message, is_rest=True)
+    return replace(
+        problem,
+        message=f"{what}, and the rest of the file from here was not read:{why}",
+        is_rest=True,
+    )

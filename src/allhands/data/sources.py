@@ -136,23 +136,21 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
 def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
     for flag in ("hub_split", "hub_config", "streaming"):
         if getattr(options, flag) and not any_hub:
-            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
             raise ConfigError(
                 "no Hub dataset is named",
                 code="option-without-effect",
                 where=f"--{flag.replace('_', '-')}",
-                hint=hint,
+                hint="name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out",
             )
 
 
 def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     if options.documents != "auto" and not any(source.kind == "text" for source in found):
-        hint = "it concerns .txt and .md files; leave it out"
         raise ConfigError(
             "no plain text file is named",
             code="option-without-effect",
             where="--documents",
-            hint=hint,
+            hint="it concerns .txt and .md files; leave it out",
         )
     seen: set[str] = set()
     for source in found:
@@ -251,12 +249,11 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
     skipped: dict[Path, str] = {}
 
     def stop(error: OSError) -> None:
-        hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
         raise DataError(
             f"cannot read the directory: {error.strerror}",
             code="data-unreadable",
             where=str(error.filename),
-            hint=hint,
+            hint="give yourself permission to read it: chmod u+rx DIRECTORY",
         )
 
     for folder, folders, names in os.walk(root, onerror=stop):

@@ -142,9 +142,11 @@ class StoreWriter:
         least = int(part.tokens.min(initial=0))
         token = least if least < 0 else part.largest_token
         if not 0 <= token < self._vocabulary:
-            message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
-            hint = "the tokenizer's files do not matchgether: fetch the model again"
-            raise ModelError(message, code="vocabulary-mismatch", hint=hint)
+            raise ModelError(
+                f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}",
+                code="vocabulary-mismatch",
+                hint="the tokenizer's files do not matchgether: fetch the model again",
+            )
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
             self._files[name].append(array)
@@ -222,16 +224,17 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
                 return found
             found = _made(path, vocabulary, build)
     except StorageError as error:
-        hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
         raise StorageError(
-            error.message, code=error.code, where=error.where, hint=hint
+            error.message,
+            code=error.code,
+            where=error.where,
+            hint=f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere",
         ) from error.__cause__
-    hint = "let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE"
     raise StorageError(
         "the tokens vanish as soon as they are stored",
         code="token-cache-removed",
         where=str(path),
-        hint=hint,
+        hint="let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE",
     )
 
 

@@ -385,5 +385,6 @@ def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
     how = {"none": "", "full": ", fine-tuned in full"}.get(
         kind, f", with a trained {kind} adapter merged"
     )
-    text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
-    (staged / "README.md").write_text(text, encoding="utf-8")
+    (staged / "README.md").write_text(
+        f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n", encoding="utf-8"
+    )

@@ -159,8 +159,11 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     metadata |= {"general.name": shown, **vocabulary.metadata()}
     for tensor, value in tensors.items():
         if not mx.all(mx.isfinite(value)).item():
-            hint = "allhands export --to hf --dtype bfloat16, then convert_hf_to_gguf.py --outtype bf16 of llama.cpp"
-            raise overflow(tensor, shown, hint)
+            raise overflow(
+                tensor,
+                shown,
+                "allhands export --to hf --dtype bfloat16, then convert_hf_to_gguf.py --outtype bf16 of llama.cpp",
+            )
 
     def write(temporary: Path) -> None:
         mx.save_gguf(str(temporary), tensors, metadata)
@@ -217,16 +220,17 @@ class _Vocabulary:
         try:
             rule = _rule(description)
         except LookupError as error:
-            message = f"llama.cpp cannot be told how this tokenizer works: {error.args[0]}"
             raise ModelError(
-                message, code="tokenizer-unsupported", where=str(file), hint=_OTHERWISE
+                f"llama.cpp cannot be told how this tokenizer works: {error.args[0]}",
+                code="tokenizer-unsupported",
+                where=str(file),
+                hint=_OTHERWISE,
             ) from None
         tokenizer: Any = load_tokenizer(str(model)).tokenizer
         count = max(tokenizer.get_vocab().values()) + 1
         if rows and count > rows:
-            message = f"the tokenizer has {count} tokens, the model's vocabulary {rows}"
             raise ModelError(
-                message,
+                f"the tokenizer has {count} tokens, the model's vocabulary {rows}",
                 code="vocabulary-mismatch",
                 where=str(model),
                 hint="the tokenizer is another model's: copy this model's own",

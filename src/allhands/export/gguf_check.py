@@ -71,10 +71,9 @@ def _same(held: mx.array, value: mx.array) -> bool:
 
 
 def _differs(what: str, file: Path) -> ModelError:
-    hint = "free disk space and try again; if it happens again this is a defect: report it"
     return ModelError(
         f"the GGUF file is not the model, and was not kept: {what}",
         code="written-files-differ",
         where=str(file.parent),
-        hint=hint,
+        hint="free disk space and try again; if it happens again this is a defect: report it",
     )

@@ -204,8 +204,11 @@ class Generator(ResponseGenerator):
         try:
             arguments.max_tokens = room_for_answer(count, served.positions, arguments.max_tokens)
         except PromptTooLong as error:
-            told = f"{error.message}: shorten it"
-            raise Refused(told, code="context_length_exceeded", param=_param(request)) from None
+            raise Refused(
+                f"{error.message}: shorten it",
+                code="context_length_exceeded",
+                param=_param(request),
+            ) from None
         fields = {name: getattr(request, name) for name in CompletionRequest.__dataclass_fields__}
         return Prepared(**fields, tokenized=tokenized, left=threading.Event())
 

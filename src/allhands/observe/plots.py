@@ -85,12 +85,11 @@ def plot_losses(
     out, labels = Path(out), names_of(runs)
     charts = {one.key: one for one in loss_charts(labels, runs)}
     if not charts.keys() >= {"loss-steps", "loss-time"}:
-        hint = "wait for the first report of the run, then plot again"
         raise DataError(
             "no run has a loss to draw yet",
             code="samples-missing",
             where=", ".join(run.name for run in runs),
-            hint=hint,
+            hint="wait for the first report of the run, then plot again",
         )
     by_step = charts["loss-steps"]
     with picture(out, (12, 6), private=private) as figure:

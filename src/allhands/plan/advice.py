@@ -291,8 +291,11 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
         )
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        why = f"it is done within the hour; {_saved(at, 'too little to matter')}"
-        return walk.end("one machine", "stay on one machine", why)
+        return walk.end(
+            "one machine",
+            "stay on one machine",
+            f"it is done within the hour; {_saved(at, 'too little to matter')}",
+        )
     return None
 
 

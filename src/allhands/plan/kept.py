@@ -261,8 +261,12 @@ def read_plan(file: Path) -> KeptPlan:
     version = cast("dict[str, Any]", content).get("version")
     if version != VERSION:
         told = "no version" if version is None else f"version {version!r}"
-        message = f"the plan has {told}, and this allhands reads version {VERSION}"
-        raise DataError(message, code="plan-of-other-version", where=str(file), hint=hint)
+        raise DataError(
+            f"the plan has {told}, and this allhands reads version {VERSION}",
+            code="plan-of-other-version",
+            where=str(file),
+            hint=hint,
+        )
     try:
         return _reader().validate_python(content)
     except ValidationError as error:
