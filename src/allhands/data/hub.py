@@ -124,57 +124,46 @@ def hub_error(name: str, error: Exception) -> DataError:
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)
-    for pattern, found in (
+    for pattern, code, told, hint in (
         (
             "(?i)gated dataset|GatedRepo",
-            DataError(
-                "access to the dataset must be asked for", code="dataset-gated", hint=page_hint
-            ),
+            "dataset-gated",
+            "access to the dataset must be asked for",
+            page_hint,
         ),
         (
             "OfflineMode|(?i:offline mode)",
-            DataError(
-                "the dataset is not here, and downloads are switched off",
-                code="dataset-not-downloaded",
-                hint=offline,
-            ),
+            "dataset-not-downloaded",
+            "the dataset is not here, and downloads are switched off",
+            offline,
         ),
         (
             "^[^:]*(Connect|Timeout|Proxy)",
-            DataError(
-                "the Hugging Face Hub cannot be reached",
-                code="dataset-hub-unreachable",
-                hint=_NO_NETWORK,
-            ),
+            "dataset-hub-unreachable",
+            "the Hugging Face Hub cannot be reached",
+            _NO_NETWORK,
         ),
         (
             "(Unknown|Bad) split",
-            DataError(
-                "the dataset has no such split",
-                code="split-missing",
-                hint=f"--hub-split {one_of}",
-            ),
+            "split-missing",
+            "the dataset has no such split",
+            f"--hub-split {one_of}",
         ),
         (
             "Config name is missing|BuilderConfig .* not found",
-            DataError(
-                "it has several configurations",
-                code="dataset-configuration-missing",
-                hint=f"--hub-config {one_of}",
-            ),
+            "dataset-configuration-missing",
+            "it has several configurations",
+            f"--hub-config {one_of}",
         ),
         (
             "^[^:]*(FileNotFound|RepositoryNotFound)",
-            DataError(
-                "there is no such dataset on the Hub, or it is private",
-                code="dataset-missing",
-                hint=private,
-            ),
+            "dataset-missing",
+            "there is no such dataset on the Hub, or it is private",
+            private,
         ),
     ):
         if re.search(pattern, f"{kinds}: {text}"):
-            found.where = name
-            return found
+            return DataError(told, code=code, where=name, hint=hint)
     return DataError(
         f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}",
         code="dataset-unreadable",

@@ -210,34 +210,21 @@ PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
 # Answers of the chart that lead to other ways than the usual one.
-_IN_PARTS = {
-    "pipeline": "in blocks",
-    "fsdp": "each array",
-    "tensor": "each matrix",
-    "expert": "each mixture",
-    "context": "each row",
+# Of each strategy the answer that leads to it, where it leads, and what a rank has.
+_DIVIDED: dict[str, tuple[str, Outcome, str]] = {
+    "pipeline": ("in blocks", "pipeline", "each with some of the blocks"),
+    "fsdp": ("each array", "fully sharded", "each with a part of every array"),
+    "tensor": ("each matrix", "tensor parallel", "each with a part of every matrix"),
+    "expert": ("each mixture", "expert parallel", "each with some of the experts"),
+    "context": ("each row", "context parallel", "each with a part of every row"),
 }
 _INSIDE = "each row by several"
-_OUTCOMES: dict[str, Outcome] = {
-    "pipeline": "pipeline",
-    "fsdp": "fully sharded",
-    "tensor": "tensor parallel",
-    "expert": "expert parallel",
-    "context": "context parallel",
-}
-_PARTS = {
-    "pipeline": "each with some of the blocks",
-    "expert": "each with some of the experts",
-    "fsdp": "each with a part of every array",
-    "tensor": "each with a part of every matrix",
-    "context": "each with a part of every row",
-}
 
 
-def _first(way: Way) -> str:
-    """The first of the ways of dividing that go together in this one."""
+def _divided_by(way: Way) -> tuple[str, Outcome, str]:
+    """The words for the first of the ways of dividing that go together in this one."""
     first, _, _ = way.strategy.partition("+")
-    return "fsdp" if first == "zero2" else first
+    return _DIVIDED["fsdp" if first == "zero2" else first]
 
 
 class _Walk:
@@ -467,7 +454,7 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
         walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
         return _in_stages(at, stages, walk)
     if parts is not None:
-        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[_first(parts)])
+        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_divided_by(parts)[0])
         return _in_parts(at, parts, walk)
     return None
 
@@ -542,9 +529,10 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
         other is not None
         and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
     )
+    _, outcome, each = _divided_by(way)
     return walk.end(
-        _OUTCOMES[_first(way)],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
+        outcome,
+        f"{way.name} over {at.several(way.ranks)}, {each}: {way.flags}",
         f"at most {format_bytes(way.rank_bytes)} on a rank; a rank sends {format_bytes(way.sent_bytes)} in a step",
         f"{format_duration(way.training_s)} on {at.several(way.ranks)}; on one it does not fit",
         slower or "",
@@ -563,9 +551,10 @@ def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
         if other is None
         else f"with rows of its own: {other.fast(at)}"
     )
+    _, outcome, each = _divided_by(way)
     return walk.end(
-        _OUTCOMES[_first(way)],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
+        outcome,
+        f"{way.name} over {at.several(way.ranks)}, {each}: {way.flags}",
         f"{_fast(at, way)} on {at.several(way.ranks)}: {format_duration(way.training_s)} in place of "
         f"{format_duration(at.alone_s)}",
         shares,
