@@ -317,12 +317,10 @@ def require_stages(config: Any, num_ranks: int) -> None:
 
 
 def _refuse_rounds(config: Any) -> None:
-    every, parts, delay, strategy = (
-        config.sync_every,
-        config.sync_fragments,
-        config.sync_delay,
-        config.strategy,
-    )
+    every = config.sync_every
+    parts = config.sync_fragments
+    delay = config.sync_delay
+    strategy = config.strategy
     if every == 1:
         names = ("outer_momentum", "outer_lr", "sync_fragments")
         _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")

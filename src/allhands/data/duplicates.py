@@ -127,10 +127,8 @@ def _sketch(normal: str) -> tuple[_U32 | None, int]:
     words = normal.split(" ")
     if len(words) < _FEW_WORDS or len(normal) > _LONG_WORD * len(words):
         # JSON may hold half a surrogate pair.
-        units, length = (
-            np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4"),
-            _CHARACTERS,
-        )
+        units = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        length = _CHARACTERS
     else:
         units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words])
         length = _WORDS

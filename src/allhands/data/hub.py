@@ -117,10 +117,8 @@ def hub_error(name: str, error: Exception) -> DataError:
     text, kind = str(error), type(error).__name__
     choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
     page = f"https://huggingface.co/datasets/{name}"
-    one_of, page_hint = (
-        f"is one of: {choice or 'see ' + page}",
-        f"ask for it at {page}, then: hf auth login",
-    )
+    one_of = f"is one of: {choice or 'see ' + page}"
+    page_hint = f"ask for it at {page}, then: hf auth login"
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)

@@ -184,10 +184,8 @@ class Intake:
         if self.options.merge_system:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
-        line, text = (
-            json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n",
-            example.texts(),
-        )
+        line = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n"
+        text = example.texts()
         content, length, unheard = hash64(line), len(text), ()
         if self._measure is not None:
             rendered = self._measure(_measured(example, row))

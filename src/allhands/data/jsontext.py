@@ -439,10 +439,8 @@ class _Text:
         rest of the file is a problem.
         """
         start = self.text.rfind("\n", 0, self.position) + 1
-        lead, opener = (
-            self.text[start : self.position],
-            self.text[self.position : self.position + 1],
-        )
+        lead = self.text[start : self.position]
+        opener = self.text[self.position : self.position + 1]
         if lead.strip() or opener not in ("{", "[") or (not start and self._before):
             return False
         closing = rf"|[ \t]{{0,{len(lead)}}}\]" if opener == "{" else ""

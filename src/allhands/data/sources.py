@@ -186,10 +186,8 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
-    kind, notes = (
-        file_type(path),
-        tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path)),
-    )
+    kind = file_type(path)
+    notes = tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path))
 
     def source(name: str, split: str | None, only: str | None = None) -> Source:
         read = partial(

@@ -22,10 +22,8 @@ _FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line
     "given": "b",
     "preference": "?",
 }
-_ROW, _DTYPE = (
-    struct.Struct("<" + "".join(_FIELDS.values())),
-    np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()]),
-)
+_ROW = struct.Struct("<" + "".join(_FIELDS.values()))
+_DTYPE = np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()])
 
 
 class Spool:

@@ -319,10 +319,8 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
     every = max(1, len(times) // _MARKS)
     for place, group in enumerate(ranks):
         colour, width = _rank_colour(group), line_width(place, len(ranks)) - 0.5
-        active, cache = (
-            _held(group, "mlx_active_bytes", times),
-            _held(group, "mlx_cache_bytes", times),
-        )
+        active = _held(group, "mlx_active_bytes", times)
+        cache = _held(group, "mlx_cache_bytes", times)
         marker: Look = {
             "marker": MARKERS[place % len(MARKERS)],
             "mfc": "white",

@@ -162,10 +162,8 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
         if alone and job.whole_s is not None:
             name, taken = f"1 {one}, a share", False
         else:
-            name, taken = (
-                f"{number} {one if alone else several}",
-                decided and number == outlook.advised,
-            )
+            name = f"{number} {one if alone else several}"
+            taken = decided and number == outlook.advised
         line = outlook.line(number)
         large = line.fits is False and not taken
         found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))

@@ -131,10 +131,8 @@ def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
     samples = list(run.samples)
     if not run.began_before:
         return samples, True
-    logs, first = (
-        (run.path if run.path.is_dir() else run.path.parent) / LOGS,
-        run.history.starts[0].time,
-    )
+    logs = (run.path if run.path.is_dir() else run.path.parent) / LOGS
+    first = run.history.starts[0].time
     for place in logs.glob("earlier-*"):
         with suppress(DataError):
             earlier = read_samples(place)

@@ -374,10 +374,8 @@ def _parameters(started: RunStarted) -> str | None:
     if not started.total_params:
         return None
     share = 100 * started.trainable_params / started.total_params
-    trained, total = (
-        form.format_count(started.trainable_params),
-        form.format_count(started.total_params),
-    )
+    trained = form.format_count(started.trainable_params)
+    total = form.format_count(started.total_params)
     return f"{trained} of {total} ({share:.3g} %)"
 
 

@@ -236,10 +236,8 @@ def banner(started: RunStarted) -> list[str]:
         else ""
     )
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
-    batches, accumulated = (
-        started.total_iterations or started.total_steps,
-        started.grad_accumulation_steps,
-    )
+    batches = started.total_iterations or started.total_steps
+    accumulated = started.grad_accumulation_steps
     epochs = batches / max(1, math.ceil(started.num_train_examples / started.batch_size))
     of_step = (
         "a step over all ranks"
