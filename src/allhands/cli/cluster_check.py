@@ -58,11 +58,9 @@ def cluster_check(asked: ClusterCheck) -> None:
 
 
 def _option(hostfile: Path | None, names: str | None) -> str:
-    return (
-        f"--hostfile {shlex.quote(str(hostfile))}"
-        if hostfile
-        else f"--hosts {shlex.quote(names or '')}"
-    )
+    if hostfile:
+        return f"--hostfile {shlex.quote(str(hostfile))}"
+    return f"--hosts {shlex.quote(names or '')}"
 
 
 def _backend(asked: Backend, hostfile: Path | None) -> str:
@@ -227,11 +225,9 @@ def verdict(findings: Sequence[Finding]) -> str:
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
     more = f", {counted(warnings, 'warning')}" if warnings else ""
-    return (
-        f"{counted(stops, 'thing')} would stop training{more}"
-        if stops
-        else f"nothing stops training{more}"
-    )
+    if stops:
+        return f"{counted(stops, 'thing')} would stop training{more}"
+    return f"nothing stops training{more}"
 
 
 # --- for machines ---------------------------------------------------------------------------------

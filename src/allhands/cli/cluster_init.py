@@ -47,11 +47,9 @@ def run_init(wishes: Wishes) -> int:
     _print_outcomes(report)
     if wishes.mode != "dry-run":
         _print_end(report, wishes.output)
-    return (
-        DistributedError.exit_code
-        if any(o.trouble and not o.pending for o in report.outcomes)
-        else 0
-    )
+    if any(o.trouble and not o.pending for o in report.outcomes):
+        return DistributedError.exit_code
+    return 0
 
 
 def _mode(asked: ClusterInit) -> Mode:

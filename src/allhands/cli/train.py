@@ -289,11 +289,9 @@ def _sync_command(config: TrainConfig) -> str | None:
         if Path(path).exists()
         for word in (flag, written(path))
     ]
-    return (
-        shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words])
-        if words
-        else None
-    )
+    if words:
+        return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words])
+    return None
 
 
 def _has_begun(directory: Path) -> bool:

@@ -294,11 +294,9 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
 
 def as_tool(one: Json) -> Json:
     """Return a tool, or a function's description as one."""
-    return (
-        one
-        if isinstance(one.get("function"), dict)
-        else {"type": "function", "function": dict(one)}
-    )
+    if isinstance(one.get("function"), dict):
+        return one
+    return {"type": "function", "function": dict(one)}
 
 
 def parsed_arguments(arguments: Any) -> Any:

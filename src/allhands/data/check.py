@@ -240,11 +240,9 @@ class Examiner:
 
 
 def _openings(tokenizer: Any) -> tuple[str, str]:
-    return (
-        openings(ChatTemplate(tokenizer, datetime.now()))
-        if has_chat_template(tokenizer)
-        else ("", "")
-    )
+    if has_chat_template(tokenizer):
+        return openings(ChatTemplate(tokenizer, datetime.now()))
+    return ("", "")
 
 
 def template_findings(

@@ -205,8 +205,6 @@ class Overlap:
             return None
         alike = self._near.add(text)
         self._near_splits.append(split)
-        return (
-            "near-train"
-            if split != "train" and any(self._near_splits[one] == "train" for _, one in alike)
-            else None
-        )
+        if split != "train" and any(self._near_splits[one] == "train" for _, one in alike):
+            return "near-train"
+        return None

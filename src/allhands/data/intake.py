@@ -97,11 +97,9 @@ class PrepareOptions:
 
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
     """Return the held-out splits that the sources bring along."""
-    return (
-        set()
-        if options.resplit
-        else {source.split for source in sources if source.split} - {"train"}
-    )
+    if options.resplit:
+        return set()
+    return {source.split for source in sources if source.split} - {"train"}
 
 
 class Intake:

@@ -238,11 +238,9 @@ def _question(parts: Parts) -> list[Message] | None:
     for part in ("chat", "conversation"):
         if parts.has(part):
             return parts.messages(part, sharegpt=True)
-    return (
-        [*parts.history(), *as_turns(parts.question(), "user")]
-        if parts.has("instruction")
-        else None
-    )
+    if parts.has("instruction"):
+        return [*parts.history(), *as_turns(parts.question(), "user")]
+    return None
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:

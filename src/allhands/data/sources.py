@@ -279,11 +279,9 @@ def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
         return "files of this type cannot be read"
     if why := why_no_data(path.name):
         return why
-    return (
-        "state.json does not name it"
-        if saved is not None and kind == "arrow" and path not in saved
-        else None
-    )
+    if saved is not None and kind == "arrow" and path not in saved:
+        return "state.json does not name it"
+    return None
 
 
 # The Hub

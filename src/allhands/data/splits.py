@@ -267,11 +267,9 @@ def own_splits(path: str) -> dict[str, str]:
     names = split_names(path)
     found = {"test_split": "test"} if "test" in names else {}
     valid = next((name for name in _VALIDATION if name in names), None)
-    return (
-        {"train_split": "train", "valid_split": valid, **found}
-        if valid and "train" in names
-        else found
-    )
+    if valid and "train" in names:
+        return {"train_split": "train", "valid_split": valid, **found}
+    return found
 
 
 def split_of_hub(

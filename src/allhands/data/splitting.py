@@ -66,11 +66,9 @@ class SplitShare:
         return max(1, round(self.value * total))
 
     def __str__(self) -> str:
-        return (
-            f"{self.value:.0f} row{'s' * (self.value != 1)}"
-            if self.is_count
-            else f"{self.value:g} of the rows"
-        )
+        if self.is_count:
+            return f"{self.value:.0f} row{'s' * (self.value != 1)}"
+        return f"{self.value:g} of the rows"
 
 
 def hash64(*parts: str | bytes) -> int:

@@ -345,11 +345,9 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         return None
     values = manifest
     whole = values.pop("sha256", None) == _sum(values)
-    return (
-        values
-        if whole and values.get("format") == FORMAT and values.get("key") == path.name
-        else None
-    )
+    if whole and values.get("format") == FORMAT and values.get("key") == path.name:
+        return values
+    return None
 
 
 def _sum(manifest: dict[str, Any]) -> str:

@@ -203,11 +203,9 @@ def _table_item(cells: list[str], header: list[str], name: str, line: int) -> It
 def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     message = f"unusable columns: two are called {name!r}"
-    return (
-        RowProblem(source, line, message, "rename one of them", code="column-name-twice")
-        if count > 1
-        else None
-    )
+    if count > 1:
+        return RowProblem(source, line, message, "rename one of them", code="column-name-twice")
+    return None
 
 
 def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:

@@ -157,11 +157,9 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     if text is None:
         text = _own(tokenizer)
     _check_syntax(text, flag)
-    return (
-        _packaged("merge") + text
-        if choice.system == "merge" and not text.startswith(_MERGED)
-        else text
-    )
+    if choice.system == "merge" and not text.startswith(_MERGED):
+        return _packaged("merge") + text
+    return text
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:

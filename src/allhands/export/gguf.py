@@ -334,8 +334,6 @@ def _rule(description: Json) -> str | None:
 def _parts(stage: Json | None, inner: str = "pretokenizers") -> list[Json]:
     if stage is None:
         return []
-    return (
-        [part for one in stage[inner] for part in _parts(one, inner)]
-        if stage["type"] == "Sequence"
-        else [stage]
-    )
+    if stage["type"] == "Sequence":
+        return [part for one in stage[inner] for part in _parts(one, inner)]
+    return [stage]

@@ -57,11 +57,9 @@ def check_gguf(model: Path, file: Path) -> None:
 def _of_experts(name: str) -> str | None:
     """The name in mlx_lm of a tensor of experts; ``None`` for others."""
     block, _, inner = name.removesuffix(".weight").rpartition(".")
-    return (
-        f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight"
-        if inner in _EXPERTS
-        else None
-    )
+    if inner in _EXPERTS:
+        return f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight"
+    return None
 
 
 def _same(held: mx.array, value: mx.array) -> bool:

@@ -48,11 +48,9 @@ class PlannedDevice:
         """Return the reason why that is not all."""
         if self.kind == "cuda":
             return DRIVER_TAKES
-        return (
-            MAC_KEEPS
-            if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes)
-            else "macOS takes the rest"
-        )
+        if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes):
+            return MAC_KEEPS
+        return "macOS takes the rest"
 
     def seconds(self, flops: float) -> float:
         """Return a guess of how long so many products and sums take."""

@@ -286,11 +286,9 @@ class MeshWay:
         whole = divided.memory(divided.work)
         if self.config.strategy == "zero1":
             return DividedOptimizerCosts().memory(whole, self.ranks)
-        return (
-            costs_of_shards(divided, self.fetching()).memory_of(whole, part)
-            if self.mesh.shard > 1
-            else whole
-        )
+        if self.mesh.shard > 1:
+            return costs_of_shards(divided, self.fetching()).memory_of(whole, part)
+        return whole
 
     def fetching(self, *, last: bool = True) -> Fetching:
         """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""
