@@ -44,7 +44,7 @@ def list_checkpoints(asked: CheckpointList) -> None:
     """Run the verb."""
     place = _place(asked.path)
     found = _survey(place, verify=not asked.quick)
-    console = _console()
+    console = console_for(widest=_WIDTH)
     _print_path(console, place)
     console.print(
         _table(
@@ -59,7 +59,7 @@ def verify_checkpoints(asked: CheckpointVerify) -> None:
     """Run the verb."""
     place = _place(asked.path)
     found = _survey(place, verify=True)
-    console, one = _console(), _is_one(found, place)
+    console, one = console_for(widest=_WIDTH), _is_one(found, place)
     _print_path(console, place)
     console.print(_table(found, "whole", of_run=not one))
     damaged = [look for look in found if look.error is not None]
@@ -131,13 +131,6 @@ def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
     return [look.path for look in found] == [place]
 
 
-def _console() -> Console:
-    # Width: as a person reads it; numbers and paths are not coloured.
-    found = console_for()
-    found.width = min(found.width, _WIDTH)
-    return found
-
-
 def _print_path(console: Console, path: Path) -> None:
     """On a line of its own and unbroken, to be copied."""
     console.print(printable(str(path)), soft_wrap=True)
@@ -189,7 +182,7 @@ def _when(seconds: float) -> str:
 
 
 def _show(checkpoint: Checkpoint) -> None:
-    console = _console()
+    console = console_for(widest=_WIDTH)
     _print_path(console, checkpoint.path)
     console.print(_listed((name, printable(str(value))) for name, value in _facts(checkpoint)))
     changed = _changed_settings(checkpoint.state.get("config"))

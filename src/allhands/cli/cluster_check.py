@@ -52,7 +52,7 @@ def cluster_check(asked: ClusterCheck) -> None:
     if asked.as_json:
         print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
     else:
-        show(_console(), cluster, findings, well(cluster))
+        show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
 
@@ -80,12 +80,6 @@ def _told() -> Generator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda words: status.update(words)
-
-
-def _console() -> Console:
-    found = console_for()
-    found.width = min(found.width, _WIDTH)
-    return found
 
 
 # --- for people -----------------------------------------------------------------------------------

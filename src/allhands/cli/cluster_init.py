@@ -159,11 +159,8 @@ def _print_outcomes(report: SetupReport) -> None:
         if outcome.trouble is not None:
             if not outcome.pending:
                 typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
-                typer.echo(
-                    f"  what to do: {outcome.hint}" if outcome.hint else "",
-                    nl=bool(outcome.hint),
-                    err=True,
-                )
+                if outcome.hint:
+                    typer.echo(f"  what to do: {outcome.hint}", err=True)
             continue
         typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
         if unused := " and ".join(outcome.unused):

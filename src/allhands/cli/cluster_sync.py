@@ -46,14 +46,14 @@ def sync(asked: ClusterSync) -> None:
             where="--delete",
             hint="files that exist only there are kept: remove them by hand",
         )
+    hosts = chosen_hosts(asked.hosts, asked.hostfile)
+    raise typer.Exit(run_sync(asked, hosts, _options(asked)))
+
+
+def _options(asked: ClusterSync) -> SyncOptions:
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
-    options = _options(
-        [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
-    )
-    raise typer.Exit(run_sync(asked, chosen_hosts(asked.hosts, asked.hostfile), options))
-
-
-def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
+    topologies = [name for name, chosen in named.items() if chosen]
+    transport = asked.transport
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError(
@@ -77,7 +77,7 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
             hint="use auto or ssh",
         )
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
-    return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
+    return SyncOptions(topology, asked.dry_run, cache_dir() / "sync-hashes.json")
 
 
 def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -> int:

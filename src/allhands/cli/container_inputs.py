@@ -19,16 +19,13 @@ from allhands.cli.parser import App, with_auto_resume
 from allhands.config.aliases import canonical_flag
 from allhands.config.problems import canonical_key
 from allhands.config.schema import TrainConfig, build_config
+from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.errors import ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
 from allhands.io.strict_json import without_repeats
 
 MODEL_CHANNELS = ("model", "pretrained")
-SPLITS = {
-    **dict.fromkeys(("train", "training", "data"), "train"),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+SPLITS = {**NAMES_OF_SPLITS, "data": "train"}
 # Names that SageMaker, its SDK and its tuner add to a person's hyperparameters.
 _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 

@@ -103,12 +103,15 @@ def with_model(
         work(loaded, speaks, answering)
 
     if ranks is not None:
-
-        def on_rank(answering: AnsweringRanks, speaks: bool) -> None:
-            told(answering.load(adapter, chat), speaks, answering)
-
         raise typer.Exit(
-            run_divided(asked.model, adapter, ranks, on_rank, trust_remote_code=trust, env=env)
+            run_divided(
+                asked.model,
+                adapter,
+                ranks,
+                lambda ranks, speaks: told(ranks.load(adapter, chat), speaks, ranks),
+                trust_remote_code=trust,
+                env=env,
+            )
         )
     from allhands.infer.generate import load_for_generation
     from allhands.model.beyond import answering, limits_told

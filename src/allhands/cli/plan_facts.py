@@ -510,7 +510,8 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     """Read a model's files."""
     place = resolve(config.model)
     values = read_config(place)
-    quantised = _quantisation(values)
+    found = values.get("quantization") or values.get("quantization_config")
+    quantised: dict[str, Any] = found if isinstance(found, dict) else {}
     bits = int(quantised.get("bits", 0))
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
@@ -522,7 +523,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
             hint="fetch the model again",
         )
     tied = bool(values.get("tie_word_embeddings", False))
-    half = _stored_as(values) in ("bfloat16", "float16")
+    half = (values.get("torch_dtype") or values.get("dtype")) in ("bfloat16", "float16")
     blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
     facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
     if kind != "cpu":
@@ -545,17 +546,6 @@ def _forms(
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
     by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
     return codes, (by_file * of_block, by_file * of_table)
-
-
-def _stored_as(values: dict[str, Any]) -> str:
-    """Return the type of a model's dense weights; empty if its configuration does not tell."""
-    return str(values.get("torch_dtype") or values.get("dtype") or "")
-
-
-def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a model's configuration about quantised weights; empty if they are not."""
-    found = values.get("quantization") or values.get("quantization_config")
-    return found if isinstance(found, dict) else {}
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> _Model:

@@ -51,7 +51,11 @@ def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def console_for(
-    stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    widest: int | None = None,
+    **options: Any,
 ) -> Console:
     """Return a console of rich's on standard output, or ``stream``; it writes no order of a
     terminal where there is no screen.
@@ -60,6 +64,9 @@ def console_for(
     not of another one that happens to be a terminal: of tables 80 in a file, where text is broken
     only if ``COLUMNS`` says at what width. Text is printed as it is: brackets are no markup, colons
     no emoji, and numbers have no colours.
+
+    Args:
+        widest: columns that are used at most.
     """
     options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
@@ -70,7 +77,10 @@ def console_for(
     if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
         options["width"] = options.get("width") or _WIDTH_OF_FILES
     file: Any = stream if is_read_live(stream, environ) else _Trimmed(stream)
-    return _careful_console()(file=file, **options)
+    console = _careful_console()(file=file, **options)
+    if widest is not None:
+        console.width = min(console.width, widest)
+    return console
 
 
 class _Trimmed:
