@@ -77,6 +77,13 @@ def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
     )
 
 
+def _check_ranks(config: TrainConfig) -> None:
+    """Refuse more processes than this computer has cores for, and other weights than one a rank."""
+    if not on_hosts(config):
+        require_cores(config.num_ranks)
+    check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
+
+
 def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     """Refuse options that name computers in two ways, before anything that takes long.
 
@@ -85,9 +92,7 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     """
     devices = devices_of(asked.device)
     if not devices:
-        if not on_hosts(config):
-            require_cores(config.num_ranks)
-        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
+        _check_ranks(config)
     several = config.num_ranks > 1
     values = {
         "--link": asked.link,

@@ -510,8 +510,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     """Read a model's files."""
     place = resolve(config.model)
     values = read_config(place)
-    found = values.get("quantization") or values.get("quantization_config")
-    quantised: dict[str, Any] = found if isinstance(found, dict) else {}
+    quantised = _quantisation(values)
     bits = int(quantised.get("bits", 0))
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
@@ -546,6 +545,12 @@ def _forms(
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
     by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
     return codes, (by_file * of_block, by_file * of_table)
+
+
+def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a model's configuration about quantised weights; empty if they are not."""
+    found = values.get("quantization") or values.get("quantization_config")
+    return found if isinstance(found, dict) else {}
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
