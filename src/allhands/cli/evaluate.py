@@ -10,8 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,28 +58,41 @@ def evaluate(asked: Eval) -> None:
         return
     idle = {"--limit": asked.limit, "--num-shots": asked.num_shots}
     refuse_idle(idle, "without --tasks", "for less data give --test-batches")
-    raise typer.Exit(_evaluate(asked.flags, asked.as_json))
+    work = partial(_evaluate_as_rank, as_json=asked.as_json)
+    unstarted = "stopped before the evaluation: there is no result"
+    raise typer.Exit(run_on_ranks(asked.flags, work, unstarted))
 
 
-def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
-    """On this process, on several, or as a rank of somebody else's; the exit code."""
+def run_on_ranks(
+    flags: dict[str, Any],
+    work: Callable[[EvalConfig, LaunchPlace, WorkerContext], None],
+    unstarted: str,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Work on this process, on several, or as a rank of somebody else's; returns the exit code.
+
+    Args:
+        work: of a rank.
+        unstarted: what is said if a rank is stopped before it begins.
+        env: further variables of processes that are started.
+    """
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
         assert isinstance(config, EvalConfig)
         check_launch(config, launch)
-        check_adapter_here(config, launch)
+        _check_adapter_here(config, launch)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
-        return supervise_verb(config)
+        return _supervise(config, env or {})
     with install(launch, os.environ) as worker:
-        worker.unstarted = "stopped before the evaluation: there is no result"
-        _evaluate_as_rank(config, launch, worker, as_json)
+        worker.unstarted = unstarted
+        work(config, launch, worker)
         if launch.size > 1:
             leave(launch)
     return 0
 
 
-def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> int:
+def _supervise(config: EvalConfig, env: Mapping[str, str]) -> int:
     """Start the processes, here or on several computers, and answer for them; their logs stay if
     they have failed.
 
@@ -90,7 +104,7 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
     try:
         with Reaper() as reaper:
             reaper.directory(scratch)
-            code = _supervised(config, scratch, env or {})
+            code = _supervised(config, scratch, env)
         kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code
     finally:
@@ -118,7 +132,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
     return run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
 
 
-def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
+def _check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
     """Find an adapter's absence before anything is started or loaded.
 
     Raises:
@@ -137,7 +151,7 @@ def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
 
 
 def _evaluate_as_rank(
-    config: EvalConfig, launch: LaunchPlace, worker: WorkerContext, as_json: bool
+    config: EvalConfig, launch: LaunchPlace, worker: WorkerContext, *, as_json: bool
 ) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.

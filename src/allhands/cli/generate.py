@@ -90,7 +90,7 @@ def with_model(
         env: further variables of the ranks.
 
     Raises:
-        AllhandsError: the model cannot be loaded, or options do not matchgether.
+        AllhandsError: the model cannot be loaded, or options do not match.
         typer.Exit: the ranks have ended.
     """
     adapter, trust = asked.adapter_path, asked.trust_remote_code

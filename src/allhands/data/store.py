@@ -145,7 +145,7 @@ class StoreWriter:
             raise ModelError(
                 f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}",
                 code="vocabulary-mismatch",
-                hint="the tokenizer's files do not matchgether: fetch the model again",
+                hint="the tokenizer's files do not match: fetch the model again",
             )
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():

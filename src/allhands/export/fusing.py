@@ -125,7 +125,7 @@ def fuse_model(
 
     Raises:
         ConfigError: no such dtype, or ``out`` is taken.
-        ModelError: model or adapter is missing, they do not matchgether, or the written model
+        ModelError: model or adapter is missing, they do not match, or the written model
             computes other outputs.
         StorageError: ``out`` cannot be written.
     """

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from allhands.data.messages import ROLES
 from allhands.data.render import rendering_options
+from allhands.data.values import without_nulls
 from allhands.errors import in_our_words
 
 MOST_BYTES = 16 * 2**20
@@ -203,9 +204,9 @@ def read_request(raw: bytes, path: str, served: Served) -> _Object:
         fields = _Fields.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise _refusal(error) from None
-    given = _without_nulls(fields)
+    given = without_nulls(fields)
     if "messages" in given:
-        given["messages"] = [_without_nulls(message) for message in given["messages"]]
+        given["messages"] = [without_nulls(message) for message in given["messages"]]
     _check_effects(given)
     needed = "messages" if path.endswith("/chat/completions") else "prompt"
     if needed not in given:
@@ -244,10 +245,6 @@ def _check_effects(given: _Object) -> None:
             code="unsupported_value",
             param="response_format",
         )
-
-
-def _without_nulls(fields: _Object) -> _Object:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _refusal(error: ValidationError) -> Refused:

@@ -28,6 +28,7 @@ from allhands.run.expecting import Device, dense_form_fits, packed_note, require
 from allhands.runtime.accelerator import Accelerator, detect, peak_memory_bytes
 
 ALONE = Mesh()
+_AT_ONCE = 16  # prompts of a batch
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def load_for_generation(
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, they do not matchgether, or there is no
+        ModelError: the model or the adapter is missing, they do not match, or there is no
             memory for them.
     """
     if adapter_path is not None:
@@ -117,7 +118,7 @@ def put_on(model: Any, adapter_path: Path) -> None:
     """Give ``model`` the adapter's layers and weights.
 
     Raises:
-        ModelError: they do not matchgether.
+        ModelError: they do not match.
     """
     try:
         load_adapters(model, str(adapter_path))
@@ -207,7 +208,7 @@ def _speed(told: Any, accelerator: Accelerator) -> AnswerSpeed:
 
 
 def answer_all(
-    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
+    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int
 ) -> tuple[list[str], AnswerSpeed]:
     """Return greedy answers to ``prompts``, several at a time, for a score in seconds.
 
@@ -222,7 +223,7 @@ def answer_all(
         for tokens, what in zip(batch, shown, strict=True)
     ]
     model: Any = loaded.model
-    sizes: dict[str, Any] = {"completion_batch_size": batch_size, "prefill_batch_size": batch_size}
+    sizes: dict[str, Any] = dict.fromkeys(("completion_batch_size", "prefill_batch_size"), _AT_ONCE)
     with wired_limit(model, cast("Any", [generation_stream])):
         response = batch_generate(
             model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes
