@@ -30,7 +30,7 @@ from allhands.data.shapes import Example, parse_example, suspicions_of
 from allhands.data.splits import RecordSource
 from allhands.errors import AllhandsError, DataError
 from allhands.io.formatting import counted
-from allhands.io.terminal import console_for, counting, table_of
+from allhands.io.terminal import console_for, counting, print_json, table_of
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import positions_in
 from allhands.run.datasets import chat_of, find_splits
@@ -91,7 +91,7 @@ def run_check(
     order = list(_SEVERITIES)
     found.sort(key=lambda finding: order.index(finding.severity))
     if as_json:
-        print(json.dumps(to_json(reports, found, shown), ensure_ascii=False, indent=2))
+        print_json(to_json(reports, found, shown), ensure_ascii=False, indent=2)
     else:
         _print_all(config, reports, found, shown, list(examiner.special.values()))
     if sample.lines and not shown:
@@ -135,7 +135,7 @@ def vocabulary_of(model: Path) -> int | None:
     is a tokenizer.
     """
     file = model / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    values = json.loads(file.read_bytes()) if file.is_file() else {}
     for place in (values, values.get("text_config")):
         if isinstance(place, dict) and isinstance(
             size := cast("dict[str, Any]", place).get("vocab_size"), int

@@ -33,7 +33,7 @@ from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
 from allhands.io.formatting import format_count, format_duration, format_size
 from allhands.io.paths import meant
-from allhands.io.terminal import console_for, printable, table_of
+from allhands.io.terminal import console_for, print_json, printable, table_of
 
 _WIDTH = 80
 _ID_DIGITS = 8
@@ -90,7 +90,7 @@ def inspect_checkpoint(asked: CheckpointInspect) -> None:
             "path": str(checkpoint.path),
             "arrays": [array.to_json() for array in checkpoint.arrays],
         }
-        typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
+        print_json(asdict(checkpoint) | facts)
         return
     _show(checkpoint)
 

@@ -4,7 +4,6 @@ to do about it.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import chosen_hosts, hostfile_backend
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_bytes, format_duration
-from allhands.io.terminal import console_for, printable, progress_console
+from allhands.io.terminal import console_for, print_json, printable, progress_console
 
 _WIDTH = 80
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
@@ -50,7 +49,7 @@ def cluster_check(asked: ClusterCheck) -> None:
         )
         cluster, findings = diagnose(computers, options)
     if asked.as_json:
-        print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
+        print_json(as_content(cluster, findings, well(cluster)), indent=2)
     else:
         show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):

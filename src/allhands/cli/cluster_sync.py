@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -30,7 +29,7 @@ from allhands.cluster.sync.run import Show
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import counted, format_duration, format_size
-from allhands.io.terminal import progress_console
+from allhands.io.terminal import print_json, progress_console
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
 
@@ -99,7 +98,7 @@ def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -
     ) as show:
         state = synchronise(plan, hosts, options, show, files)
     if wanted.as_json:
-        typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
+        print_json(as_record(state, options.dry_run))
     else:
         for line in report_lines(state, options.dry_run):
             typer.echo(line)

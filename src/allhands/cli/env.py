@@ -4,7 +4,6 @@ of each fact.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -21,7 +20,7 @@ from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.place import LaunchPlace
 from allhands.io.formatting import counted, format_bytes
-from allhands.io.terminal import console_for, printable
+from allhands.io.terminal import console_for, print_json, printable
 from allhands.runtime.versions import version_of
 
 _WIDTH = 80
@@ -42,7 +41,7 @@ def show_environment(asked: Env) -> None:
     """Run the verb."""
     report = _Report(recognise_here(), _versions(), _device())
     if asked.as_json:
-        typer.echo(json.dumps(as_dictionary(report), indent=1, default=str))
+        print_json(as_dictionary(report), default=str)
         return
     _show(report)
 

@@ -40,7 +40,7 @@ from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
-from allhands.io.terminal import progress_console, tell
+from allhands.io.terminal import print_json, progress_console, tell
 from allhands.model.divisible import require_divisible
 from allhands.run.adapter_files import what_is
 from allhands.runtime.blas import preload_blas
@@ -231,7 +231,7 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
     )
     results = run_harness(harness, names)
     if asked.as_json:
-        print(json.dumps(results, default=str))
+        print_json(results, default=str, indent=None)
         return
     for task, values in results.items():
         for name, value in values.items():

@@ -204,7 +204,7 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     import mlx.core as mx
 
     try:
-        described = json.loads((directory / config).read_text(encoding="utf-8"))
+        described = json.loads((directory / config).read_bytes())
         if not isinstance(described, dict):
             raise ValueError("it is not an object")
         return Adapter(dict(mx.load(str(directory / weights))), described)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from allhands.cluster.figures import Failure, Figures, Measurement
 from allhands.cluster.hosts import Host, hosts_named
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.io.terminal import console_for, table_of
+from allhands.io.terminal import console_for, print_json, table_of
 
 _WIDTH = 80
 _TAIL = 5
@@ -38,7 +37,7 @@ def bench(asked: ClusterBench) -> None:
         result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))
     ]
     if asked.as_json:
-        typer.echo(json.dumps([result.as_json() for result in found], indent=1))
+        print_json([result.as_json() for result in found])
     else:
         show(found)
     if not found or any(result.failures or result.whole is None for result in found):

@@ -87,7 +87,7 @@ def saved_split(folder: Path) -> str | None:
 def _state(folder: Path) -> dict[str, Any]:
     """Content of ``state.json`` if it is the library's."""
     try:
-        state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state: Any = json.loads((folder / STATE).read_bytes())
         return state if all("filename" in entry for entry in state["_data_files"]) else {}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

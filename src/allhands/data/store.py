@@ -338,7 +338,7 @@ def _map(file: Path, facts: dict[str, Any]) -> Array:
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
     if not isinstance(manifest, dict):
@@ -414,7 +414,7 @@ def _remembered(path: Path, note: Path, context: str, known: str | None = None) 
     """
     stamp = [context, *file_stamp(path)]
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(note.read_text(encoding="utf-8"))
+        told = json.loads(note.read_bytes())
         if told["stamp"] == stamp:
             return told["sha256"]
     found = known or file_hash(path)

@@ -216,7 +216,7 @@ class _Vocabulary:
                 where=str(model),
                 hint=_OTHERWISE,
             )
-        description: Json = json.loads(file.read_text(encoding="utf-8"))
+        description: Json = json.loads(file.read_bytes())
         try:
             rule = _rule(description)
         except LookupError as error:

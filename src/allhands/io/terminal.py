@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -241,6 +242,11 @@ def one_line(text: str) -> str:
 def echo(text: str) -> None:
     """:func:`tell` on standard output."""
     tell(text, sys.stdout)
+
+
+def print_json(values: object, *, indent: int | None = 1, **how: Any) -> None:
+    """Print plain values on standard output, for machines; see :func:`json.dumps`."""
+    print(json.dumps(values, indent=indent, **how))
 
 
 def row_width(console: Console) -> int | None:

@@ -242,7 +242,7 @@ def read_plan(file: Path) -> KeptPlan:
             raise DataError(
                 "this is too large to be a plan", code="plan-invalid", where=str(file), hint=hint
             )
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_bytes())
     except OSError as error:
         raise DataError(
             f"the plan cannot be read: {error.strerror}",

@@ -171,7 +171,7 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MOST_BYTES:
             return {}
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
