@@ -158,14 +158,27 @@ def print_table(
     as have no room.
     """
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
-    left = list(dispensable)
-    while True:
-        table = table_of([*columns], zip(*columns.values(), strict=True), ruled=True)
-        width = table.__rich_measure__(console, console.options.update(width=10_000)).maximum
-        if width <= console.width or not left:
-            break
-        columns.pop(left.pop(0), None)
-    console.print(table)
+    columns = columns_within(columns, console.width, dispensable)
+    console.print(table_of([*columns], zip(*columns.values(), strict=True), ruled=True))
+
+
+def columns_within(
+    columns: Mapping[str, Sequence[str]], width: int, dispensable: Iterable[str]
+) -> dict[str, Sequence[str]]:
+    """Return the columns of a ruled table without as many of those that are ``dispensable``, the
+    first ones first, as have no room.
+    """
+    from rich.cells import cell_len
+
+    def needed() -> int:
+        texts = [[*name.split("\n"), *cells] for name, cells in kept.items()]
+        return sum(max(map(cell_len, words)) + 2 for words in texts) - 1
+
+    kept = dict(columns)
+    for name in dispensable:
+        if needed() > width:
+            kept.pop(name, None)
+    return kept
 
 
 def progress_console(
