@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -31,6 +31,9 @@ from allhands.errors import ModelError, StorageError
 from allhands.io.files import boot_id, make_directory, write_whole
 from allhands.io.staging import locked, locked_now, publish, staging
 from allhands.runtime.blas import cache_dir
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # A new number whenever the layout of the files, or what the same input gives, changes.
 FORMAT = 1
@@ -293,7 +296,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
             name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()
         }
         tokens = TokenSet(**arrays, largest_token=manifest["largest_token"])
-        report = _report(manifest["report"])
+        report = _reader().validate_python(manifest["report"])
         sums = [manifest["arrays"][name]["sha256"] for name in ("tokens", "mask_bits", "offsets")]
     except (
         OSError,
@@ -314,16 +317,11 @@ def _note(path: Path, name: str) -> Path:
     return path / f"checked-{hashlib.sha256(this_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 
-def _report(values: dict[str, Any]) -> TokenSetReport:
-    parts = [
-        LeftOutPart(**part | {"places": tuple(part["places"])})
-        for part in values.get("left_out", ())
-    ]
-    fields: dict[str, Any] = values | {
-        "dropped": tuple(values["dropped"]),
-        "left_out": tuple(parts),
-    }
-    return TokenSetReport(**fields)
+@cache
+def _reader() -> TypeAdapter[TokenSetReport]:
+    from pydantic import TypeAdapter  # helpers that only render do without
+
+    return TypeAdapter(TokenSetReport)
 
 
 def _map(file: Path, facts: dict[str, Any]) -> Array:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import TypeAdapter, ValidationError
+
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.io.names import CONFIG_FILE, LOGS, PLAN_FILE
@@ -206,14 +208,10 @@ def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
         if file.name in (CONFIG_FILE, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
             continue
-        content = _object(file)
-        columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]
-        if columns[0] and len({len(column) for column in columns}) == 1:
-            yield Answers(file.name, columns[0], columns[1], columns[2])
+        with suppress(ValidationError):
+            found = _ANSWERS.validate_python({**_object(file), "file": file.name})
+            if len(found.prompts) == len(found.before) == len(found.after) > 0:
+                yield found
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        return ()
-    texts = [text for text in cast("list[object]", value) if isinstance(text, str)]
-    return tuple(texts)
+_ANSWERS = TypeAdapter(Answers)
