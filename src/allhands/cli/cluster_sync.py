@@ -220,7 +220,7 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Generator[Show, None, None]:
+def _progress(*, shown: bool) -> Generator[Show]:
     """A bar for every host and one for all: what a host reads of its own files, then what it
     receives.
     """

@@ -168,7 +168,7 @@ class App(typer.Typer):
 
 
 @contextmanager
-def _in_our_words(words: Sequence[str], context: Any) -> Generator[None, None, None]:
+def _in_our_words(words: Sequence[str], context: Any) -> Generator[None]:
     """Raise the parser's complaints about words as errors of ours."""
     try:
         yield

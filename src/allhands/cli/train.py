@@ -113,7 +113,7 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
 
 
 @contextmanager
-def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None, None, None]:
+def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None]:
     """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no
     less clear.
     """
@@ -315,7 +315,7 @@ def work(config: TrainConfig, launch: LaunchPlace) -> int:
 
 
 @contextmanager
-def collector_paused() -> Generator[None, None, None]:
+def collector_paused() -> Generator[None]:
     """For imports: none of the many objects that they make goes, and looking for that takes a tenth
     of their time.
     """

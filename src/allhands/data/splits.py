@@ -222,7 +222,7 @@ def _hash(path: Path) -> str:
 
 
 @contextmanager
-def full_places(data_dir: Path) -> Generator[None, None, None]:
+def full_places(data_dir: Path) -> Generator[None]:
     """Put the folder before a ``train.jsonl:12`` that an error names."""
     try:
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ async def _runs(settings: Settings, _request: Request) -> Response:
         found = (
             summary_of(name, directory) for name, directory in find_runs(settings.root).items()
         )
-        return [asdict(one) for one in found if one is not None]
+        return [one for one in found if one is not None]
 
     return _json(await run_in_threadpool(look))
 
