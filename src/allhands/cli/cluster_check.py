@@ -67,7 +67,7 @@ def _backend(asked: Backend, hostfile: Path | None) -> str:
     if asked is Backend.auto and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
         return own if own in {*Backend} else "auto"
-    return asked.value
+    return str(asked)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import typer
 
@@ -53,7 +54,7 @@ def _job(options: Launch) -> TrainingJob:
         directory=logs,
         log_dir=logs,
         num_ranks=options.num_ranks,
-        backend=options.backend.value,
+        backend=cast(Any, options.backend.value),
         cores_per_rank=options.cores_per_rank,
         hostfile=options.hostfile,
         min_ranks=options.min_ranks,

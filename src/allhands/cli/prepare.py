@@ -88,7 +88,7 @@ def _options(flags: DataPrepare) -> PrepareOptions:
         resplit=flags.resplit,
         seed=flags.seed,
         shuffle=flags.shuffle,
-        dedupe=flags.dedupe.value,
+        dedupe=cast("Any", flags.dedupe.value),
         near_threshold=flags.near_threshold,
         max_seq_length=flags.max_seq_length or _MAX_SEQ_LENGTH,
         strict=flags.strict,

@@ -27,12 +27,8 @@ def _column(field: Field[str]) -> Parameter:
 _COLUMNS = list(map(_column, fields(ColumnNames)))
 
 
-class Dedupe(StrEnum):
-    """Repeated rows that are dropped."""
-
-    off = "off"
-    exact = "exact"
-    near = "near"
+# Repeated rows that are dropped.
+Dedupe = StrEnum("Dedupe", ["off", "exact", "near"])
 
 
 class DataPrepare(NamedTuple):

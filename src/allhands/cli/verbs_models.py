@@ -22,14 +22,8 @@ Seed = Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")]
 TrustCode = Annotated[bool, Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
 
-class Backend(StrEnum):
-    """Library that connects ranks."""
-
-    auto = "auto"
-    ring = "ring"
-    mpi = "mpi"
-    nccl = "nccl"
-    jaccl = "jaccl"
+# Library that connects ranks.
+Backend = StrEnum("Backend", ["auto", "ring", "mpi", "nccl", "jaccl"])
 
 
 class Division(StrEnum):

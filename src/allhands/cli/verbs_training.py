@@ -156,12 +156,8 @@ class Eval(NamedTuple):
     ] = None
 
 
-class Split(StrEnum):
-    """Split of the data."""
-
-    train = "train"
-    valid = "valid"
-    test = "test"
+# Split of the data.
+Split = StrEnum("Split", ["train", "valid", "test"])
 
 
 class DataCheck(NamedTuple):

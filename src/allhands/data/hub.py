@@ -122,46 +122,57 @@ def hub_error(name: str, error: Exception) -> DataError:
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)
-    for pattern, code, told, hint in (
+    for pattern, found in (
         (
             "(?i)gated dataset|GatedRepo",
-            "dataset-gated",
-            "access to the dataset must be asked for",
-            page_hint,
+            DataError(
+                "access to the dataset must be asked for", code="dataset-gated", hint=page_hint
+            ),
         ),
         (
             "OfflineMode|(?i:offline mode)",
-            "dataset-not-downloaded",
-            "the dataset is not here, and downloads are switched off",
-            offline,
+            DataError(
+                "the dataset is not here, and downloads are switched off",
+                code="dataset-not-downloaded",
+                hint=offline,
+            ),
         ),
         (
             "^[^:]*(Connect|Timeout|Proxy)",
-            "dataset-hub-unreachable",
-            "the Hugging Face Hub cannot be reached",
-            _NO_NETWORK,
+            DataError(
+                "the Hugging Face Hub cannot be reached",
+                code="dataset-hub-unreachable",
+                hint=_NO_NETWORK,
+            ),
         ),
         (
             "(Unknown|Bad) split",
-            "split-missing",
-            "the dataset has no such split",
-            f"--hub-split {one_of}",
+            DataError(
+                "the dataset has no such split",
+                code="split-missing",
+                hint=f"--hub-split {one_of}",
+            ),
         ),
         (
             "Config name is missing|BuilderConfig .* not found",
-            "dataset-configuration-missing",
-            "it has several configurations",
-            f"--hub-config {one_of}",
+            DataError(
+                "it has several configurations",
+                code="dataset-configuration-missing",
+                hint=f"--hub-config {one_of}",
+            ),
         ),
         (
             "^[^:]*(FileNotFound|RepositoryNotFound)",
-            "dataset-missing",
-            "there is no such dataset on the Hub, or it is private",
-            private,
+            DataError(
+                "there is no such dataset on the Hub, or it is private",
+                code="dataset-missing",
+                hint=private,
+            ),
         ),
     ):
         if re.search(pattern, f"{kinds}: {text}"):
-            return DataError(told, code=code, where=name, hint=hint)
+            found.where = name
+            return found
     return DataError(
         f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}",
         code="dataset-unreadable",
