@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from chat_tokenizers import CHATML, THINKING, WORDS, ZEPHYR, load_folder, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +23,9 @@ from allhands.cli.check import (
     vocabulary_of,
 )
 from allhands.cli.commands import function_of
-from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
+from allhands.cli.findings import WORDS as FINDINGS
+from allhands.cli.findings import words_of
+from allhands.cli.parser import App
 from allhands.data.check import (
     CheckOptions,
     DataFinding,
@@ -128,7 +129,7 @@ def test_counts_of_a_set_made_by_hand(byte_tokenizer: Any) -> None:
         ("train.jsonl:3",),
         ("train.jsonl:4",),
     )
-    assert "longest has 66 tokens" in remedy_of(found["answers-cut"])
+    assert "longest has 66 tokens" in words_of(found["answers-cut"])[1]
 
 
 def test_only_blanks_after_the_end_of_turn_are_cut_without_a_word(byte_tokenizer: Any) -> None:
@@ -256,11 +257,11 @@ def test_each_finding_is_provoked(code: str) -> None:
     items, options, count, severity, words = PROVOKED[code]
     _, found = look(items, **options)
     assert (found[code].count, found[code].severity) == (count, severity)
-    assert words in message_of(found[code])
-    assert remedy_of(found[code])
+    assert words in words_of(found[code])[0]
+    assert words_of(found[code])[1]
     if count:
         assert len(found[code].places) == min(count, 3)
-        assert message_of(found[code]).startswith(f"{count} of {len(items)} examples: ")
+        assert words_of(found[code])[0].startswith(f"{count} of {len(items)} examples: ")
     if any(item.record is not None and item.record.line == 50 for item in items):
         assert found[code].places[0] == "train.jsonl:50"
 
@@ -307,8 +308,8 @@ def test_the_end_of_an_answer_must_be_trained_and_stop_generation() -> None:
     assert codes(tiny(ZEPHYR), mask_prompt=False) == set()
     _, found = look(chats(), tiny(CHATML))
     assert (found["end-not-eos"].count, found["end-not-eos"].total) == (6, 6)
-    assert "'" not in message_of(found["end-not-eos"])
-    assert "<|im_end|>" in message_of(found["end-not-eos"])
+    assert "'" not in words_of(found["end-not-eos"])[0]
+    assert "<|im_end|>" in words_of(found["end-not-eos"])[0]
 
 
 def test_what_the_template_leaves_out_is_said() -> None:
@@ -336,7 +337,7 @@ def test_a_template_that_opens_generated_answers_otherwise_is_named() -> None:
     silent = tiny.__wrapped__(ZEPHYR.partition("{% if add_generation_prompt %}")[0])
     (found,) = template_findings(silent)
     assert (found.code, found.details["header"]) == ("no-generation-prompt", "<|assistant|>")
-    assert "'<|assistant|>'" in message_of(found)
+    assert "'<|assistant|>'" in words_of(found)[0]
     assert template_findings(tiny(CHATML)) == template_findings(tiny(None)) == []
 
 
@@ -351,9 +352,9 @@ def test_rows_that_training_refuses_are_grouped_and_the_rest_is_counted() -> Non
     ]
     report, found = look(items)
     assert (report.examples, report.bad_rows) == (6, 5)
-    assert message_of(found["bad-rows"]) == "4 rows: not JSON at column …"
+    assert words_of(found["bad-rows"])[0] == "4 rows: not JSON at column …"
     assert found["bad-rows"].places == ("train.jsonl:11", "train.jsonl:12", "train.jsonl:13")
-    assert remedy_of(found["bad-rows"]) == "repair it"
+    assert words_of(found["bad-rows"])[1] == "repair it"
     assert found["empty-rows"].places == ("train.jsonl:15",)
     assert {finding.severity for finding in found.values()} == {"ruins"}
 
@@ -364,7 +365,7 @@ def test_texts_among_chats_are_trained_as_a_whole_and_nothing_but_texts_is_a_mis
     assert (found["some-texts"].severity, found["some-texts"].count) == ("note", 1)
     _, alone = look([text("no prompt here", n) for n in range(1, 7)])
     assert (alone["all-texts"].severity, alone["all-texts"].count) == ("ruins", 6)
-    assert "--mask-prompt" in message_of(alone["all-texts"])
+    assert "--mask-prompt" in words_of(alone["all-texts"])[0]
     _, unmasked = look([*chats(), text("no prompt here", 16)], mask_prompt=False)
     assert not {"some-texts", "all-texts"} & set(unmasked)
 
@@ -373,7 +374,7 @@ def test_a_tokenizer_without_chat_template_cannot_take_chats() -> None:
     report, found = look(chats(), tiny(None))
     assert (report.examples, report.bad_rows) == (0, 6)
     assert found["model-cannot"].count == 6
-    assert "no chat template" in message_of(found["model-cannot"])
+    assert "no chat template" in words_of(found["model-cannot"])[0]
 
 
 def test_overlap_with_the_training_set_is_exact_or_near() -> None:
@@ -397,11 +398,11 @@ def test_a_missing_validation_set_is_noted() -> None:
     _, findings = check(
         {"train": chats(), "valid": [], "test": []}, Examiner(tiny(ZEPHYR), CheckOptions())
     )
-    assert [message_of(f) for f in findings if f.code == "no-split"] == ["there is no valid set"]
+    assert [words_of(f)[0] for f in findings if f.code == "no-split"] == ["there is no valid set"]
 
 
 def test_every_finding_has_words_and_a_remedy() -> None:
-    assert set(MESSAGES) == set(REMEDIES)
+    assert {code for code, words in FINDINGS.items() if not all(words)} == {"read-as"}
 
 
 def test_a_line_without_a_record_is_said(tmp_path: Path, tiny_model: Path) -> None:
@@ -435,7 +436,7 @@ def row(question: str, answer: str) -> dict[str, Any]:
 
 
 def run(*arguments: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
-    app = typer.Typer(rich_markup_mode=None)
+    app = App(rich_markup_mode=None)
     app.command("check")(function_of("training.DataCheck check:check"))
     result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "80", **(env or {})})
     if result.exception is not None and not isinstance(result.exception, SystemExit):

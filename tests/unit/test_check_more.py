@@ -14,7 +14,7 @@ from test_check import CLEAN, VALID, chat, chats, look, row, run, write
 from tiny import run_allhands, with_positions, write_model
 
 from allhands.cli.check import spread_table
-from allhands.cli.findings import message_of, remedy_of
+from allhands.cli.findings import words_of
 from allhands.config.schema import build_config
 from allhands.data.check import CheckOptions, Examiner, check
 from allhands.data.lengths import LengthSummary
@@ -68,7 +68,7 @@ def test_numbers_and_excerpts_do_not_part_a_group() -> None:
         {"train": [*chats(), *errors]}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True))
     )
     bad = [finding for finding in findings if finding.code == "bad-rows"]
-    assert [(message_of(f), f.places) for f in bad] == [
+    assert [(words_of(f)[0], f.places) for f in bad] == [
         ("2 rows: bad at column …", ("train.jsonl:0", "train.jsonl:1")),
         ("1 row: worse at column 3", ("train.jsonl:2",)),
     ]
@@ -83,8 +83,8 @@ def test_too_many_reasons_do_not_point_to_a_file_that_is_not_written() -> None:
     ]
     _, findings = check({"train": errors}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
     (rest,) = [finding for finding in findings if finding.code == "bad-rows" and finding.count == 2]
-    assert message_of(rest) == "2 rows: other reasons"
-    assert remedy_of(rest) == "repair the others first"
+    assert words_of(rest)[0] == "2 rows: other reasons"
+    assert words_of(rest)[1] == "repair the others first"
 
 
 # --- warnings -------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_what_looks_wrong_but_may_be_meant_is_noted() -> None:
     ]
     examiner = Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True))
     _, findings = check({"train": [*chats(), *items]}, examiner)
-    noted = {message_of(f): f for f in findings if f.code == "suspicious-rows"}
+    noted = {words_of(f)[0]: f for f in findings if f.code == "suspicious-rows"}
     assert {message: f.places for message, f in noted.items()} == {
         f"2 rows: {STARTS_WITH_ANSWER}": ("train.jsonl:20", "train.jsonl:23"),
         f"1 row: {NO_LAST_ANSWER}": ("train.jsonl:21",),
@@ -111,7 +111,7 @@ def test_what_looks_wrong_but_may_be_meant_is_noted() -> None:
     }
     for message, finding in noted.items():
         assert finding.severity == "note"
-        assert remedy_of(finding) == remedy_of_warning(message.partition(": ")[2])
+        assert words_of(finding)[1] == remedy_of_warning(message.partition(": ")[2])
 
 
 def test_warnings_are_printed_and_ruin_nothing(tmp_path: Path, tiny_model: Path) -> None:
@@ -182,7 +182,7 @@ def test_one_is_singular(tmp_path: Path, tiny_model: Path) -> None:
     assert "1 batch of 4; 1,000 iterations (--iters): 1,000 epochs\n" in out
     assert "1 example for batches of 4" in out
     _, found = look([chat("Hm?", "Ahoy, matey " * 20)], max_seq_length=60)
-    assert message_of(found["answers-cut"]) == "1 of 1 example: the answer is cut off at 60 tokens"
+    assert words_of(found["answers-cut"])[0] == "1 of 1 example: the answer is cut off at 60 tokens"
 
 
 @pytest.mark.parametrize(

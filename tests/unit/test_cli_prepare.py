@@ -84,7 +84,7 @@ def test_columns_on_the_command_line(tmp_path: Path) -> None:
     [
         (("--column", "prompt"), 2, "--column"),
         (("--column", "prmpt=question"), 2, "parts: prompt"),
-        (("--dedupe", "some"), 2, "off, exact or near"),
+        (("--dedupe", "some"), 2, "'off', 'exact', 'near'"),
         (("--valid", "2.5"), 2, "--valid"),
         (("--near-threshold", "7"), 2, "0.5 and 1"),
         (("--max-seq-length", "512"), 2, "--model"),

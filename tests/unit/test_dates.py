@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import CHATML, tiny
 
-from allhands.cli.findings import message_of
+from allhands.cli.findings import words_of
 from allhands.data.check import CheckOptions, DataFinding, Examiner, check
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer
@@ -148,5 +148,5 @@ def test_a_date_is_a_note_that_counts_the_chats_that_have_it() -> None:
     assert "dated" not in found_in(records + without, plain)
     found = found_in(records + without, dated)["dated"]
     assert (found.severity, found.count, found.total) == ("note", 6, 8)
-    assert datetime.now().strftime("%b %Y") in message_of(found)
+    assert datetime.now().strftime("%b %Y") in words_of(found)[0]
     assert "dated" not in found_in(without, dated)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from computers import cluster, facts, host, only, told
 from typer.testing import CliRunner, Result
 
 from allhands.cli.cluster_check import network_lines, not_asked, verdict
 from allhands.cli.commands import function_of
+from allhands.cli.parser import App
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, Network
 from allhands.cluster.doctor.run import ClusterCheckOptions
@@ -38,7 +38,7 @@ class Examined:
         return self.found, findings_of(self.found)
 
     def __call__(self, *words: str) -> Result:
-        app = typer.Typer()
+        app = App()
         app.command()(function_of("cluster.ClusterCheck cluster_check:cluster_check"))
         return CliRunner(env={"COLUMNS": "100"}).invoke(app, words)
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from allhands.cli.main import main
-from allhands.cli.monitor import table_of, view
+from allhands.cli.monitor import processes_table, view
 from allhands.errors import DataError
 from allhands.loops.recorder import Metrics
 from allhands.observe.metrics import read_metrics
@@ -367,7 +367,7 @@ def test_what_they_have_together_counts_who_lives() -> None:
 def shown(board: Board, now: float, width: int = 200) -> list[list[str]]:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(table_of(board, now, set(), width))
+        console.print(processes_table(board, now, set(), width))
         return [line.split() for line in console.export_text().splitlines()]
 
 

@@ -21,8 +21,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from allhands.cli.cluster_sync import WantedSync, run_sync
+from allhands.cli.cluster_sync import run_sync
 from allhands.cli.commands import function_of
+from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import STAGING
 from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
@@ -476,7 +477,7 @@ def test_the_demo_model_goes_to_the_cache(hosts: Hosts, monkeypatch: pytest.Monk
     (model / "config.json").write_text("{}")
     monkeypatch.setattr("allhands.model.sources.resolve", lambda source, report: model)
     made = [replace(hosts.make("a")[0], envs={"ALLHANDS_CACHE": str(hosts.place / "other")})]
-    assert run_sync(WantedSync("demo", "demo", None, ()), made, SyncOptions(), as_json=False) == 0
+    assert run_sync(ClusterSync(model="demo", data="demo"), made, SyncOptions()) == 0
     assert (hosts.place / "other" / "SmolLM" / "config.json").read_text() == "{}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Chat, Compare, Generate
 from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
@@ -25,14 +26,8 @@ def ranks_asked(asked: Generate | Chat | Compare) -> dict[str, Any] | None:
     ranks = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if asked.strategy is not None:
         return {**ranks, "strategy": asked.strategy.value}
-    for name in ranks:
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigError(
-            "it has no effect without --strategy pipeline",
-            code="option-without-effect",
-            where=flag,
-            hint="add it, or leave it out",
-        )
+    idle = {f"--{name.replace('_', '-')}": value for name, value in ranks.items()}
+    refuse_idle(idle, "without --strategy pipeline", "add it, or leave it out")
     return None
 
 
@@ -55,8 +50,10 @@ def chat_choice(template: str | None, system: str) -> ChatChoice:
         ConfigError: ``system`` is neither template nor merge.
     """
     if system not in ("template", "merge"):
-        hint = "write merge, or leave it out; --system-prompt gives the text of a system message"
         raise ConfigError(
-            f"{system!r} is not known", code="value-unknown", where="--system", hint=hint
+            f"{system!r} is not known",
+            code="value-unknown",
+            where="--system",
+            hint="write merge, or leave it out; --system-prompt gives the text of a system message",
         )
     return ChatChoice(template, cast("Any", system))

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.findings import message_of, remedy_of, size_findings
-from allhands.cli.verbs_training import DataCheck
+from allhands.cli.findings import size_findings, words_of
+from allhands.cli.verbs_training import DataCheck, Split
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, template_findings
 from allhands.data.check import check as look
@@ -28,15 +28,14 @@ from allhands.data.render import Renderer
 from allhands.data.rows import RowProblem
 from allhands.data.shapes import Example, parse_example, suspicions_of
 from allhands.data.splits import RecordSource
-from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.errors import AllhandsError, DataError
 from allhands.io.formatting import counted
-from allhands.io.terminal import console_for, counting, table_of
+from allhands.io.terminal import console_for, counting, print_json, table_of
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import positions_in
 from allhands.run.datasets import chat_of, find_splits
 from allhands.runtime.accelerator import detect
 
-SPLITS = ("train", "valid", "test")
 # Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
 NEAR_LIMIT = 20_000
 # Characters of a run that are shown at its beginning and at its end.
@@ -51,22 +50,9 @@ def check(asked: DataCheck) -> None:
     data = {} if asked.data is None else {"data": asked.data}
     config = build_config({**data, **asked.flags}, asked.flags.get("config"))
     sample = ShownSample(asked.show, asked.row or ())
-    if (
-        run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json)
-        and asked.strict
-    ):
+    names = [*Split] if asked.split is None else [asked.split]
+    if run_check(config, names, sample, as_json=asked.as_json) and asked.strict:
         raise typer.Exit(DataError.exit_code)
-
-
-def _chosen_splits(name: str | None) -> tuple[str, ...]:
-    if name is not None and name not in SPLITS:
-        raise ConfigError(
-            f"{name!r} is not a split",
-            code="value-unknown",
-            where="--split",
-            hint=f"write {', '.join(SPLITS)}",
-        )
-    return SPLITS if name is None else (name,)
 
 
 def run_check(
@@ -104,7 +90,7 @@ def run_check(
     order = list(_SEVERITIES)
     found.sort(key=lambda finding: order.index(finding.severity))
     if as_json:
-        print(json.dumps(to_json(reports, found, shown), ensure_ascii=False, indent=2))
+        print_json(to_json(reports, found, shown), ensure_ascii=False, indent=2)
     else:
         _print_all(config, reports, found, shown, list(examiner.special.values()))
     if sample.lines and not shown:
@@ -148,7 +134,7 @@ def vocabulary_of(model: Path) -> int | None:
     is a tokenizer.
     """
     file = model / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    values = json.loads(file.read_bytes()) if file.is_file() else {}
     for place in (values, values.get("text_config")):
         if isinstance(place, dict) and isinstance(
             size := cast("dict[str, Any]", place).get("vocab_size"), int
@@ -179,9 +165,11 @@ def _sources(
             raise
         found = find_splits(chosen.model_copy(update={"test": False}))
     if len(names) == 1 and names[0] not in found:
-        hint = "leave --split out to check what is there; allhands data prepare makes all three"
         raise DataError(
-            f"there is no {names[0]} set", code="split-missing", where="--split", hint=hint
+            f"there is no {names[0]} set",
+            code="split-missing",
+            where="--split",
+            hint="leave --split out to check what is there; allhands data prepare makes all three",
         )
     splits = {name: _items(config, name, found.get(name)) for name in names}
     return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
@@ -295,7 +283,7 @@ def to_json(
             for report in reports
         },
         "findings": [
-            asdict(finding) | {"message": message_of(finding), "remedy": remedy_of(finding)}
+            asdict(finding) | dict(zip(("message", "remedy"), words_of(finding), strict=True))
             for finding in findings
         ],
         "ruined": any(finding.severity == "ruins" for finding in findings),
@@ -433,11 +421,12 @@ def _print_findings(console: Console, findings: Sequence[DataFinding]) -> None:
             console.print(title, style=_COLOURS[severity])
         for finding in group:
             split = f"{finding.split}: " if finding.split else ""
-            _say(console, split + message_of(finding), 2)
+            message, remedy = words_of(finding)
+            _say(console, split + message, 2)
             if finding.places:
                 more = ", ..." if finding.count > len(finding.places) else ""
                 _say(console, ", ".join(finding.places) + more, 6, "dim")
-            if remedy := remedy_of(finding):
+            if remedy:
                 _say(console, f"what to do: {remedy}", 6)
 
 

@@ -33,7 +33,7 @@ from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
 from allhands.io.formatting import format_count, format_duration, format_size
 from allhands.io.paths import meant
-from allhands.io.terminal import console_for, table_of
+from allhands.io.terminal import console_for, print_json, printable, table_of
 
 _WIDTH = 80
 _ID_DIGITS = 8
@@ -44,7 +44,7 @@ def list_checkpoints(asked: CheckpointList) -> None:
     """Run the verb."""
     place = _place(asked.path)
     found = _survey(place, verify=not asked.quick)
-    console = _console()
+    console = console_for(widest=_WIDTH)
     _print_path(console, place)
     console.print(
         _table(
@@ -59,7 +59,7 @@ def verify_checkpoints(asked: CheckpointVerify) -> None:
     """Run the verb."""
     place = _place(asked.path)
     found = _survey(place, verify=True)
-    console, one = _console(), _is_one(found, place)
+    console, one = console_for(widest=_WIDTH), _is_one(found, place)
     _print_path(console, place)
     console.print(_table(found, "whole", of_run=not one))
     damaged = [look for look in found if look.error is not None]
@@ -90,7 +90,7 @@ def inspect_checkpoint(asked: CheckpointInspect) -> None:
             "path": str(checkpoint.path),
             "arrays": [array.to_json() for array in checkpoint.arrays],
         }
-        typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
+        print_json(asdict(checkpoint) | facts)
         return
     _show(checkpoint)
 
@@ -131,21 +131,9 @@ def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
     return [look.path for look in found] == [place]
 
 
-def _console() -> Console:
-    # Width: as a person reads it; numbers and paths are not coloured.
-    found = console_for()
-    found.width = min(found.width, _WIDTH)
-    return found
-
-
 def _print_path(console: Console, path: Path) -> None:
     """Print a path on its own line, unbroken, so that it can be copied."""
-    console.print(_printable(str(path)), soft_wrap=True)
-
-
-def _printable(text: object) -> str:
-    """Return a file's text without control characters, which could steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in str(text))
+    console.print(printable(str(path)), soft_wrap=True)
 
 
 # --- list and verify ------------------------------------------------------------------------------
@@ -160,7 +148,7 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
     first = _first_whole(found) if of_run else None
     for look in found:
         kind = "not readable here" if isinstance(look.error, OtherFormatError) else "damaged"
-        words = [f"{kind}: {_printable(damage(look.error))}" if look.error else good]
+        words = [f"{kind}: {printable(damage(look.error))}" if look.error else good]
         words += ["latest"] if look is first else []
         words += _named(look)
         row = ["?"] * 4
@@ -169,7 +157,7 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
                 str(it.step),
                 _when(it.time),
                 format_size(it.num_bytes),
-                _printable(it.run_id)[:_ID_DIGITS],
+                printable(it.run_id)[:_ID_DIGITS],
             ]
         rows.append((*row, ", ".join(words)))
     return table_of(("step", "when", "size", "run", "state"), rows, left=(1, 3, 4))
@@ -180,7 +168,7 @@ def _named(look: FoundCheckpoint) -> list[str]:
     it = look.checkpoint
     if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
         return []
-    return ["best"] if look.path.name == "best" else [f"in {_printable(look.path.name)}"]
+    return ["best"] if look.path.name == "best" else [f"in {printable(look.path.name)}"]
 
 
 def _when(seconds: float) -> str:
@@ -194,19 +182,19 @@ def _when(seconds: float) -> str:
 
 
 def _show(checkpoint: Checkpoint) -> None:
-    console = _console()
+    console = console_for(widest=_WIDTH)
     _print_path(console, checkpoint.path)
-    console.print(_listed((name, _printable(value)) for name, value in _facts(checkpoint)))
+    console.print(_listed((name, printable(str(value))) for name, value in _facts(checkpoint)))
     changed = _changed_settings(checkpoint.state.get("config"))
     if changed:
         console.print("\nsettings that differ from the defaults")
         console.print(
-            _listed((f"  {_printable(name)}", json.dumps(value)) for name, value in changed.items())
+            _listed((f"  {printable(name)}", json.dumps(value)) for name, value in changed.items())
         )
     console.print("\nfiles")
     files = [
         (
-            f"  {_printable(name)}",
+            f"  {printable(name)}",
             format_size(file.bytes),
             f"sha256 {file.sha256[:_ID_DIGITS]}",
         )
@@ -217,7 +205,7 @@ def _show(checkpoint: Checkpoint) -> None:
     for array in checkpoint.arrays:
         groups.setdefault(array.name.partition(".")[0], []).append(array)
     for group, arrays in groups.items():
-        console.print(f"\narrays of {_printable(group)} (* stands for any number)")
+        console.print(f"\narrays of {printable(group)} (* stands for any number)")
         console.print(_array_table(arrays))
 
 
@@ -298,7 +286,7 @@ def _array_table(arrays: Iterable[StoredArray]) -> Table:
         for it in arrays
     )
     return _listed(
-        (f"  {_printable(name)}", f"{count} of {dtype}", shape)
+        (f"  {printable(name)}", f"{count} of {dtype}", shape)
         for (name, dtype, shape), count in sorted(kinds.items())
     )
 

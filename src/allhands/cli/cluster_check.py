@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.verbs_cluster import BACKENDS, ClusterCheck
+from allhands.cli.verbs_cluster import ClusterCheck
+from allhands.cli.verbs_models import Backend
 from allhands.cluster.doctor.checks import well
 from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
 from allhands.cluster.doctor.findings import Check, Finding
 from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import chosen_hosts, hostfile_backend
-from allhands.errors import ConfigError, DistributedError
+from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_bytes, format_duration
-from allhands.io.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, print_json, printable, progress_console
 
 _WIDTH = 80
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
@@ -47,38 +47,25 @@ def cluster_check(asked: ClusterCheck) -> None:
         )
         cluster, findings = diagnose(computers, options)
     if asked.as_json:
-        print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
+        print_json(as_content(cluster, findings, well(cluster)), indent=2)
     else:
-        show(_console(), cluster, findings, well(cluster))
+        show(console_for(widest=_WIDTH), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
 
 
 def _option(hostfile: Path | None, names: str | None) -> str:
-    return (
-        f"--hostfile {shlex.quote(str(hostfile))}"
-        if hostfile
-        else f"--hosts {shlex.quote(names or '')}"
-    )
+    if hostfile:
+        return f"--hostfile {shlex.quote(str(hostfile))}"
+    return f"--hosts {shlex.quote(names or '')}"
 
 
-def _backend(asked: str, hostfile: Path | None) -> str:
-    """Return the requested back-end, or else the hostfile's.
-
-    Raises:
-        ConfigError: there is no back-end of that name.
-    """
-    if asked not in BACKENDS:
-        raise ConfigError(
-            f"{asked!r} is not a back-end",
-            code="value-unknown",
-            where="--backend",
-            hint=f"use {', '.join(BACKENDS)}",
-        )
-    if asked == "auto" and hostfile is not None:
+def _backend(asked: Backend, hostfile: Path | None) -> str:
+    """Return the requested back-end, or else the hostfile's."""
+    if asked is Backend.auto and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in BACKENDS else "auto"
-    return asked
+        return own if own in {*Backend} else "auto"
+    return str(asked)
 
 
 @contextmanager
@@ -92,12 +79,6 @@ def _told() -> Generator[Callable[[str], None]]:
         yield lambda words: status.update(words)
 
 
-def _console() -> Console:
-    found = console_for()
-    found.width = min(found.width, _WIDTH)
-    return found
-
-
 # --- for people -----------------------------------------------------------------------------------
 
 
@@ -106,21 +87,21 @@ def show(
 ) -> None:
     """Print all results: the computers, the faults, the remedies, and the passed checks."""
     for host in cluster.hosts:
-        console.print(_plain(host_line(host)), soft_wrap=True)
+        console.print(printable(host_line(host)), soft_wrap=True)
     console.print()
     if findings:
         console.print(findings_table(findings))
         for number, finding in enumerate(findings, 1):
             if finding.remedy:
                 # Not wrapped, so that it can be copied.
-                console.print(_plain(f"{number:3d}. {finding.remedy}"), soft_wrap=True)
+                console.print(printable(f"{number:3d}. {finding.remedy}"), soft_wrap=True)
         console.print()
     if cluster.network is not None:
         for line in network_lines(cluster.network):
-            console.print(_plain(line))
+            console.print(printable(line))
     titles = [_with_detail(check, cluster) for check in well]
     if titles:
-        console.print(_plain(f"well: {', '.join(titles)}"))
+        console.print(printable(f"well: {', '.join(titles)}"))
     if left := not_asked(cluster):
         console.print(f"not checked: {', '.join(left)}", style="dim")
     console.print(verdict(findings), style="bold")
@@ -141,7 +122,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         )
         table.add_row(
             *(
-                Text(_plain(word), style=style if place < 1 else "")
+                Text(printable(word), style=style if place < 1 else "")
                 for place, word in enumerate(words)
             )
         )
@@ -235,16 +216,9 @@ def verdict(findings: Sequence[Finding]) -> str:
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
     more = f", {counted(warnings, 'warning')}" if warnings else ""
-    return (
-        f"{counted(stops, 'thing')} would stop training{more}"
-        if stops
-        else f"nothing stops training{more}"
-    )
-
-
-def _plain(text: str) -> str:
-    """Return text from other computers without characters that could steer a terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    if stops:
+        return f"{counted(stops, 'thing')} would stop training{more}"
+    return f"nothing stops training{more}"
 
 
 # --- for machines ---------------------------------------------------------------------------------

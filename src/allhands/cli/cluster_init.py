@@ -26,28 +26,7 @@ _END = "END_OF_HOSTFILE"
 
 def cluster_init(asked: ClusterInit) -> None:
     """Run the verb."""
-    mode: Mode = (
-        "dry-run"
-        if asked.dry_run
-        else "yes"
-        if asked.yes
-        else "ask"
-        if sys.stdin.isatty()
-        else "refuse"
-    )
-    raise typer.Exit(
-        run_init(
-            _wishes(
-                asked.hosts,
-                asked.hostfile,
-                asked.python,
-                asked.env_dir,
-                asked.origin,
-                mode,
-                install_key=asked.install_key,
-            )
-        )
-    )
+    raise typer.Exit(run_init(_wishes(asked)))
 
 
 def run_init(wishes: Wishes) -> int:
@@ -68,44 +47,40 @@ def run_init(wishes: Wishes) -> int:
     _print_outcomes(report)
     if wishes.mode != "dry-run":
         _print_end(report, wishes.output)
-    return (
-        DistributedError.exit_code
-        if any(o.trouble and not o.pending for o in report.outcomes)
-        else 0
-    )
+    if any(o.trouble and not o.pending for o in report.outcomes):
+        return DistributedError.exit_code
+    return 0
 
 
-def _wishes(
-    hosts: str,
-    output: Path,
-    python: str | None,
-    env_dir: str,
-    origin: str | None,
-    mode: Mode,
-    *,
-    install_key: bool,
-) -> Wishes:
-    names = [name for name, _ in hosts_of(hosts)]
-    output = output.absolute()
+def _mode(asked: ClusterInit) -> Mode:
+    if asked.dry_run:
+        return "dry-run"
+    if asked.yes:
+        return "yes"
+    return "ask" if sys.stdin.isatty() else "refuse"
+
+
+def _wishes(asked: ClusterInit) -> Wishes:
+    names = [name for name, _ in hosts_of(asked.hosts)]
+    output, env_dir = asked.hostfile.absolute(), asked.env_dir
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
-        hint = f"give an absolute path, or one below ~/ such as {PLACE}"
         raise ConfigError(
             f"{env_dir!r} would be a different place on every computer",
             code="path-invalid",
             where="--env-dir",
-            hint=hint,
+            hint=f"give an absolute path, or one below ~/ such as {PLACE}",
         )
     old = hostfile.read_old(output) or {"hosts": []}
-    wanted = wanted_from(find_source(origin, wheel_store()), python)
+    wanted = wanted_from(find_source(asked.origin, wheel_store()), asked.python)
     return Wishes(
         names,
         output,
         wanted,
         Surveyor(env_dir.rstrip("/"), Path.cwd(), (sys.executable,), wanted.python_path or ""),
-        origin,
-        mode,
-        install_key,
+        asked.origin,
+        _mode(asked),
+        asked.install_key,
         {entry["ssh"]: entry["python"] for entry in old["hosts"] if entry.get("python")},
         place_named=env_dir != PLACE,
     )
@@ -184,11 +159,8 @@ def _print_outcomes(report: SetupReport) -> None:
         if outcome.trouble is not None:
             if not outcome.pending:
                 typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
-                typer.echo(
-                    f"  what to do: {outcome.hint}" if outcome.hint else "",
-                    nl=bool(outcome.hint),
-                    err=True,
-                )
+                if outcome.hint:
+                    typer.echo(f"  what to do: {outcome.hint}", err=True)
             continue
         typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
         if unused := " and ".join(outcome.unused):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +29,30 @@ from allhands.cluster.sync.run import Show
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import counted, format_duration, format_size
-from allhands.io.terminal import progress_console
+from allhands.io.terminal import print_json, progress_console
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
 
 _SHOWN_FILES = 8
 
 
-@dataclass(frozen=True)
-class WantedSync:
-    """The requested files, by the names of the command line."""
-
-    model: str | None
-    data: str | None
-    config: str | None
-    paths: tuple[str, ...]
-    stages: bool = False
-    pp_split: str | None = None
-
-
 def sync(asked: ClusterSync) -> None:
     """Run the verb."""
     if asked.delete != "no":
-        hint = "files that exist only there are kept: remove them by hand"
         raise ConfigError(
             "sync deletes nothing on other hosts",
             code="option-unsupported",
             where="--delete",
-            hint=hint,
+            hint="files that exist only there are kept: remove them by hand",
         )
+    hosts = chosen_hosts(asked.hosts, asked.hostfile)
+    raise typer.Exit(run_sync(asked, hosts, _options(asked)))
+
+
+def _options(asked: ClusterSync) -> SyncOptions:
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
-    options = _options(
-        [name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run
-    )
-    wanted = WantedSync(
-        asked.model,
-        asked.data,
-        asked.config,
-        tuple(asked.paths or ()),
-        asked.stages,
-        asked.pp_split,
-    )
-    raise typer.Exit(
-        run_sync(wanted, chosen_hosts(asked.hosts, asked.hostfile), options, as_json=asked.as_json)
-    )
-
-
-def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
+    topologies = [name for name, chosen in named.items() if chosen]
+    transport = asked.transport
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError(
@@ -87,12 +62,11 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
             hint="give one of them, or none",
         )
     if transport in ("tls", "tcp"):
-        hint = "leave it out: all files go over ssh, from host to host if they can log in to each other"
         raise ConfigError(
             f"there is no {transport} any more",
             code="value-unknown",
             where="--transport",
-            hint=hint,
+            hint="leave it out: all files go over ssh, from host to host if they can log in to each other",
         )
     if transport not in ("auto", "ssh"):
         raise ConfigError(
@@ -102,12 +76,10 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
             hint="use auto or ssh",
         )
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
-    return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
+    return SyncOptions(topology, asked.dry_run, cache_dir() / "sync-hashes.json")
 
 
-def run_sync(
-    wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool
-) -> int:
+def run_sync(wanted: ClusterSync, hosts: Sequence[Host], options: SyncOptions) -> int:
     """Copy the wanted files to these hosts and print the result; return the exit code.
 
     Raises:
@@ -121,10 +93,12 @@ def run_sync(
     files: Mapping[str, list[FoundFile]] | None = None
     if pipeline is not None and place is not None:
         plan, files = plan_stages(plan, Path(place), pipeline, hosts)
-    with _progress(shown=sys.stderr.isatty() and not as_json and not options.dry_run) as show:
+    with _progress(
+        shown=sys.stderr.isatty() and not wanted.as_json and not options.dry_run
+    ) as show:
         state = synchronise(plan, hosts, options, show, files)
-    if as_json:
-        typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
+    if wanted.as_json:
+        print_json(as_record(state, options.dry_run))
     else:
         for line in report_lines(state, options.dry_run):
             typer.echo(line)
@@ -133,14 +107,14 @@ def run_sync(
     return state.exit_code
 
 
-def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) -> list[str]:
+def _words(wanted: ClusterSync, content: Mapping[str, Any], model: str | None) -> list[str]:
     """Return the paths of the wanted files; flags win over the configuration.
 
     Args:
         content: the configuration.
         model: its directory.
     """
-    words, data = list(wanted.paths), wanted.data
+    words, data = list(wanted.paths or ()), wanted.data
     if wanted.config is not None:
         words.append(wanted.config)
         named = content.get("data")
@@ -243,7 +217,7 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Generator[Show, None, None]:
+def _progress(*, shown: bool) -> Generator[Show]:
     """A bar for every host and one for all: first the files that a host reads, then those that it
     receives.
     """

@@ -154,12 +154,11 @@ def _become(words: Sequence[str]) -> NoReturn:
         ConfigError: there is no such program.
     """
     if shutil.which(words[0]) is None:
-        hint = "give options of allhands train (they begin with --), or a program: allhands env"
         raise ConfigError(
             f"{words[0]!r} is not a program of this image",
             code="program-not-found",
             where="arguments",
-            hint=hint,
+            hint="give options of allhands train (they begin with --), or a program: allhands env",
         )
     os.execvp(words[0], list(words))
 
@@ -283,12 +282,11 @@ class ContainerRun:
             value = values.get(name)
             if isinstance(value, str) and value.startswith("gs://"):
                 if self.platform != "vertex":
-                    hint = "buckets are mounted on Vertex AI only: give a path, or mount the bucket"
                     raise ConfigError(
                         f"{value} is not a path",
                         code="path-invalid",
                         where=f"--{name.replace('_', '-')}",
-                        hint=hint,
+                        hint="buckets are mounted on Vertex AI only: give a path, or mount the bucket",
                     )
                 values[name] = str(from_bucket(value, self.machine.root))
         return values
@@ -328,9 +326,11 @@ class ContainerRun:
         for note in notes:
             say(f"note: {note}")
         if data is None and self.is_cloud:
-            hint = f"give {_CLOUDS[self.platform]}, or data=demo for the shipped one"
             raise ConfigError(
-                "there is no training data", code="option-missing", where="--data", hint=hint
+                "there is no training data",
+                code="option-missing",
+                where="--data",
+                hint=f"give {_CLOUDS[self.platform]}, or data=demo for the shipped one",
             )
         return data
 

@@ -19,16 +19,13 @@ from allhands.cli.parser import App, with_auto_resume
 from allhands.config.aliases import canonical_flag
 from allhands.config.problems import canonical_key
 from allhands.config.schema import TrainConfig, build_config
+from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.errors import ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
 from allhands.io.strict_json import without_repeats
 
 MODEL_CHANNELS = ("model", "pretrained")
-SPLITS = {
-    **dict.fromkeys(("train", "training", "data"), "train"),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+SPLITS = {**NAMES_OF_SPLITS, "data": "train"}
 # Names that SageMaker, its SDK and its tuner add to the user's hyperparameters.
 _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 
@@ -56,23 +53,21 @@ def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
         elif not isinstance(given, dict):
             raise ValueError('no JSON object, such as {"iters": "100"}')
     except (OSError, ValueError) as error:
-        hint = "write JSON in UTF-8, with each name once"
         raise ConfigError(
             f"the hyperparameters cannot be read: {error}",
             code="hyperparameters-unreadable",
             where=source,
-            hint=hint,
+            hint="write JSON in UTF-8, with each name once",
         ) from None
     result: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], given).items():
         key = canonical_key(name.strip().lstrip("-"))
         if key in result:
-            hint = "keep one of the names"
             raise ConfigError(
                 f"{key} is given twice, under two names",
                 code="option-given-twice",
                 where=f"hyperparameter {name}",
-                hint=hint,
+                hint="keep one of the names",
             )
         if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
@@ -230,12 +225,11 @@ def _jsonl_files(path: Path, split: str) -> list[Path]:
         )
     for one in found:
         if one.suffix != ".jsonl":
-            hint = "convert it first: allhands data prepare FILE --out DIR, and give that directory"
             raise DataError(
                 "training reads .jsonl files",
                 code="file-type-unsupported",
                 where=str(one),
-                hint=hint,
+                hint="convert it first: allhands data prepare FILE --out DIR, and give that directory",
             )
     return found
 
@@ -274,12 +268,11 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
                     place, filter="data"
                 )  # refuses paths and links that lead out of it
         except (OSError, tarfile.TarError) as error:
-            hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
             raise ModelError(
                 f"cannot be unpacked: {error}",
                 code="archive-damaged",
                 where=str(archives[0]),
-                hint=hint,
+                hint="make it again: tar -czf model.tar.gz -C DIRECTORY .",
             ) from None
     found = [
         one.parent
@@ -288,11 +281,10 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
     ]
     if len(found) != 1:
         what = "no model (a directory with config.json)" if not found else "several models"
-        hint = "give the channel one model directory, or its .tar.gz; an adapter alone is no model"
         raise ModelError(
             f"the model channel holds {what}",
             code="model-channel-ambiguous",
             where=str(channel),
-            hint=hint,
+            hint="give the channel one model directory, or its .tar.gz; an adapter alone is no model",
         )
     return found[0]

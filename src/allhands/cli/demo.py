@@ -75,7 +75,8 @@ def demo(asked: Demo) -> None:
     show_speed(console, "baseline", speed)
     console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
-    cores = cores_for_two()
+    # Half of this machine's for each "computer", in both runs, so that two are twice the hardware.
+    cores = max(1, allowed_cores() // 2)
     histories = [
         _training(console, asked.out, model, ranks, cores, asked.iters, asked.seed)
         for ranks in (1, 2)
@@ -113,13 +114,6 @@ def _model(console: Console, path: Path) -> Path:
         get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
     console.print(f"model: {path}", soft_wrap=True)
     return path
-
-
-def cores_for_two() -> int:
-    """Cores of each process in both runs: half of this machine's, so that two processes have twice
-    as many as one.
-    """
-    return max(1, allowed_cores() // 2)
 
 
 def demo_config(

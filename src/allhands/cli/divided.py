@@ -12,14 +12,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allhands.cli.evaluate import check_adapter_here, supervise_verb
-from allhands.cli.train import check_launch, leave, rank_0_speaks_first
-from allhands.cluster.environment import recognise_here
+from allhands.cli.evaluate import run_on_ranks
+from allhands.cluster.environment import LaunchPlace, recognise_here
 from allhands.cluster.hosts import hosts_named
 from allhands.cluster.join import surroundings_of
-from allhands.cluster.worker import install
+from allhands.cluster.worker import WorkerContext
 from allhands.config.eval_schema import EvalConfig
-from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.infer.dialogue import VARIABLE, RanksEnded, RemoteConversation, Talks, Wire
 from allhands.io.staging import Scratch
@@ -51,24 +49,15 @@ def run_divided(
     Raises:
         AllhandsError: the options do not match, or there is no such adapter.
     """
-    launch = recognise_here()
-    with rank_0_speaks_first(launch):
-        values = {"model": model, "trust_remote_code": trust_remote_code, "test": True, **ranks}
-        values |= {} if adapter_path is None else {"adapter_path": str(adapter_path)}
-        config = build_config(values, None, EvalConfig)
-        assert isinstance(config, EvalConfig)
-        check_launch(config, launch)
-        check_adapter_here(config, launch)
-    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
-        return supervise_verb(config, env)
-    with install(launch, os.environ) as worker:
-        worker.unstarted = "stopped before the answer"
+
+    def answer(config: EvalConfig, launch: LaunchPlace, worker: WorkerContext) -> None:
         from allhands.infer.divided import AnsweringRanks
 
         work(AnsweringRanks(config, surroundings_of(worker, launch, config)), launch.rank == 0)
-        if launch.size > 1:
-            leave(launch)
-    return 0
+
+    values = {"model": model, "trust_remote_code": trust_remote_code, **ranks}
+    values |= {} if adapter_path is None else {"adapter_path": str(adapter_path)}
+    return run_on_ranks(values, answer, "stopped before the answer", env)
 
 
 def at_terminal(talk: Callable[[Talks], None]) -> int:

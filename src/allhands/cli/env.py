@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.place import LaunchPlace
 from allhands.io.formatting import counted, format_bytes
-from allhands.io.terminal import console_for
+from allhands.io.terminal import console_for, print_json, printable
 from allhands.runtime.versions import version_of
 
 _WIDTH = 80
@@ -40,7 +39,7 @@ def show_environment(asked: Env) -> None:
     """Run the verb."""
     report = _Report(recognise_here(), _versions(), _device())
     if asked.as_json:
-        typer.echo(json.dumps(as_dictionary(report), indent=1, default=str))
+        print_json(as_dictionary(report), default=str)
         return
     _show(report)
 
@@ -199,6 +198,5 @@ def _table(rows: list[tuple[str, str]]) -> Table:
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for title, text in rows:
-        printable = "".join(character if character.isprintable() else "?" for character in text)
-        table.add_row("", *([title] if titled else []), Text(printable))
+        table.add_row("", *([title] if titled else []), Text(printable(text)))
     return table

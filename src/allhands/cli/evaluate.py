@@ -10,8 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from allhands.cli.launching import run
+from allhands.cli.parser import refuse_idle
 from allhands.cli.train import (
     check_launch,
     collector_paused,
@@ -38,7 +40,7 @@ from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
-from allhands.io.terminal import progress_console, tell
+from allhands.io.terminal import print_json, progress_console, tell
 from allhands.model.divisible import require_divisible
 from allhands.run.adapter_files import what_is
 from allhands.runtime.blas import preload_blas
@@ -54,36 +56,43 @@ def evaluate(asked: Eval) -> None:
     if asked.tasks is not None:
         _run_tasks(asked, asked.tasks)
         return
-    for flag, value in (("--limit", asked.limit), ("--num-shots", asked.num_shots)):
-        if value is not None:
-            raise ConfigError(
-                "it has no effect without --tasks",
-                code="option-without-effect",
-                where=flag,
-                hint="for less data give --test-batches",
-            )
-    raise typer.Exit(_evaluate(asked.flags, asked.as_json))
+    idle = {"--limit": asked.limit, "--num-shots": asked.num_shots}
+    refuse_idle(idle, "without --tasks", "for less data give --test-batches")
+    work = partial(_evaluate_as_rank, as_json=asked.as_json)
+    unstarted = "stopped before the evaluation: there is no result"
+    raise typer.Exit(run_on_ranks(asked.flags, work, unstarted))
 
 
-def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
-    """Evaluate on this process, on several, or as a rank of another launcher; return the exit code."""
+def run_on_ranks(
+    flags: dict[str, Any],
+    work: Callable[[EvalConfig, LaunchPlace, WorkerContext], None],
+    unstarted: str,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Work on this process, on several, or as a rank of another launcher; return the exit code.
+
+    Args:
+        work: of a rank.
+        unstarted: what is said if a rank is stopped before it begins.
+        env: further variables of processes that are started.
+    """
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
         assert isinstance(config, EvalConfig)
         check_launch(config, launch)
-        check_adapter_here(config, launch)
+        _check_adapter_here(config, launch)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
-        return supervise_verb(config)
+        return _supervise(config, env or {})
     with install(launch, os.environ) as worker:
-        worker.unstarted = "stopped before the evaluation: there is no result"
-        _evaluate_as_rank(config, launch, worker, as_json)
+        worker.unstarted = unstarted
+        work(config, launch, worker)
         if launch.size > 1:
             leave(launch)
     return 0
 
 
-def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> int:
+def _supervise(config: EvalConfig, env: Mapping[str, str]) -> int:
     """Start the processes, here or on several computers, and wait for them; return the exit code.
 
     Their logs stay if they have failed. ``env`` is for all of them.
@@ -94,7 +103,7 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
     try:
         with Reaper() as reaper:
             reaper.directory(scratch)
-            code = _supervised(config, scratch, env or {})
+            code = _supervised(config, scratch, env)
         kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code
     finally:
@@ -122,7 +131,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
     return run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
 
 
-def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
+def _check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
     """Check that the adapter exists, before anything is started or loaded.
 
     Raises:
@@ -141,7 +150,7 @@ def check_adapter_here(config: EvalConfig, launch: LaunchPlace) -> None:
 
 
 def _evaluate_as_rank(
-    config: EvalConfig, launch: LaunchPlace, worker: WorkerContext, as_json: bool
+    config: EvalConfig, launch: LaunchPlace, worker: WorkerContext, *, as_json: bool
 ) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
@@ -189,23 +198,15 @@ def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
 def _run_tasks(asked: Eval, tasks: str) -> None:
     """Run benchmarks of lm-evaluation-harness on this process."""
     flags, known = asked.flags, {"model", "adapter_path", "batch_size", "trust_remote_code"}
-    for name in flags:
-        if name not in known:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                "it has no effect with --tasks",
-                code="option-without-effect",
-                where=flag,
-                hint="leave one of the two out",
-            )
+    idle = {f"--{name.replace('_', '-')}": flags[name] for name in flags if name not in known}
+    refuse_idle(idle, "with --tasks", "leave one of the two out")
 
     if find_spec("lm_eval") is None:
-        hint = "pip install lm_eval"
         raise ConfigError(
             "benchmarks need lm-evaluation-harness, which is not installed",
             code="package-missing",
             where="--tasks",
-            hint=hint,
+            hint="pip install lm_eval",
         )
     preload_blas()
     from allhands.export.harness import Harness, run_harness
@@ -229,7 +230,7 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
     )
     results = run_harness(harness, names)
     if asked.as_json:
-        print(json.dumps(results, default=str))
+        print_json(results, default=str, indent=None)
         return
     for task, values in results.items():
         for name, value in values.items():

@@ -9,11 +9,13 @@ from typing import Any
 
 from allhands.cli.answering import tell_harm
 from allhands.cli.export_models import export_model
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Export, Format, Import, Target
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
 from allhands.export.fusing import FuseOptions
 from allhands.io.files import write_whole
+from allhands.io.formatting import counted
 from allhands.io.paths import meant
 from allhands.io.staging import publish, require_place, staging
 from allhands.io.trees import flatten
@@ -29,18 +31,11 @@ _OURS = ("adapters.safetensors", "adapter_config.json")
 
 def export_adapter(asked: Export) -> None:
     """Run the verb."""
-    for flag, value, only in (
-        ("--base", asked.base, Target.peft),
-        ("--dtype", asked.dtype, Target.hf),
-    ):
-        if value is not None and asked.to is not only:
-            raise ConfigError(
-                f"it has no effect with --to {asked.to.value}",
-                code="option-without-effect",
-                where=flag,
-                hint="leave it out",
-            )
-
+    idle = {
+        "--base": None if asked.to is Target.peft else asked.base,
+        "--dtype": None if asked.to is Target.hf else asked.dtype,
+    }
+    refuse_idle(idle, f"with --to {asked.to.value}", "leave it out")
     if asked.to is Target.peft:
         if asked.adapter_path is None:
             raise ConfigError(
@@ -51,14 +46,7 @@ def export_adapter(asked: Export) -> None:
             )
         check_adapter(asked.adapter_path)
         tell_harm(asked.adapter_path)
-        _to_peft(
-            asked.adapter_path,
-            asked.out,
-            asked.model,
-            asked.base,
-            force=asked.force,
-            trust=asked.trust_remote_code,
-        )
+        _to_peft(asked, asked.adapter_path)
         return
     if asked.adapter_path is None and asked.model is None:
         raise ConfigError(
@@ -77,13 +65,11 @@ def export_adapter(asked: Export) -> None:
     )
 
 
-def _to_peft(
-    adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool
-) -> None:
-    adapter = _read(adapter_path, *_OURS)
-    below = model or model_below(adapter_path, adapter.config)
-    require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
-    loaded = load_model(below, trust_remote_code=trust)
+def _to_peft(asked: Export, adapter_path: Path) -> None:
+    adapter, out, base = _read(adapter_path, *_OURS), asked.out, asked.base
+    below = asked.model or model_below(adapter_path, adapter.config)
+    require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=asked.force)
+    loaded = load_model(below, trust_remote_code=asked.trust_remote_code)
     told = PeftBase.of(loaded, base or below)
     try:
         made = to_peft(adapter, told)
@@ -132,12 +118,11 @@ def import_adapter(asked: Import) -> None:
 
     assert asked.source is Format.peft
     if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
-        hint = "load the adapter in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
             "adapter_model.bin is a pickle, which may run code when it is read",
             code="adapter-is-pickle",
             where=str(asked.path),
-            hint=hint,
+            hint="load the adapter in Python and save it again: save_pretrained(DIR, safe_serialization=True)",
         )
     adapter = _read(asked.path, WEIGHTS_FILE, CONFIG_FILE)
     below = asked.model or adapter.config.get("base_model_name_or_path")
@@ -167,21 +152,19 @@ def import_adapter(asked: Import) -> None:
         try:
             put_on(loaded.model, staged)
         except ModelError as error:
-            hint = "use the model that the adapter was trained on: --model"
             raise ModelError(
                 error.message.replace(str(staged), str(asked.path)),
                 code=error.code,
                 where=str(asked.path),
-                hint=hint,
+                hint="use the model that the adapter was trained on: --model",
             ) from None
         import mlx.core as mx
 
         found = dict(flatten(loaded.model.parameters()))
         for name, value in made.weights.items():
             if name not in found or not mx.array_equal(found[name], value):
-                message = f"the written files differ from the adapter, and were not kept: {name} has other values"
                 raise ModelError(
-                    message,
+                    f"the written files differ from the adapter, and were not kept: {name} has other values",
                     code="written-files-differ",
                     where=str(asked.out),
                     hint="if your input is right, this is a defect: report it",
@@ -198,7 +181,7 @@ def import_adapter(asked: Import) -> None:
 def _count(adapter: Adapter) -> str:
     """Return the number of adapted modules, in words."""
     count = len({name.rpartition(".lora")[0] for name in adapter.weights if ".lora" in name})
-    return f"{count} layer{'s' * (count != 1)}"
+    return counted(count, "layer")
 
 
 def _read(directory: Path, weights: str, config: str) -> Adapter:
@@ -221,7 +204,7 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     import mlx.core as mx
 
     try:
-        described = json.loads((directory / config).read_text(encoding="utf-8"))
+        described = json.loads((directory / config).read_bytes())
         if not isinstance(described, dict):
             raise ValueError("it is not an object")
         return Adapter(dict(mx.load(str(directory / weights))), described)  # type: ignore[arg-type]

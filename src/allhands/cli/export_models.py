@@ -9,7 +9,7 @@ from allhands.cli.fuse import tell, tell_gguf
 from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
 from allhands.export.gguf import check_convertible, write_gguf
 from allhands.export.huggingface import export_hf
-from allhands.export.ollama import GGUF_FILE, MODELFILE, Recognised, modelfile, recognise
+from allhands.export.ollama import GGUF_FILE, MODELFILE, modelfile, recognise
 from allhands.io.staging import publish, require_place, staging
 from allhands.model.sources import name_of, resolve
 
@@ -32,7 +32,9 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     if chat is None:
         print(f"llama-cli --model {out / GGUF_FILE}")
         return
-    _tell_format(chat)
+    print(f"chat template: {chat.format.name}")
+    if not chat.takes_system:
+        print("note: this format has no place for a system message: Ollama leaves one out")
     print(f"ollama create NAME --file {out / MODELFILE}")
 
 
@@ -49,9 +51,3 @@ def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
             (staged / MODELFILE).write_text(modelfile, encoding="utf-8")
         publish(staged, out)
     return done
-
-
-def _tell_format(chat: Recognised) -> None:
-    print(f"chat template: {chat.format.name}")
-    if not chat.takes_system:
-        print("note: this format has no place for a system message: Ollama leaves one out")

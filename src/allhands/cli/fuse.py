@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from allhands.cli.answering import tell_harm
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Fuse
 from allhands.errors import ConfigError
 from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
@@ -17,11 +18,11 @@ GGUF_NAME = "ggml-model-f16.gguf"
 def fuse(asked: Fuse) -> None:
     """Run the verb."""
     if asked.upload_repo is not None:
-        hint = (
-            f"allhands upload {asked.save_path} --to {asked.upload_repo}, after you have checked it"
-        )
         raise ConfigError(
-            "fusing uploads nothing", code="option-unsupported", where="--upload-repo", hint=hint
+            "fusing uploads nothing",
+            code="option-unsupported",
+            where="--upload-repo",
+            hint=f"allhands upload {asked.save_path} --to {asked.upload_repo}, after you have checked it",
         )
 
     tell_harm(asked.adapter_path)  # before it may be refused for what the training did
@@ -39,14 +40,8 @@ def fuse(asked: Fuse) -> None:
         writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))
         check_convertible(resolve(below), dense=asked.dequantize)
         done = fuse_model(options, asked.save_path, writer)
-    elif asked.gguf_path is not None:
-        raise ConfigError(
-            "it has no effect without --export-gguf",
-            code="option-without-effect",
-            where="--gguf-path",
-            hint="add --export-gguf",
-        )
     else:
+        refuse_idle({"--gguf-path": asked.gguf_path}, "without --export-gguf", "add --export-gguf")
         done = fuse_model(options, asked.save_path)
     tell(done, asked.save_path, adapter=asked.adapter_path)
     if asked.export_gguf:

@@ -10,6 +10,7 @@ import typer
 
 from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
 from allhands.cli.divided import run_divided
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_models import Chat, Generate
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes
@@ -57,16 +58,10 @@ def _prompt(asked: Generate, *, on_ranks: bool) -> str:
     Raises:
         ConfigError: it is empty, or its options exclude each other.
     """
-    if asked.ignore_chat_template and (
-        asked.chat_template is not None or asked.system != "template"
-    ):
-        flag = "--system" if asked.chat_template is None else "--chat-template"
-        raise ConfigError(
-            "it has no effect with --ignore-chat-template",
-            code="option-without-effect",
-            where=flag,
-            hint="leave one of the two out",
-        )
+    if asked.ignore_chat_template:
+        system = None if asked.system == "template" else asked.system
+        idle = {"--chat-template": asked.chat_template, "--system": system}
+        refuse_idle(idle, "with --ignore-chat-template", "leave one of the two out")
     if asked.prompt == "-" and on_ranks:
         raise ConfigError(
             "several ranks have no standard input",
@@ -108,12 +103,15 @@ def with_model(
         work(loaded, speaks, answering)
 
     if ranks is not None:
-
-        def on_rank(answering: AnsweringRanks, speaks: bool) -> None:
-            told(answering.load(adapter, chat), speaks, answering)
-
         raise typer.Exit(
-            run_divided(asked.model, adapter, ranks, on_rank, trust_remote_code=trust, env=env)
+            run_divided(
+                asked.model,
+                adapter,
+                ranks,
+                lambda ranks, speaks: told(ranks.load(adapter, chat), speaks, ranks),
+                trust_remote_code=trust,
+                env=env,
+            )
         )
     from allhands.infer.generate import load_for_generation
     from allhands.model.beyond import answering, limits_told

@@ -18,7 +18,7 @@ import typer
 
 from allhands.cli.launching import TrainingJob, run, step_in
 from allhands.cli.notices import say
-from allhands.cli.verbs_training import BACKENDS, Launch
+from allhands.cli.verbs_training import Launch
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.hosts import write_hosts
 from allhands.errors import ConfigError
@@ -54,7 +54,7 @@ def _job(options: Launch) -> TrainingJob:
         directory=logs,
         log_dir=logs,
         num_ranks=options.num_ranks,
-        backend=cast(Any, options.backend),
+        backend=cast(Any, options.backend.value),
         cores_per_rank=options.cores_per_rank,
         hostfile=options.hostfile,
         min_ranks=options.min_ranks,
@@ -90,13 +90,6 @@ def _check_options(options: Launch) -> None:
             code="options-conflict",
             where="--hosts",
             hint="leave one of them out",
-        )
-    if options.backend not in BACKENDS:
-        raise ConfigError(
-            f"{options.backend!r} is not a back-end",
-            code="value-unknown",
-            where="--backend",
-            hint=f"use {', '.join(BACKENDS)}",
         )
     for name in ("hang_timeout_s", "start_timeout_s", "stop_grace_s"):
         seconds = getattr(options, name)

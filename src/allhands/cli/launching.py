@@ -327,11 +327,9 @@ def _hosts_told(job: TrainingJob) -> dict[str, str]:
 def _log_dir_there(job: TrainingJob) -> str | None:
     """The directory of the logs, where the run's directory is another one on each computer."""
     below = job.directory in job.there and job.log_dir.is_relative_to(job.directory)
-    return (
-        str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory))
-        if below
-        else None
-    )
+    if below:
+        return str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory))
+    return None
 
 
 def _choose_backend(job: TrainingJob) -> Backend:

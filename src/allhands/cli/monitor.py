@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -29,10 +28,12 @@ from allhands.io.formatting import (
 )
 from allhands.io.terminal import (
     broken,
+    columns_within,
     console_for,
     is_read_live,
     is_screen,
     progress_console,
+    table_of,
     tell,
 )
 from allhands.observe.journal import read_events
@@ -49,8 +50,18 @@ _PATIENCE_S = 20.0  # for computers to answer
 _LOOK_S = 0.1
 # Columns that a narrow terminal leaves out, in this order.
 _DISPENSABLE = (
-    *("pid", "received\n/s", "MLX\ncache", "peak\nPSS", "sent\n/s", "RSS", "MLX\nactive", "CPU"),
-    *("GPU\nload", "esti-\nmated", "peak\nRSS", "GPU\nmemory"),
+    "pid",
+    "received\n/s",
+    "MLX\ncache",
+    "peak\nPSS",
+    "sent\n/s",
+    "RSS",
+    "MLX\nactive",
+    "CPU",
+    "GPU\nload",
+    "esti-\nmated",
+    "peak\nRSS",
+    "GPU\nmemory",
 )
 
 
@@ -167,7 +178,7 @@ def view(
     heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
     return Group(
         Text(broken(heading, width)),
-        table_of(board, now, gone, width),
+        processes_table(board, now, gone, width),
         Text(broken(together, width)),
     )
 
@@ -213,34 +224,19 @@ def _last_report(history: RunHistory | None) -> Iterator[str]:
         yield f"{format_size(report.sent_bytes)} sent by a rank in a step"
 
 
-def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 200) -> Table:
+def processes_table(
+    board: Board, now: float, gone: set[tuple[str, int]], width: int = 200
+) -> Table:
     """Return a table with one row for each process; unknown columns, and columns without room, are
     left out.
     """
     rows = board.rows()
-    columns = _fitting(_columns(rows, now, gone), width)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in ("process", "host", "doing") else "right", no_wrap=True
-        )
-    for place, row in enumerate(rows):
-        dim = row.state(now, gone) != "lives"
-        table.add_row(*(cells[place] for cells in columns.values()), style="dim" if dim else None)
+    columns = columns_within(_columns(rows, now, gone), width, _DISPENSABLE)
+    left = [place for place, name in enumerate(columns) if name in ("process", "host", "doing")]
+    table = table_of([*columns], zip(*columns.values(), strict=True), left=left, ruled=True)
+    for shown, row in zip(table.rows, rows, strict=True):
+        shown.style = "dim" if row.state(now, gone) != "lives" else None
     return table
-
-
-def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Return the columns that fit; the least important ones are left out first."""
-
-    def needed() -> int:
-        texts = [[*name.split("\n"), *cells] for name, cells in columns.items()]
-        return sum(max(map(len, words)) + 2 for words in texts)
-
-    for name in _DISPENSABLE:
-        if needed() > width:
-            columns.pop(name, None)
-    return columns
 
 
 def _columns(

@@ -5,7 +5,7 @@ every path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,17 +20,19 @@ from allhands.io.paths import local_path, require_words
 # sets.
 TEXT_PATHS = frozenset(
     {
-        *(
-            "model",
-            "data",
-            "tokenizer",
-            "adapter_path",
-            "resume",
-            "resume_adapter_file",
-            "config",
-            "hostfile",
-        ),
-        *("source", "sources", "base", "origin", "chat_template"),
+        "model",
+        "data",
+        "tokenizer",
+        "adapter_path",
+        "resume",
+        "resume_adapter_file",
+        "config",
+        "hostfile",
+        "source",
+        "sources",
+        "base",
+        "origin",
+        "chat_template",
     }
 )
 
@@ -168,7 +170,7 @@ class App(typer.Typer):
 
 
 @contextmanager
-def _in_our_words(words: Sequence[str], context: Any) -> Generator[None, None, None]:
+def _in_our_words(words: Sequence[str], context: Any) -> Generator[None]:
     """Raise the parser's complaints about words as errors of ours."""
     try:
         yield
@@ -184,8 +186,25 @@ def _require_words(value: str, where: str) -> None:
     try:
         require_words(value)
     except ValueError as error:
-        hint = "make the terminal or the script send UTF-8"
-        raise ConfigError(str(error), code="text-not-unicode", where=where, hint=hint) from None
+        raise ConfigError(
+            str(error),
+            code="text-not-unicode",
+            where=where,
+            hint="make the terminal or the script send UTF-8",
+        ) from None
+
+
+def refuse_idle(given: Mapping[str, object], why: str, hint: str) -> None:
+    """Refuse those of ``given``, options by their flags, that have a value without an effect.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for flag, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"it has no effect {why}", code="option-without-effect", where=flag, hint=hint
+            )
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from allhands.errors import ConfigError, StorageError
 from allhands.io.files import require_ours, require_writable
 from allhands.io.names import PLAN_FILE
 from allhands.io.pictures import DRAWN_HERE, picture_suffix
-from allhands.io.terminal import echo, tell
+from allhands.io.terminal import echo, print_json, tell
 from allhands.plan.job import Prices
 from allhands.plan.kept import keep_plan, plan_record, runs_begun
 from allhands.plan.outlook import look_ahead
@@ -69,7 +68,7 @@ def plan(asked: Plan) -> None:
     }
     kept, told = _keep(Path(config.adapter_path), values, imagined=asked.device is not None)
     if asked.as_json:
-        typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
+        print_json({**values, "kept": None if kept is None else str(kept)})
         if kept is None:
             tell(told)
     else:

@@ -4,14 +4,11 @@ way of training.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-import typer
-
 from allhands.io.formatting import counted, format_moment
-from allhands.io.terminal import console_for, echo, print_table
+from allhands.io.terminal import console_for, echo, print_json, print_table
 from allhands.observe.judging import harm
 from allhands.plan.compared import Comparison
 from allhands.plan.outgrown import signs_of
@@ -39,7 +36,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
             "notes": notes,
         }
         values["judgements"] = [*map(asdict, done)]
-        typer.echo(json.dumps(values, indent=1))
+        print_json(values)
         return
     told = [f"{one.level}: {one.text}" for one in done]
     if not signs and not ruined:

@@ -43,14 +43,11 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
         times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
         found += [device_of(rest if several else part)] * times
         if len(found) > _MOST_DEVICES:
-            hint = (
-                f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step"
-            )
             raise ConfigError(
                 f"more than {_MOST_DEVICES:,} computers cannot be planned",
                 code="value-out-of-range",
                 where="--device",
-                hint=hint,
+                hint=f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step",
             )
     if text is not None and not found:
         raise ConfigError(
@@ -60,12 +57,11 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
             hint="as in --device 'M1 Pro 32GB'",
         )
     if len({each.kind for each in found}) > 1:
-        hint = "MLX has no back-end for both in one group: plan for one kind"
         raise ConfigError(
             "Macs and NVIDIA GPUs cannot train together",
             code="options-conflict",
             where="--device",
-            hint=hint,
+            hint="MLX has no back-end for both in one group: plan for one kind",
         )
     return found
 
@@ -100,7 +96,9 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
         _check_ranks(config)
     several = config.num_ranks > 1
     values = {
-        **{"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile},
+        "--link": asked.link,
+        "--hosts": config.hosts,
+        "--hostfile": config.hostfile,
         "-n": several and not config.hostfile,
     }
     given = [flag for flag, value in values.items() if value]
@@ -112,12 +110,11 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
             hint="give one of them; a configuration file (-c) may have named the other one",
         )
     if devices and given and given != ["--link"]:
-        hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
         raise ConfigError(
             "computers that are only described cannot be measured",
             code="options-conflict",
             where="--device",
-            hint=hint,
+            hint="leave --device out to plan with this computer's speed, or describe the link: --link 10GbE",
         )
     if asked.machines and (several or on_hosts(config) or len(devices) > 1):
         raise ConfigError(

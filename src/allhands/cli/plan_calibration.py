@@ -35,29 +35,34 @@ _ALIKE = 0.02  # below this difference of sizes the times do not show their depe
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # Options of the whole training, or of several computers.
 _DROPPED = (
-    *(
-        "epochs",
-        "hosts",
-        "hostfile",
-        "num_ranks",
-        "rank_weights",
-        "min_ranks",
-        "report_to",
-        "project_name",
-        "test",
-    ),
-    *(
-        "early_stopping_patience",
-        "resume",
-        "profile",
-        "config",
-        "max_restarts",
-        "backend",
-        "warmup_steps",
-    ),
-    *("resume_adapter_file", "sample_every"),
+    "epochs",
+    "hosts",
+    "hostfile",
+    "num_ranks",
+    "rank_weights",
+    "min_ranks",
+    "report_to",
+    "project_name",
+    "test",
+    "early_stopping_patience",
+    "resume",
+    "profile",
+    "config",
+    "max_restarts",
+    "backend",
+    "warmup_steps",
+    "resume_adapter_file",
+    "sample_every",
     # Options that divide a model: here one process has the whole model.
-    *("strategy", "tp", "cp", "ep", "dp_shard", "reshard", "pp", "pp_schedule", "pp_split"),
+    "strategy",
+    "tp",
+    "cp",
+    "ep",
+    "dp_shard",
+    "reshard",
+    "pp",
+    "pp_schedule",
+    "pp_split",
 )
 
 
@@ -306,10 +311,11 @@ def _run(
                     preexec_fn=die_with_parent,
                 )
         except subprocess.TimeoutExpired:
-            hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
-            message = f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
             raise ConfigError(
-                message, code="training-timeout", where="--timeout-s", hint=hint
+                f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s",
+                code="training-timeout",
+                where="--timeout-s",
+                hint="give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training",
             ) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)

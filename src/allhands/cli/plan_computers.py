@@ -163,12 +163,11 @@ def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: li
     if asked.prices.watts is not None or asked.prices.per_kwh is None:
         return asked.prices
     if not devices:
-        hint = "give the power of a computer while it trains: --watts 60"
         raise ConfigError(
             "the price of energy needs a power",
             code="option-missing",
             where="--price-per-kwh",
-            hint=hint,
+            hint="give the power of a computer while it trains: --watts 60",
         )
     told = ", ".join(dict.fromkeys(f"{each.watts:g} for {each.name}" for each in devices))
     notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")

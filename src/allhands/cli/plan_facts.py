@@ -322,11 +322,10 @@ class _Facts:
         if self.measured is not None:
             return self.measured.exchanged
         if blocks is None:
-            hint = "leave --device out, so that a few steps are trained"
             raise ConfigError(
                 "this model is not built of equal blocks: nothing can be estimated",
                 code="model-not-estimable",
-                hint=hint,
+                hint="leave --device out, so that a few steps are trained",
             )
         layers = _trained_layers(config, blocks)
         if config.fine_tune_type == "full":
@@ -421,12 +420,11 @@ class _Facts:
         if not config.epochs:
             return config.iters or _DEFAULT_ITERS
         if self.num_rows is None:
-            hint = "give --iters: the number of rows is only known after the data are read"
             raise ConfigError(
                 "the number of steps is not known",
                 code="option-missing",
                 where="--epochs",
-                hint=hint,
+                hint="give --iters: the number of rows is only known after the data are read",
             )
         return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
 
@@ -521,7 +519,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
             hint="fetch the model again",
         )
     tied = bool(values.get("tie_word_embeddings", False))
-    half = _stored_as(values) in ("bfloat16", "float16")
+    half = (values.get("torch_dtype") or values.get("dtype")) in ("bfloat16", "float16")
     blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
     facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
     if kind != "cpu":
@@ -544,11 +542,6 @@ def _forms(
     codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
     by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
     return codes, (by_file * of_block, by_file * of_table)
-
-
-def _stored_as(values: dict[str, Any]) -> str:
-    """Return the type of a model's dense weights; empty if its configuration does not have it."""
-    return str(values.get("torch_dtype") or values.get("dtype") or "")
 
 
 def _quantisation(values: dict[str, Any]) -> dict[str, Any]:

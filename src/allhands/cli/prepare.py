@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from allhands.cli.answering import chat_choice
+from allhands.cli.parser import refuse_idle
 from allhands.cli.verbs_data import DataDemo, DataPrepare
 from allhands.data.demo import write_demo_data
 from allhands.data.intake import Measure, PrepareOptions
@@ -74,28 +75,9 @@ def data_demo(asked: DataDemo) -> None:
 
 def _options(flags: DataPrepare) -> PrepareOptions:
     features = flags.features
-    if flags.dedupe not in ("off", "exact", "near"):
-        raise ConfigError(
-            f"{flags.dedupe!r} is not known",
-            code="value-unknown",
-            where="--dedupe",
-            hint="write off, exact or near",
-        )
-    for flag, value, what in (
-        ("--max-seq-length", flags.max_seq_length, "without it, lengths are in characters"),
-        (
-            "--chat-template",
-            flags.chat_template,
-            "it is used to count tokens, and nothing of it is written",
-        ),
-    ):
-        if value is not None and flags.model is None:
-            raise ConfigError(
-                "it has no effect without a model",
-                code="option-without-effect",
-                where=flag,
-                hint=f"add --model: {what}",
-            )
+    if flags.model is None:
+        idle = {"--max-seq-length": flags.max_seq_length, "--chat-template": flags.chat_template}
+        refuse_idle(idle, "without a model", "add --model, whose tokens are counted")
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
         columns={**columns, **features},
@@ -106,7 +88,7 @@ def _options(flags: DataPrepare) -> PrepareOptions:
         resplit=flags.resplit,
         seed=flags.seed,
         shuffle=flags.shuffle,
-        dedupe=cast("Any", flags.dedupe),
+        dedupe=cast("Any", flags.dedupe.value),
         near_threshold=flags.near_threshold,
         max_seq_length=flags.max_seq_length or _MAX_SEQ_LENGTH,
         strict=flags.strict,
@@ -145,12 +127,11 @@ def _short_columns(
         if key in features:
             other = f"--{key.replace('_', '-')} {features[key]}"
         if other is not None:
-            hint = "a part has only one column: keep one of the two"
             raise ConfigError(
                 f"the column of one part is named twice, also by {other}",
                 code="option-given-twice",
                 where=flag,
-                hint=hint,
+                hint="a part has only one column: keep one of the two",
             )
         columns[key], typed[key] = name, flag
     return columns, typed

@@ -8,10 +8,9 @@ from pathlib import Path
 from allhands.cli.verbs_runs import Report
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, require_ours, write_whole
-from allhands.io.terminal import echo
+from allhands.io.terminal import echo, one_line
 from allhands.observe.metrics import METRICS_FILE
 from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
-from allhands.report.markdown import one_line
 
 
 def report(asked: Report) -> None:
@@ -56,9 +55,11 @@ def _require_different(runs: list[Path]) -> None:
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()
         if file in seen:
-            hint = "give each run once: a comparison of a run with itself shows nothing"
             raise ConfigError(
-                "the same run twice", code="input-given-twice", where=str(run), hint=hint
+                "the same run twice",
+                code="input-given-twice",
+                where=str(run),
+                hint="give each run once: a comparison of a run with itself shows nothing",
             )
         seen.add(file)
 

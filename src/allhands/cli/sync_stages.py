@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from allhands.cli.parser import refuse_idle
 from allhands.config.schema import TrainConfig, build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
@@ -132,13 +133,7 @@ def wanted_stages(
         ConfigError: options that have no effect.
     """
     if not stages:
-        if pp_split is not None:
-            raise ConfigError(
-                "without --stages a split has no effect",
-                code="option-without-effect",
-                where="--pp-split",
-                hint="add --stages",
-            )
+        refuse_idle({"--pp-split": pp_split}, "without --stages", "add it")
         return None
     if model is None:
         raise ConfigError(

@@ -103,15 +103,17 @@ def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
     if config.train or config.test:
         return config
     if "train" in config.model_fields_set:
-        hint = "leave it out to train, or add --test to evaluate what was trained"
         raise ConfigError(
-            "there is nothing to do", code="nothing-to-do", where="--no-train", hint=hint
+            "there is nothing to do",
+            code="nothing-to-do",
+            where="--no-train",
+            hint="leave it out to train, or add --test to evaluate what was trained",
         )
     return config.model_copy(update={"train": True})  # as the command is called
 
 
 @contextmanager
-def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None, None, None]:
+def rank_0_speaks_first(launch: LaunchPlace) -> Generator[None]:
     """Delay an error of another rank, because rank 0 usually has the same error and prints it."""
     try:
         yield
@@ -280,11 +282,9 @@ def _sync_command(config: TrainConfig) -> str | None:
         if Path(path).exists()
         for word in (flag, written(path))
     ]
-    return (
-        shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words])
-        if words
-        else None
-    )
+    if words:
+        return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words])
+    return None
 
 
 def _has_begun(directory: Path) -> bool:
@@ -308,7 +308,7 @@ def work(config: TrainConfig, launch: LaunchPlace) -> int:
 
 
 @contextmanager
-def collector_paused() -> Generator[None, None, None]:
+def collector_paused() -> Generator[None]:
     """Pause garbage collection during imports: they free no objects, and it takes a tenth of their
     time.
     """

@@ -127,9 +127,11 @@ def _bad_use(flag: str, context: Any) -> ConfigError:
     switch = parameter.is_flag or parameter.count
     meaning = meant(parameter.help)
     if switch:
-        hint = f"leave the value out{meaning}"
         return ConfigError(
-            "this option takes no value", code="value-unexpected", where=flag, hint=hint
+            "this option takes no value",
+            code="value-unexpected",
+            where=flag,
+            hint=f"leave the value out{meaning}",
         )
     return ConfigError(
         "this option has no value", code="value-missing", where=flag, hint=f"add it{meaning}"

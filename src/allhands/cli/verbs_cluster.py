@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import typer
+from typer import Argument, Option
 
-# Back-ends that can be measured, and back-ends that can be trained with.
-MEASURED = ("auto", "all", "ring", "mpi", "nccl")
-BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
+from allhands.cli.verbs_models import Backend
+
 PLACE = "~/.allhands/env"
 
 
@@ -26,38 +26,34 @@ class ClusterInit(NamedTuple):
 
     hosts: Annotated[
         str,
-        typer.Option("--hosts", metavar="A,B,...", help="Names of the computers, as ssh has them."),
+        Option(metavar="A,B,...", help="Names of the computers, as ssh has them."),
     ]
-    hostfile: Annotated[
-        Path, typer.Option("--hostfile", metavar="FILE", help="Hostfile to write.")
-    ] = Path("hosts.json")
+    hostfile: Annotated[Path, Option(metavar="FILE", help="Hostfile to write.")] = Path(
+        "hosts.json"
+    )
     python: Annotated[
         str | None,
-        typer.Option(
-            "--python", metavar="VERSION|PATH", help="Python for all. [this one's version]"
-        ),
+        Option(metavar="VERSION|PATH", help="Python for all. [this one's version]"),
     ] = None
-    env_dir: Annotated[
-        str, typer.Option("--env-dir", metavar="DIR", help="Place of the environments.")
-    ] = PLACE
+    env_dir: Annotated[str, Option(metavar="DIR", help="Place of the environments.")] = PLACE
     install_key: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--install-key", help="Install your ssh key on computers that refuse it (ssh-copy-id)."
         ),
     ] = False
     origin: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--from",
             metavar="VERSION|WHEEL|DIR",
             help="Version, wheel or directory of allhands to install. [this one]",
         ),
     ] = None
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands; change nothing.")
-    ] = False
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the commands; change nothing.")] = (
+        False
+    )
 
 
 class ClusterSync(NamedTuple):
@@ -67,61 +63,40 @@ class ClusterSync(NamedTuple):
     """
 
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[PATH]...", help="Further files, directories.")
+        list[str] | None, Argument(metavar="[PATH]...", help="Further files, directories.")
     ] = None
-    hostfile: Annotated[
-        str | None, typer.Option("--hostfile", help="Hostfile: MLX's JSON or MPI's lines.")
-    ] = None
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B,C", help="Hosts by name.")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model directory, Hub repository, or 'demo'.")
-    ] = None
-    data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None
+    hostfile: Annotated[str | None, Option(help="Hostfile: MLX's JSON or MPI's lines.")] = None
+    hosts: Annotated[str | None, Option(metavar="A,B,C", help="Hosts by name.")] = None
+    model: Annotated[str | None, Option(help="Model directory, Hub repository, or 'demo'.")] = None
+    data: Annotated[str | None, Option(help="Directory with training data.")] = None
     config: Annotated[
         str | None,
-        typer.Option(
-            "--config", "-c", help="YAML file to copy, with the model and data that it names."
-        ),
+        Option("--config", "-c", help="YAML file to copy, with the model and data that it names."),
     ] = None
     stages: Annotated[
         bool,
-        typer.Option(
-            "--stages", help="Only the weights that each host's stages of a pipeline need."
-        ),
+        Option("--stages", help="Only the weights that each host's stages of a pipeline need."),
     ] = False
     pp_split: Annotated[
         str | None,
-        typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage."),
+        Option(metavar="20,12", help="With --stages: blocks of each stage."),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent.")] = (
-        False
-    )
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
-    chain: Annotated[bool, typer.Option("--chain", help="Send from host to host, in order.")] = (
-        False
-    )
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be sent.")] = False
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False
+    chain: Annotated[bool, Option("--chain", help="Send from host to host, in order.")] = False
     tree: Annotated[
         bool,
-        typer.Option(
-            "--tree", help="Hosts that have everything send to those that wait. [default]"
-        ),
+        Option("--tree", help="Hosts that have everything send to those that wait. [default]"),
     ] = False
-    star: Annotated[
-        bool, typer.Option("--star", help="Send from this computer to all at once.")
-    ] = False
+    star: Annotated[bool, Option("--star", help="Send from this computer to all at once.")] = False
     transport: Annotated[
         str,
-        typer.Option(
-            "--transport",
+        Option(
             metavar="auto|ssh",
             help="auto: hosts send to each other; ssh: from here only.",
         ),
     ] = "auto"
-    delete: Annotated[
-        str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")
-    ] = "no"
+    delete: Annotated[str, Option(metavar="no", help="Nothing is ever deleted elsewhere.")] = "no"
 
 
 class ClusterCheck(NamedTuple):
@@ -130,34 +105,26 @@ class ClusterCheck(NamedTuple):
     The exit code is 7 if something stops training, 0 if there are only warnings.
     """
 
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", help="Hostfile: MLX's JSON or MPI's lines.")
-    ] = None
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model that must be equal everywhere.")
-    ] = None
-    data: Annotated[
-        str | None, typer.Option("--data", help="Data that must be equal everywhere.")
-    ] = None
+    hostfile: Annotated[Path | None, Option(help="Hostfile: MLX's JSON or MPI's lines.")] = None
+    hosts: Annotated[str | None, Option(metavar="A,B,C", help="Names, in place of a file.")] = None
+    model: Annotated[str | None, Option(help="Model that must be equal everywhere.")] = None
+    data: Annotated[str | None, Option(help="Data that must be equal everywhere.")] = None
     backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(BACKENDS), help="Back-end of the training.")
-    ] = "auto"
-    adapter_path: Annotated[
-        str, typer.Option("--adapter-path", help="Directory of the planned run.")
-    ] = "adapters"
+        Backend, Option(metavar="|".join(Backend), help="Back-end of the training.")
+    ] = Backend.auto
+    adapter_path: Annotated[str, Option(help="Directory of the planned run.")] = "adapters"
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compare sizes of files only; do not read them.")
+        bool, Option("--quick", help="Compare sizes of files only; do not read them.")
     ] = False
     bench: Annotated[
-        bool, typer.Option("--bench/--no-bench", help="Measure an exchange of gradients.")
+        bool, Option("--bench/--no-bench", help="Measure an exchange of gradients.")
     ] = True
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1.0, help="Seconds to wait for a computer.")
-    ] = 20.0
-    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False
+    timeout_s: Annotated[float, Option(min=1.0, help="Seconds to wait for a computer.")] = 20.0
+    as_json: Annotated[bool, Option("--json", help="Print all findings as JSON.")] = False
+
+
+# Back-ends that are measured.
+MeasuredBackend = StrEnum("MeasuredBackend", ["auto", "all", "ring", "mpi", "nccl"])
 
 
 class ClusterBench(NamedTuple):
@@ -168,29 +135,24 @@ class ClusterBench(NamedTuple):
 
     hostfile: Annotated[
         str | None,
-        typer.Option("--hostfile", help="Computers to measure, in MLX's JSON or MPI's lines."),
+        Option(help="Computers to measure, in MLX's JSON or MPI's lines."),
     ] = None
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B,C", help="Computers to measure, by name.")
-    ] = None
+    hosts: Annotated[str | None, Option(metavar="A,B,C", help="Computers to measure, by name.")] = (
+        None
+    )
     num_ranks: Annotated[
         int | None,
-        typer.Option(
-            "-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]"
-        ),
+        Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]"),
     ] = None
     backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            metavar="|".join(MEASURED),
+        MeasuredBackend,
+        Option(
+            metavar="|".join(MeasuredBackend),
             help="Back-end; 'all' measures each possible one.",
         ),
-    ] = "auto"
+    ] = MeasuredBackend.auto
     links: Annotated[
-        bool, typer.Option("--links/--no-links", help="Also measure each pair of computers.")
+        bool, Option("--links/--no-links", help="Also measure each pair of computers.")
     ] = True
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=5.0, help="Seconds for each back-end, at most.")
-    ] = 120.0
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False
+    timeout_s: Annotated[float, Option(min=5.0, help="Seconds for each back-end, at most.")] = 120.0
+    as_json: Annotated[bool, Option("--json", help="Print JSON for machines.")] = False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import Field, fields
+from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from allhands.cli.verbs_models import ChatTemplate, System
 from allhands.data.records import ColumnNames
@@ -17,13 +18,17 @@ def _column(field: Field[str]) -> Parameter:
     """Return the option that names the column of a part."""
     part = field.name.removesuffix("_feature").replace("_", " ")
     words = f"Column for the key '{part}'. [{field.default}]"
-    option = typer.Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
+    option = Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
     return Parameter(
         field.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
 
 
 _COLUMNS = list(map(_column, fields(ColumnNames)))
+
+
+# Repeated rows that are dropped.
+Dedupe = StrEnum("Dedupe", ["off", "exact", "near"])
 
 
 class DataPrepare(NamedTuple):
@@ -37,23 +42,18 @@ class DataPrepare(NamedTuple):
 
     sources: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE..."
         ),
     ]
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")
-    ]
+    out: Annotated[Path, Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="Count lengths in this model's tokens, through its chat template."
-        ),
+        Option(help="Count lengths in this model's tokens, through its chat template."),
     ] = None
     max_seq_length: Annotated[
         int | None,
-        typer.Option(
-            "--max-seq-length",
+        Option(
             min=2,
             metavar="TOKENS",
             help="With --model: length at which training cuts. [2048]",
@@ -63,87 +63,71 @@ class DataPrepare(NamedTuple):
     system: System = "template"
     column: Annotated[
         list[str] | None,
-        typer.Option(
-            "--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable."
-        ),
+        Option(metavar="PART=NAME", help="A column: prompt=question. Repeatable."),
     ] = None
     valid: Annotated[
         str | None,
-        typer.Option(
-            "--valid",
+        Option(
             metavar="SIZE",
             help="Rows for validation: fraction or number. [0.05, or the sources' split]",
         ),
     ] = None
     test: Annotated[
         str | None,
-        typer.Option(
-            "--test",
+        Option(
             metavar="SIZE",
             help="Rows for testing: fraction or number. [0.05, or the sources' split]",
         ),
     ] = None
     split_by: Annotated[
         str | None,
-        typer.Option(
-            "--split-by",
+        Option(
             metavar="COLUMN",
             help="Keep rows with the same value in one split; 'source': rows of a file.",
         ),
     ] = None
     resplit: Annotated[
-        bool, typer.Option("--resplit", help="Make new splits of sources that have splits.")
+        bool, Option("--resplit", help="Make new splits of sources that have splits.")
     ] = False
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
+    seed: Annotated[int, Option(min=0, help="Seed of splits and order.")] = 0
     shuffle: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]"
         ),
     ] = True
     dedupe: Annotated[
-        str,
-        typer.Option(
-            "--dedupe", metavar="off|exact|near", help="Repeated rows to drop; all are reported."
-        ),
-    ] = "off"
+        Dedupe,
+        Option(metavar="off|exact|near", help="Repeated rows to drop; all are reported."),
+    ] = Dedupe.off
     near_threshold: Annotated[
         float,
-        typer.Option(
-            "--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only."
-        ),
+        Option(help="Similarity of near duplicates; 1 looks for exact ones only."),
     ] = 0.8
     strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")
+        bool, Option("--strict", help="Stop at the first bad row, with exit code 3.")
     ] = False
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a directory that was prepared before.")
+        bool, Option("--force", help="Replace a directory that was prepared before.")
     ] = False
     documents: Annotated[
         str,
-        typer.Option(
-            "--documents",
+        Option(
             metavar="HOW",
             help="Cut of a text file: file, line, blank-line or a string.",
         ),
     ] = "auto"
-    hub_split: Annotated[
-        str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")
-    ] = None
-    hub_config: Annotated[
-        str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")
-    ] = None
+    hub_split: Annotated[str | None, Option(help="Split of a Hub data set. [all]")] = None
+    hub_config: Annotated[str | None, Option(help="Configuration of a Hub data set.")] = None
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")
+        bool, Option("--streaming", help="Stream from the Hub, without a copy on disk.")
     ] = False
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."
-        ),
+        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
     ] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")
+        bool, Option("--trust-remote-code", help="Allow a model's own code.")
     ] = False
     features: Annotated[dict[str, str], _COLUMNS] = {}  # noqa: RUF012
 
@@ -151,9 +135,7 @@ class DataPrepare(NamedTuple):
 class DataDemo(NamedTuple):
     """Write the shipped pirate chat data as .jsonl files."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path(
-        "data/pirate"
-    )
+    out: Annotated[Path, Option("--out", "-o", help="Directory to write.")] = Path("data/pirate")
 
 
 class TokenizerTrain(NamedTuple):
@@ -165,54 +147,43 @@ class TokenizerTrain(NamedTuple):
     """
 
     sources: Annotated[
-        list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")
+        list[str] | None, Argument(metavar="[SOURCE]...", help="The same as --data.")
     ] = None
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            "--data",
+        Option(
             metavar="SOURCE",
             help="A file, a directory, or OWNER/NAME of the Hub. Repeatable.",
         ),
     ] = None
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write.")] = None
-    vocabulary: Annotated[
-        int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")
-    ] = 4096
+    out: Annotated[Path | None, Option("--out", "-o", help="Directory to write.")] = None
+    vocabulary: Annotated[int, Option(help="Tokens, bytes and special ones included.")] = 4096
     special: Annotated[
         list[str] | None,
-        typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable."),
+        Option(metavar="TOKEN", help="A further special token. Repeatable."),
     ] = None
     split_digits: Annotated[
         bool,
-        typer.Option(
-            "--split-digits", help="Make each digit a token; else up to three digits are one."
-        ),
+        Option("--split-digits", help="Make each digit a token; else up to three digits are one."),
     ] = False
     chat_template: Annotated[
         str | None,
-        typer.Option(
-            "--chat-template", metavar="chatml", help="Add this chat template and its tokens."
-        ),
+        Option(metavar="chatml", help="Add this chat template and its tokens."),
     ] = None
-    text_key: Annotated[
-        str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")
-    ] = "text"
+    text_key: Annotated[str, Option(metavar="NAME", help="Column of the text.")] = "text"
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."
-        ),
+        Option(min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a tokenizer that was made before.")
-    ] = False
+    force: Annotated[bool, Option("--force", help="Replace a tokenizer that was made before.")] = (
+        False
+    )
 
 
 class TokenizerShow(NamedTuple):
     """Show how a text is cut into tokens."""
 
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")
+        Path, Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")
     ]
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; '-' reads standard input.")]
+    text: Annotated[str, Argument(metavar="TEXT", help="The text; '-' reads standard input.")]

@@ -6,28 +6,24 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
+    str, Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
 ]
-Adapter = Annotated[
-    Path | None, typer.Option("--adapter-path", help="Directory of a training run.")
-]
-SystemPrompt = Annotated[str | None, typer.Option("--system-prompt", help="System message.")]
+Adapter = Annotated[Path | None, Option("--adapter-path", help="Directory of a training run.")]
+SystemPrompt = Annotated[str | None, Option("--system-prompt", help="System message.")]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")
+    int, Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")
 ]
-Temperature = Annotated[
-    float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")
-]
-TopP = Annotated[
-    float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
-TrustCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-]
+Temperature = Annotated[float, Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
+Seed = Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")]
+TrustCode = Annotated[bool, Option("--trust-remote-code", help="Allow a model's own Python code.")]
+
+
+# Library that connects ranks.
+Backend = StrEnum("Backend", ["auto", "ring", "mpi", "nccl", "jaccl"])
 
 
 class Division(StrEnum):
@@ -38,28 +34,26 @@ class Division(StrEnum):
 
 DividedBy = Annotated[
     Division | None,
-    typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks."),
+    Option("--strategy", help="pipeline: each rank has some of the model's blocks."),
 ]
 NumRanks = Annotated[
     int | None,
-    typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here."),
+    Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here."),
 ]
-Hosts = Annotated[str | None, typer.Option("--hosts", help="With --strategy: computers, by name.")]
-Hostfile = Annotated[
-    str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")
-]
+Hosts = Annotated[str | None, Option("--hosts", help="With --strategy: computers, by name.")]
+Hostfile = Annotated[str | None, Option("--hostfile", help="With --strategy: file of computers.")]
 BackendName = Annotated[
-    str | None, typer.Option("--backend", help="With --strategy: communication back-end.")
+    str | None, Option("--backend", help="With --strategy: communication back-end.")
 ]
 Split = Annotated[
     str | None,
-    typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12."),
+    Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12."),
 ]
 
 
 ChatTemplate = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--chat-template",
         metavar="FILE|NAME",
         help="Chat template in place of the model's or the adapter's: a Jinja file, or chatml, llama3 and so on.",
@@ -67,7 +61,7 @@ ChatTemplate = Annotated[
 ]
 System = Annotated[
     str,
-    typer.Option(
+    Option(
         "--system",
         metavar="template|merge",
         help="merge: put system messages before questions, as for training.",
@@ -75,13 +69,11 @@ System = Annotated[
 ]
 
 # Options of the verbs that listen: ``serve`` and ``dashboard``.
-Host = Annotated[
-    str, typer.Option("--host", help="Address to listen on; other computers need a token.")
-]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
+Host = Annotated[str, Option("--host", help="Address to listen on; other computers need a token.")]
+Port = Annotated[int, Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
 Token = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--token",
         envvar="ALLHANDS_TOKEN",
         help="Token of clients; the variable ALLHANDS_TOKEN keeps it out of process lists. "
@@ -91,7 +83,7 @@ Token = Annotated[
 ]
 HostNames = Annotated[
     list[str] | None,
-    typer.Option("--name", help="Further name or address of the server. Repeatable."),
+    Option("--name", help="Further name or address of the server. Repeatable."),
 ]
 
 
@@ -110,27 +102,23 @@ class Target(StrEnum):
     ollama = "ollama"
 
 
-OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
+OutDir = Annotated[Path, Option("--out", help="Directory to write.")]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Replace the result of an earlier export or import in --out."),
+    Option("--force", help="Replace the result of an earlier export or import in --out."),
 ]
 
 Below = Annotated[
-    str | None, typer.Option("--model", help="Base model. [the one in adapter_config.json]")
+    str | None, Option("--model", help="Base model. [the one in adapter_config.json]")
 ]
-RunDirectory = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. [the model's]")
-]
+RunDirectory = Annotated[Path, Option("--adapter-path", help="Directory of a training run.")]
+Dtype = Annotated[str | None, Option("--dtype", help="float32, float16 or bfloat16. [the model's]")]
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository."
-    ),
+    Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository."),
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same model, as an option.")]
+ModelOption = Annotated[str | None, Option("--model", help="The same model, as an option.")]
 
 
 class Generate(NamedTuple):
@@ -140,7 +128,7 @@ class Generate(NamedTuple):
     computer.
     """
 
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt; '-' reads standard input.")]
+    prompt: Annotated[str, Option("--prompt", "-p", help="Prompt; '-' reads standard input.")]
     model: ModelName = "demo"
     adapter_path: Adapter = None
     max_tokens: MaxTokens = 256
@@ -148,9 +136,9 @@ class Generate(NamedTuple):
     top_p: TopP = 1.0
     seed: Seed = 0
     system_prompt: SystemPrompt = None
-    ignore_chat_template: Annotated[
-        bool, typer.Option(help="Give the prompt to the model as it is.")
-    ] = False
+    ignore_chat_template: Annotated[bool, Option(help="Give the prompt to the model as it is.")] = (
+        False
+    )
     chat_template: ChatTemplate = None
     system: System = "template"
     trust_remote_code: TrustCode = False
@@ -196,20 +184,18 @@ class Compare(NamedTuple):
     model: ModelName = "demo"
     adapter_path: Adapter = None
     data: Annotated[
-        str, typer.Option("--data", help="Data with the test split to ask: a directory, or 'demo'.")
+        str, Option(help="Data with the test split to ask: a directory, or 'demo'.")
     ] = "demo"
-    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16
-    show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4
+    num_prompts: Annotated[int, Option(min=1, help="Prompts to ask.")] = 16
+    show: Annotated[int, Option(min=0, help="Answers to print side by side.")] = 4
     max_tokens: MaxTokens = 60
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="JSON file for prompts, answers and scores. [answers.json of a run]"
-        ),
+        Option(help="JSON file for prompts, answers and scores. [answers.json of a run]"),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that holds no such answers.")
-    ] = False
+    force: Annotated[bool, Option("--force", help="Replace a file that holds no such answers.")] = (
+        False
+    )
     strategy: DividedBy = None
     num_ranks: NumRanks = None
     hosts: Hosts = None
@@ -234,7 +220,7 @@ class Serve(NamedTuple):
     name: HostNames = None
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--allow-origin",
             "--allowed-origins",
             metavar="URL",
@@ -243,23 +229,18 @@ class Serve(NamedTuple):
     ] = None
     max_tokens: Annotated[
         int,
-        typer.Option(
-            "--max-tokens",
+        Option(
             min=1,
             help="Tokens of an answer at most, unless a request says otherwise.",
         ),
     ] = 512
     temp: Annotated[
         float,
-        typer.Option(
-            "--temp", min=0.0, help="Sampling temperature, unless a request says otherwise."
-        ),
+        Option(min=0.0, help="Sampling temperature, unless a request says otherwise."),
     ] = 0.0
     top_p: Annotated[
         float,
-        typer.Option(
-            "--top-p", min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise."
-        ),
+        Option(min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise."),
     ] = 1.0
     chat_template: ChatTemplate = None
     system: System = "template"
@@ -276,33 +257,25 @@ class Fuse(NamedTuple):
 
     model: Below = None
     adapter_path: RunDirectory = Path("adapters")
-    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path(
-        "fused_model"
-    )
+    save_path: Annotated[Path, Option(help="Directory to write.")] = Path("fused_model")
     dequantize: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dequantize",
             "--de-quantize",
             help="Unpack quantised weights, so that the adapter loses no precision.",
         ),
     ] = False
     dtype: Dtype = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that is in --save-path.")
-    ] = False
-    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = (
+    force: Annotated[bool, Option("--force", help="Replace a model that is in --save-path.")] = (
         False
     )
+    export_gguf: Annotated[bool, Option("--export-gguf", help="Also write a GGUF file.")] = False
     gguf_path: Annotated[
         str | None,
-        typer.Option(
-            "--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]"
-        ),
+        Option(help="Name of that file inside --save-path. [ggml-model-f16.gguf]"),
     ] = None
-    upload_repo: Annotated[
-        str | None, typer.Option("--upload-repo", help="Refused: allhands upload does it.")
-    ] = None
+    upload_repo: Annotated[str | None, Option(help="Refused: allhands upload does it.")] = None
     trust_remote_code: TrustCode = False
 
 
@@ -314,23 +287,20 @@ class Export(NamedTuple):
     file for llama.cpp and LM Studio. ollama: that file and a Modelfile.
     """
 
-    to: Annotated[Target, typer.Option("--to", help="Program that reads the result.")]
+    to: Annotated[Target, Option(help="Program that reads the result.")]
     out: OutDir
     adapter_path: Annotated[
         Path | None,
-        typer.Option(
-            "--adapter-path",
+        Option(
             help="Directory of a training run; without it --model is exported alone.",
         ),
     ] = None
     model: Below = None
     base: Annotated[
         str | None,
-        typer.Option("--base", help="peft: name under which PEFT loads the base model. [--model]"),
+        Option(help="peft: name under which PEFT loads the base model. [--model]"),
     ] = None
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")
-    ] = None
+    dtype: Annotated[str | None, Option(help="hf: float32, float16 or bfloat16.")] = None
     force: Force = False
     trust_remote_code: TrustCode = False
 
@@ -343,13 +313,11 @@ class Import(NamedTuple):
     """
 
     path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory of the adapter.", show_default=False)
+        Path, Argument(metavar="DIR", help="Directory of the adapter.", show_default=False)
     ]
-    source: Annotated[Format, typer.Option("--from", help="Program that wrote the adapter.")]
+    source: Annotated[Format, Option("--from", help="Program that wrote the adapter.")]
     out: OutDir
-    model: Annotated[
-        str | None, typer.Option("--model", help="Base model. [the one that the adapter names]")
-    ] = None
+    model: Annotated[str | None, Option(help="Base model. [the one that the adapter names]")] = None
     force: Force = False
     trust_remote_code: TrustCode = False
 
@@ -363,15 +331,11 @@ class Upload(NamedTuple):
 
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="Directory of a model or an adapter.", show_default=False
-        ),
+        Argument(metavar="DIR", help="Directory of a model or an adapter.", show_default=False),
     ]
-    to: Annotated[str, typer.Option("--to", help="Repository on the Hub: owner/name.")]
-    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False
-    message: Annotated[str, typer.Option("--message", help="Message of the commit.")] = (
-        "Upload with allhands"
-    )
+    to: Annotated[str, Option(help="Repository on the Hub: owner/name.")]
+    private: Annotated[bool, Option("--private", help="Make the repository private.")] = False
+    message: Annotated[str, Option(help="Message of the commit.")] = "Upload with allhands"
 
 
 class ModelGet(NamedTuple):
@@ -381,18 +345,12 @@ class ModelGet(NamedTuple):
     """
 
     source: ModelArgument = None
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")
-    ] = None
-    model: ModelOption = None
-    quantize: Annotated[
-        int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")
-    ] = None
-    group_size: Annotated[
-        int | None, typer.Option("--group-size", help="Values of a quantisation group.")
-    ] = None
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = (
+    out: Annotated[Path | None, Option("--out", "-o", help="Directory to write. [models/NAME]")] = (
         None
     )
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False
+    model: ModelOption = None
+    quantize: Annotated[int | None, Option(metavar="BITS", help="Quantise to 2-8 bits.")] = None
+    group_size: Annotated[int | None, Option(help="Values of a quantisation group.")] = None
+    dequantize: Annotated[bool, Option("--dequantize", help="Write dense weights.")] = False
+    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16.")] = None
+    force: Annotated[bool, Option("--force", help="Replace an existing directory.")] = False

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from allhands.cli.verbs_models import Host, HostNames, Port, Seed, Token
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="RUN...",
         help="Run directories or metrics.jsonl files; others are compared with the first.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--out",
         "-o",
         help="HTML file to write, with Markdown beside it. [RUN/report.html; for several runs report.html]",
@@ -28,17 +29,15 @@ Out = Annotated[
 
 Looked = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False
     ),
 ]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Quick = Annotated[bool, Option("--quick", help="Compare sizes only; do not read the contents.")]
+AsJson = Annotated[bool, Option("--json", help="Print everything as JSON.")]
 Inspected = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="PATH",
         help="A checkpoint, or a run, of which the latest is taken. [adapters]",
         show_default=False,
@@ -61,54 +60,44 @@ class Plan(NamedTuple):
     context: typer.Context
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            "--device",
+        Option(
             help="Plan for these computers instead: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable.",
         ),
     ] = None
     link: Annotated[
         str | None,
-        typer.Option(
-            "--link",
+        Option(
             help="Link between computers: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.",
         ),
     ] = None
     after: Annotated[
         Path | None,
-        typer.Option(
-            "--after",
+        Option(
             metavar="RUN",
             help="Compare a run with its plan, and say whether it needs another computer.",
         ),
     ] = None
     machines: Annotated[
         str | None,
-        typer.Option(
-            "--machines",
+        Option(
             help="Numbers of equal computers to plan for, which need not exist: 1,2,4,8.",
         ),
     ] = None
-    once: Annotated[bool, typer.Option("--once", help="The training is needed only once.")] = False
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Seconds for each measurement.")
-    ] = 300.0
-    price_per_hour: Annotated[
-        float | None, typer.Option("--price-per-hour", help="Price of one computer for an hour.")
-    ] = None
-    watts: Annotated[
-        float | None, typer.Option("--watts", help="Power of one computer while it trains.")
-    ] = None
-    price_per_kwh: Annotated[
-        float | None, typer.Option("--price-per-kwh", help="Price of a kilowatt-hour.")
-    ] = None
+    once: Annotated[bool, Option("--once", help="The training is needed only once.")] = False
+    timeout_s: Annotated[float, Option(min=1, help="Seconds for each measurement.")] = 300.0
+    price_per_hour: Annotated[float | None, Option(help="Price of one computer for an hour.")] = (
+        None
+    )
+    watts: Annotated[float | None, Option(help="Power of one computer while it trains.")] = None
+    price_per_kwh: Annotated[float | None, Option(help="Price of a kilowatt-hour.")] = None
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", help="Draw the decision chart into this file: PNG, SVG or PDF."),
+        Option(help="Draw the decision chart into this file: PNG, SVG or PDF."),
     ] = None
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")
+        bool, Option("--force", help="Replace a file that is no picture of allhands.")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False
+    as_json: Annotated[bool, Option("--json", help="Print JSON for machines.")] = False
 
 
 class Plot(NamedTuple):
@@ -119,12 +108,12 @@ class Plot(NamedTuple):
 
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories or metrics.jsonl files."),
+        Argument(metavar="RUN...", help="Run directories or metrics.jsonl files."),
     ]
-    out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png")
-    title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None
+    out: Annotated[Path, Option("--out", "-o", help="PNG to write.")] = Path("loss.png")
+    title: Annotated[str | None, Option(help="Title of the graph.")] = None
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that is no picture of allhands.")
+        bool, Option("--force", help="Replace a file that is no picture of allhands.")
     ] = False
 
 
@@ -134,20 +123,14 @@ class Monitor(NamedTuple):
     The monitor ends with the run. For an ended run it shows the last and the highest values.
     """
 
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run.")]
+    once: Annotated[bool, Option("--once", help="Print one table and end.")] = False
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")
+        bool, Option("--json", help="Print every sample as a line of JSON instead.")
     ] = False
-    every: Annotated[
-        float, typer.Option("--every", min=0.1, help="Seconds between two updates.")
-    ] = 2.0
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", help="Computers to ask over ssh, too: a,b.")
-    ] = None
-    hostfile: Annotated[
-        str | None, typer.Option("--hostfile", help="File of computers to ask over ssh, too.")
-    ] = None
+    every: Annotated[float, Option(min=0.1, help="Seconds between two updates.")] = 2.0
+    hosts: Annotated[str | None, Option(help="Computers to ask over ssh, too: a,b.")] = None
+    hostfile: Annotated[str | None, Option(help="File of computers to ask over ssh, too.")] = None
 
 
 class Report(NamedTuple):
@@ -160,10 +143,8 @@ class Report(NamedTuple):
 
     runs: Runs
     out: Out = None
-    title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = (
-        False
-    )
+    title: Annotated[str | None, Option(help="Title of the page.")] = None
+    force: Annotated[bool, Option("--force", help="Replace a file that is no report.")] = False
 
 
 class Dashboard(NamedTuple):
@@ -176,7 +157,7 @@ class Dashboard(NamedTuple):
 
     runs: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Directory in which, or below which, the runs are."),
+        Argument(metavar="DIR", help="Directory in which, or below which, the runs are."),
     ] = Path()
     host: Host = "127.0.0.1"
     port: Port = 8765
@@ -190,12 +171,10 @@ class Demo(NamedTuple):
     The model is trained on one process and on two, and answers the same questions before and after.
     """
 
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")
-    ] = Path("demo-run")
-    iters: Annotated[
-        int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")
-    ] = 60
+    out: Annotated[Path, Option("--out", "-o", help="Directory for everything the demo makes.")] = (
+        Path("demo-run")
+    )
+    iters: Annotated[int, Option(min=2, help="Iterations: batches to train on.")] = 60
     seed: Seed = 0
 
 
@@ -247,7 +226,7 @@ class Container(NamedTuple):
 
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[train] [OPTIONS]",
             help="Options of allhands train; or another program to run.",
         ),

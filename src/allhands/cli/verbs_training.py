@@ -2,62 +2,79 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from allhands.cli.options import options_of
-from allhands.cli.verbs_models import ModelArgument, ModelOption
+from allhands.cli.verbs_models import Backend, ModelArgument, ModelOption
 from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import TrainConfig
 
 _EVALUATED = (
-    *(
-        "model",
-        "adapter_path",
-        "data",
-        "split",
-        "mask_prompt",
-        "train_on",
-        "chat_template",
-        "system",
-    ),
-    *(
-        "max_seq_length",
-        "packing",
-        "test_batches",
-        "batch_size",
-        "micro_batch_tokens",
-        "num_ranks",
-        "backend",
-    ),
-    *(
-        "cores_per_rank",
-        "hostfile",
-        "hosts",
-        "strategy",
-        "tp",
-        "cp",
-        "ep",
-        "pp_split",
-        "config",
-        "trust_remote_code",
-    ),
+    "model",
+    "adapter_path",
+    "data",
+    "split",
+    "mask_prompt",
+    "train_on",
+    "chat_template",
+    "system",
+    "max_seq_length",
+    "packing",
+    "test_batches",
+    "batch_size",
+    "micro_batch_tokens",
+    "num_ranks",
+    "backend",
+    "cores_per_rank",
+    "hostfile",
+    "hosts",
+    "strategy",
+    "tp",
+    "cp",
+    "ep",
+    "pp_split",
+    "config",
+    "trust_remote_code",
 )
 # Options of training that decide its data.
 _CHECKED = (
-    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
-    *("fine_tune_type", "num_layers", "lora_parameters"),
-    *("batch_size", "iters", "epochs", "packing", "isolate_documents", "seed"),
+    "model",
+    "max_seq_length",
+    "mask_prompt",
+    "train_on",
+    "chat_template",
+    "system",
+    "fine_tune_type",
+    "num_layers",
+    "lora_parameters",
+    "batch_size",
+    "iters",
+    "epochs",
+    "packing",
+    "isolate_documents",
+    "seed",
     *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
-    *("hf_dataset", "trust_remote_code", "config"),
+    "hf_dataset",
+    "trust_remote_code",
+    "config",
 )
 _COMPARED = (
-    *("data", "fine_tune_type", "num_layers", "max_seq_length", "lora_parameters", "mask_prompt"),
-    *("chat_template", "system", "grad_checkpoint", "compile", "trust_remote_code"),
+    "data",
+    "fine_tune_type",
+    "num_layers",
+    "max_seq_length",
+    "lora_parameters",
+    "mask_prompt",
+    "chat_template",
+    "system",
+    "grad_checkpoint",
+    "compile",
+    "trust_remote_code",
 )
-BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 
 
 def _said(name: str) -> str:
@@ -71,12 +88,10 @@ class Launch(NamedTuple):
     For example: allhands launch -n 2 -- python my_script.py --my-option
     """
 
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")
-    ] = None
+    command: Annotated[list[str] | None, Argument(metavar="-- COMMAND", help="The program.")] = None
     num_ranks: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "-n",
             "--num-ranks",
             min=1,
@@ -84,48 +99,33 @@ class Launch(NamedTuple):
             help="Processes; most ranks with --hostfile. [1, all slots]",
         ),
     ] = None
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
-    hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(BACKENDS), help=_said("backend"))
-    ] = "auto"
-    cores_per_rank: Annotated[
-        int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))
-    ] = None
-    min_ranks: Annotated[
-        int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))
-    ] = None
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")
-    ] = 3
+    hostfile: Annotated[str | None, Option(help=_said("hostfile"))] = None
+    hosts: Annotated[str | None, Option(help=_said("hosts"))] = None
+    backend: Annotated[Backend, Option(metavar="|".join(Backend), help=_said("backend"))] = (
+        Backend.auto
+    )
+    cores_per_rank: Annotated[int | None, Option(min=1, help=_said("cores_per_rank"))] = None
+    min_ranks: Annotated[int | None, Option(min=1, help=_said("min_ranks"))] = None
+    max_restarts: Annotated[int, Option(min=0, help="Restarts after a fault.")] = 3
     hang_timeout_s: Annotated[
         float,
-        typer.Option(
-            "--hang-timeout-s", help="Seconds without allhands.progress that count as a hang."
-        ),
+        Option(help="Seconds without allhands.progress that count as a hang."),
     ] = 600.0
     start_timeout_s: Annotated[
         float | None,
-        typer.Option(
-            "--start-timeout-s",
+        Option(
             help="Seconds until every rank must call allhands.progress. [no limit]",
         ),
     ] = None
-    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = (
-        60.0
-    )
-    log_dir: Annotated[
-        Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")
-    ] = Path("logs")
+    stop_grace_s: Annotated[float, Option(help=_said("stop_grace_s"))] = 60.0
+    log_dir: Annotated[Path, Option(help="Directory for logs and events.jsonl.")] = Path("logs")
     checkpoints: Annotated[
         Path | None,
-        typer.Option(
-            "--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]"
-        ),
+        Option(help="Directory for allhands.save_checkpoint. [that of --log-dir]"),
     ] = None
     tag_output: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--tag-output/--no-tag-output",
             help="Show the lines of all ranks, each beginning with its rank, or only those of rank 0. "
             "[tagged with several ranks]",
@@ -142,20 +142,20 @@ class Eval(NamedTuple):
     """
 
     flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False
     tasks: Annotated[
         str | None,
-        typer.Option(
-            "--tasks", help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."
-        ),
+        Option(help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."),
     ] = None
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each task.")
-    ] = None
+    limit: Annotated[int | None, Option(min=1, help="With --tasks: examples of each task.")] = None
     num_shots: Annotated[
         int | None,
-        typer.Option("--num-shots", min=0, help="With --tasks: solved examples in each prompt."),
+        Option(min=0, help="With --tasks: solved examples in each prompt."),
     ] = None
+
+
+# Split of the data.
+Split = StrEnum("Split", ["train", "valid", "test"])
 
 
 class DataCheck(NamedTuple):
@@ -167,12 +167,11 @@ class DataCheck(NamedTuple):
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _CHECKED)]
     data: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
+        str | None, Argument(metavar="DIR", help="The data. [demo]", show_default=False)
     ] = None
     show: Annotated[
         int,
-        typer.Option(
-            "--show",
+        Option(
             help="Examples to print as training sees them.",
             min=0,
             metavar="N",
@@ -181,19 +180,15 @@ class DataCheck(NamedTuple):
     ] = 0
     row: Annotated[
         list[int] | None,
-        typer.Option(
-            "--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE"
-        ),
+        Option(help="Print the example of this line. Repeatable.", min=1, metavar="LINE"),
     ] = None
     split: Annotated[
-        str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")
+        Split | None, Option(help="Only train, valid or test. [all]", metavar="NAME")
     ] = None
     strict: Annotated[
-        bool, typer.Option("--strict", help="End with exit code 3 if there is a serious problem.")
+        bool, Option("--strict", help="End with exit code 3 if there is a serious problem.")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = (
-        False
-    )
+    as_json: Annotated[bool, Option("--json", help="Print numbers and findings as JSON.")] = False
 
 
 class ModelCheck(NamedTuple):

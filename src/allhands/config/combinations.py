@@ -18,41 +18,36 @@ def refuse_combinations(config: Any) -> None:
         ValueError: options contradict each other, or one has no effect.
     """
     c = config
-    for one, other, message in (
-        (c.iters is not None, c.epochs is not None, "--iters and --epochs: give one of the two"),
+    refuse_where(
         (
-            c.packing,
-            c.mask_prompt,
+            c.iters is not None and c.epochs is not None,
+            "--iters and --epochs: give one of the two",
+        ),
+        (
+            c.packing and c.mask_prompt,
             "--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt",
         ),
         (
-            c.early_stopping_patience is not None,
-            c.val_batches == 0,
+            c.early_stopping_patience is not None and c.val_batches == 0,
             "--early-stopping-patience needs validation: --val-batches is 0",
         ),
         (
-            c.test,
-            c.test_batches == 0,
+            c.test and c.test_batches == 0,
             "--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all",
         ),
         (
-            c.lr_schedule is not None and c.lr_schedule.warmup,
-            c.warmup_steps,
+            c.lr_schedule is not None and c.lr_schedule.warmup and c.warmup_steps,
             "warm-up is given twice: in --lr-schedule and as --warmup-steps",
         ),
         (
-            c.keep_last == 0,
-            c.max_restarts or c.min_ranks,
+            c.keep_last == 0 and (c.max_restarts or c.min_ranks),
             "--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks",
         ),
         (
-            c.hosts is not None,
-            c.hostfile is not None,
+            c.hosts is not None and c.hostfile is not None,
             "--hosts and --hostfile: give one of the two",
         ),
-    ):
-        if one and other:
-            raise ValueError(message)
+    )
     if unknown := sorted(set(c.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}):
         raise ValueError(f"optimizer_config: unknown optimizer {', '.join(unknown)}")
     _refuse_idle(c)
@@ -64,30 +59,25 @@ def refuse_combinations(config: Any) -> None:
 
 
 def _refuse_idle(c: Any) -> None:
-    for one, other, message in (
+    refuse_where(
         (
-            c.train_on != "assistant",
-            not c.mask_prompt,
+            c.train_on != "assistant" and not c.mask_prompt,
             "--train-on has an effect only with --mask-prompt: add it",
         ),
         (
-            c.isolate_documents,
-            not c.packing,
+            c.isolate_documents and not c.packing,
             "--isolate-documents has an effect only with --packing: add it",
         ),
         (
-            c.weight_decay is not None,
-            c.optimizer == "adam",
+            c.weight_decay is not None and c.optimizer == "adam",
             "--weight-decay has no effect on adam: use --optimizer adamw",
         ),
         (
-            c.project_name is not None,
-            not c.report_to,
+            c.project_name is not None and not c.report_to,
             "--project-name has an effect only with --report-to: add it",
         ),
-    ):
-        if one and other:
-            raise RefusedOption(message, code="option-without-effect")
+        code="option-without-effect",
+    )
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -118,7 +108,7 @@ def _refuse_stages(config: Any) -> None:
                 ("reshard",),
                 "--strategy fsdp, or --strategy pipeline with --dp-shard: add one",
             )
-    _refuse_where(
+    refuse_where(
         (
             config.strategy == "zero2" and config.reshard == "on",
             "--strategy zero2 keeps fetched weights, and --reshard on does not: take --strategy fsdp",
@@ -143,18 +133,18 @@ def _refuse_stages(config: Any) -> None:
     )
 
 
-def _refuse_where(*cases: tuple[Any, str]) -> None:
+def refuse_where(*cases: tuple[Any, str], code: str = "options-conflict") -> None:
     """Refuse the first case that is true."""
     for wrong, message in cases:
         if wrong:
-            raise ValueError(message)
+            raise RefusedOption(message, code=code)
 
 
 def _refuse_divided_matrices(config: Any) -> None:
     if config.tp == 1:
         return
     what = f"--tp {config.tp} divides the matrices of blocks"
-    _refuse_where(
+    refuse_where(
         (config.strategy == "zero1", f"{what}: not with --strategy {config.strategy}"),
         (
             config.sync_every > 1 or config.sync_delay,
@@ -183,7 +173,7 @@ def _refuse_divided_experts(config: Any) -> None:
     if config.ep == 1:
         return
     what = f"--ep {config.ep} divides the experts of blocks"
-    _refuse_where(
+    refuse_where(
         (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
         (
             config.sync_every > 1 or config.sync_delay,
@@ -216,7 +206,7 @@ def _refuse_context(config: Any) -> None:
     if config.cp == 1:
         return
     given = f"--cp {config.cp}"
-    _refuse_where(
+    refuse_where(
         (
             config.strategy not in ("auto", "data", "zero1"),
             f"{given} divides rows among ranks that each have the whole model: not with --strategy {config.strategy}; "
@@ -256,12 +246,11 @@ def require_groups(config: Any, num_ranks: int) -> None:
             given.append(f"{flag} {own}")
         if num_ranks % size:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
-            hint = "take a number that divides the number of ranks: the groups then divide the rows of a batch"
             raise ConfigError(
                 f"{told} not make whole groups of {size}",
                 code="ranks-not-divisible",
                 where=" ".join(given),
-                hint=hint,
+                hint="take a number that divides the number of ranks: the groups then divide the rows of a batch",
             )
 
 
@@ -286,10 +275,11 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     each, rest = divmod(len(config.pp_split.split(",")), stages)
     if config.pp_split == "auto" or (not rest and (each > 1 if interleaved else each == 1)):
         return None
-    hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
-    what = f"these stages are not those of {stages * beside} ranks"
     return ConfigError(
-        what, code="pp-split-mismatch", where=f"--pp-split {config.pp_split}", hint=hint
+        f"these stages are not those of {stages * beside} ranks",
+        code="pp-split-mismatch",
+        where=f"--pp-split {config.pp_split}",
+        hint=f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto",
     )
 
 
@@ -307,9 +297,12 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
         or "--strategy pipeline"
     )
     each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
-    what = f"{num_ranks} ranks do not make whole pipelines of {each}"
-    hint = f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages"
-    return ConfigError(what, code="ranks-not-divisible", where=where, hint=hint)
+    return ConfigError(
+        f"{num_ranks} ranks do not make whole pipelines of {each}",
+        code="ranks-not-divisible",
+        where=where,
+        hint=f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages",
+    )
 
 
 def require_stages(config: Any, num_ranks: int) -> None:
@@ -324,12 +317,10 @@ def require_stages(config: Any, num_ranks: int) -> None:
 
 
 def _refuse_rounds(config: Any) -> None:
-    every, parts, delay, strategy = (
-        config.sync_every,
-        config.sync_fragments,
-        config.sync_delay,
-        config.strategy,
-    )
+    every = config.sync_every
+    parts = config.sync_fragments
+    delay = config.sync_delay
+    strategy = config.strategy
     if every == 1:
         names = ("outer_momentum", "outer_lr", "sync_fragments")
         _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")

@@ -8,12 +8,23 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from allhands.config.combinations import refuse_where
 from allhands.config.schema import LrSchedule, TrainConfig
-from allhands.config.values import LocalPath, RefusedOption
+from allhands.config.values import LocalPath
 
 NUMBERS = (
-    *("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size"),
-    *("rope_theta", "tied", "experts", "experts_per_token"),
+    "layers",
+    "dims",
+    "mlp_dims",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocabulary",
+    "block_size",
+    "rope_theta",
+    "tied",
+    "experts",
+    "experts_per_token",
 )
 
 
@@ -144,38 +155,39 @@ class PretrainConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _from_scratch(self) -> PretrainConfig:
-        if not self.tokenizer:
-            raise RefusedOption(
+        refuse_where(
+            (
+                not self.tokenizer,
                 "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one",
-                code="option-missing",
-            )
-        if not self.data:
-            raise RefusedOption(
+            ),
+            (
+                not self.data,
                 "--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset",
-                code="option-missing",
-            )
-        if self.fine_tune_type != "full":
-            raise RefusedOption(
+            ),
+            code="option-missing",
+        )
+        no_adapter = (
+            type(self).model_fields["lora_parameters"].get_default(call_default_factory=True)
+        )
+        refuse_where(
+            (
+                self.fine_tune_type != "full",
                 "--fine-tune-type: a new model is always trained in full",
-                code="option-without-effect",
-            )
-        if self.num_layers not in (None, -1):
-            raise RefusedOption(
+            ),
+            (
+                self.num_layers not in (None, -1),
                 "--num-layers is for fine-tuning; the blocks of a new model are --layers",
-                code="option-without-effect",
-            )
-        if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(
-            call_default_factory=True
-        ):
-            raise RefusedOption(
+            ),
+            (
+                self.lora_parameters != no_adapter,
                 "--lora-parameters is for fine-tuning: all of a new model is trained",
-                code="option-without-effect",
-            )
-        if self.model != "demo":
-            raise RefusedOption(
+            ),
+            (
+                self.model != "demo",
                 "--model is not used: the model is a new one, of --shape and --tokenizer",
-                code="option-without-effect",
-            )
+            ),
+            code="option-without-effect",
+        )
         if self.block_size is not None and self.max_seq_length > self.block_size:
             raise ValueError(
                 f"rows of {self.max_seq_length} tokens do not fit a block size of {self.block_size}"

@@ -71,11 +71,9 @@ def explained(
 
     def place_of(key: str) -> str:
         from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
-        return (
-            place_in_yaml(yaml_file, key)
-            if yaml_file and not from_flag
-            else f"--{key.replace('_', '-')}"
-        )
+        if yaml_file and not from_flag:
+            return place_in_yaml(yaml_file, key)
+        return f"--{key.replace('_', '-')}"
 
     # The first problem of each option: where it is, what is wrong, its code, and what to do.
     found: dict[str, tuple[str, str, str, str]] = {}

@@ -52,25 +52,22 @@ class TrainConfig(Strict):
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
-            *(
-                "config",
-                "adapter_path",
-                "cores_per_rank",
-                "log_level",
-                "resume",
-                "hostfile",
-                "hosts",
-                "num_ranks",
-            ),
-            *(
-                "min_ranks",
-                "max_restarts",
-                "hang_timeout_s",
-                "stop_grace_s",
-                "start_timeout_s",
-                "tag_output",
-            ),
-            *("profile", "gradient_check"),
+            "config",
+            "adapter_path",
+            "cores_per_rank",
+            "log_level",
+            "resume",
+            "hostfile",
+            "hosts",
+            "num_ranks",
+            "min_ranks",
+            "max_restarts",
+            "hang_timeout_s",
+            "stop_grace_s",
+            "start_timeout_s",
+            "tag_output",
+            "profile",
+            "gradient_check",
         }
     )
 

@@ -24,10 +24,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason, hint = (
-            "it is not UTF-8 text",
-            "save it as UTF-8: editors offer this when they save a file",
-        )
+        reason = "it is not UTF-8 text"
+        hint = "save it as UTF-8: editors offer this when they save a file"
         if isinstance(error, OSError):
             reason, hint = str(error.strerror), meant(path, "check the path after --config")
         raise ConfigError(

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from allhands.data.calls import called_function
-from allhands.data.encoding import Span
+from allhands.data.encoding import Span, common_prefix
 from allhands.data.records import Message
 from allhands.errors import DataError
 
@@ -247,7 +247,7 @@ class AnswerFinder:
         """Text that ``add_generation_prompt`` adds; empty if the template writes answers right
         after questions.
         """
-        return self._asked[_common_length(self._asked, self._render(_QUESTION, None)) :]
+        return self._asked.removeprefix(common_prefix(self._asked, self._render(_QUESTION, None)))
 
     @cached_property
     def _lead(self) -> str:
@@ -278,7 +278,7 @@ class AnswerFinder:
         """
         # Both turns end alike; then one goes on with the next user's header.
         middle, last = self._after_answers
-        ending = last[: _common_length(middle, last)]
+        ending = common_prefix(middle, last)
         return self._token_at(ending) or ending.strip()
 
     @cached_property
@@ -314,19 +314,12 @@ class AnswerFinder:
             return None
         leads, endings = zip(*map(str.split, answers, replies), strict=True)
         first, second = (text[:start][::-1] for start, _ in spans)
-        header = first[: _common_length(first, second)][::-1].lstrip()
+        header = common_prefix(first, second)[::-1].lstrip()
         # Two copies of the header must not share characters.
         overlaps = any(header.startswith(header[i:]) for i in range(1, len(header)))
         if not header or overlaps or not endings[0] or endings[0] != endings[1]:
             return None
         return Pattern(header, tuple(dict.fromkeys(leads)), endings[0], text.count(header) - 2)
-
-
-def _common_length(a: str, b: str) -> int:
-    """Length of the longest common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def _any_of(strings: Any) -> str:

@@ -220,10 +220,9 @@ def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
         value = parse_json(value, f"{what}, a function call,", place)
     calls = value if isinstance(value, list) else [value]
     if not calls or not is_list_of_objects(calls):
-        hint = 'write {"name": "...", "arguments": {...}}, or a list of those'
         place.fail(
             f"{what}, a function call, is {type_name(value)} without a call",
-            hint,
+            'write {"name": "...", "arguments": {...}}, or a list of those',
             code="tool-call-invalid",
         )
     made: list[Any] = []
@@ -295,11 +294,9 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
 
 def as_tool(one: Json) -> Json:
     """Return a tool, or a function's description as one."""
-    return (
-        one
-        if isinstance(one.get("function"), dict)
-        else {"type": "function", "function": dict(one)}
-    )
+    if isinstance(one.get("function"), dict):
+        return one
+    return {"type": "function", "function": dict(one)}
 
 
 def parsed_arguments(arguments: Any) -> Any:

@@ -240,11 +240,9 @@ class Examiner:
 
 
 def _openings(tokenizer: Any) -> tuple[str, str]:
-    return (
-        openings(ChatTemplate(tokenizer, datetime.now()))
-        if has_chat_template(tokenizer)
-        else ("", "")
-    )
+    if has_chat_template(tokenizer):
+        return openings(ChatTemplate(tokenizer, datetime.now()))
+    return ("", "")
 
 
 def template_findings(
@@ -326,10 +324,8 @@ class _Tally:
         self.name = name
         self._examiner, self._options, self._overlap = examiner, examiner.options, overlap
         self._numbers = {key: array("q") for key in ("length", "kept", "trained", "work")}
-        self._hits, self._answer_places = (
-            defaultdict[str, _Hits](_Hits),
-            defaultdict[bytes, _Hits](_Hits),
-        )
+        self._hits = defaultdict[str, _Hits](_Hits)
+        self._answer_places = defaultdict[bytes, _Hits](_Hits)
         self._errors, self._warnings = defaultdict[str, Reasons](Reasons), Reasons()
         self._shapes, self._answers = Counter[str](), Counter[bytes]()
         self._texts = {kind: Counter[str]() for kind in ("special", "own", "end", "dates")}
@@ -484,10 +480,8 @@ class _Tally:
         )
 
     def _facts(self) -> dict[str, Any]:
-        limit, lengths = (
-            self._options.max_seq_length,
-            np.array(self._numbers["length"], dtype=np.int64),
-        )
+        limit = self._options.max_seq_length
+        lengths = np.array(self._numbers["length"], dtype=np.int64)
         return {
             "limit": limit,
             "longest": int(lengths.max(initial=0)),
@@ -502,11 +496,9 @@ class _Tally:
 
     def _about_the_whole(self) -> Iterator[DataFinding]:
         """Findings that are not counted example by example."""
-        options, number, total = (
-            self._options,
-            len(self._numbers["kept"]),
-            len(self._numbers["length"]),
-        )
+        options = self._options
+        number = len(self._numbers["kept"])
+        total = len(self._numbers["length"])
         missing = self.name != "train" and not total and not self._errors
         if number == 0 and not missing:
             yield self._finding("no-examples", "ruins", _Hits())

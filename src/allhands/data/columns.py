@@ -20,21 +20,26 @@ _ASKED = ("question", "query", "problem", "instruction", "input", "user", "q")
 _ANSWERED = ("answer", "response", "output", "solution", "reply", "assistant", "a")
 # Columns that may stand beside them, about the row.
 _ABOUT = (
-    *(
-        "id",
-        "idx",
-        "index",
-        "uid",
-        "uuid",
-        "source",
-        "url",
-        "topic",
-        "category",
-        "subject",
-        "type",
-        "level",
-    ),
-    *("split", "date", "author", "lang", "language", "difficulty", "unnamed: 0", ""),
+    "id",
+    "idx",
+    "index",
+    "uid",
+    "uuid",
+    "source",
+    "url",
+    "topic",
+    "category",
+    "subject",
+    "type",
+    "level",
+    "split",
+    "date",
+    "author",
+    "lang",
+    "language",
+    "difficulty",
+    "unnamed: 0",
+    "",
 )
 
 

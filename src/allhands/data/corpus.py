@@ -123,9 +123,10 @@ class Corpus:
                 hint = re.sub(r"text_feature: \"(.+?)\"", r"--text-key \1", error.hint or "")
                 self._reasons.add(error.message, hint, error.where or "")
             except UnicodeEncodeError:
-                hint = "write the whole character, or remove it"
                 self._reasons.add(
-                    "it has half a surrogate pair", hint, f"{item.source}:{item.line}"
+                    "it has half a surrogate pair",
+                    "write the whole character, or remove it",
+                    f"{item.source}:{item.line}",
                 )
             else:
                 yield from [text] if text else []
@@ -133,20 +134,22 @@ class Corpus:
     def _nothing(self) -> DataError:
         where = ", ".join(self._names[:3]) + (", ..." if len(self._names) > 3 else "")
         if not self._train:
-            hint = (
-                "name files to train on: those called valid, validation, dev or test are held out"
-            )
             return DataError(
-                "there is no training split", code="split-missing", where=where, hint=hint
+                "there is no training split",
+                code="split-missing",
+                where=where,
+                hint="name files to train on: those called valid, validation, dev or test are held out",
             )
         if not self.left_out:
             return DataError(
                 "there is no text", code="data-empty", where=where, hint="name files that hold some"
             )
         reason = self.left_out[0]
-        message = f"none of the rows can be used; the first: {reason.message}"
         return DataError(
-            message, code="rows-all-unusable", where=reason.places[0], hint=reason.hint
+            f"none of the rows can be used; the first: {reason.message}",
+            code="rows-all-unusable",
+            where=reason.places[0],
+            hint=reason.hint,
         )
 
 

@@ -127,10 +127,8 @@ def _sketch(normal: str) -> tuple[_U32 | None, int]:
     words = normal.split(" ")
     if len(words) < _FEW_WORDS or len(normal) > _LONG_WORD * len(words):
         # JSON may hold half a surrogate pair.
-        units, length = (
-            np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4"),
-            _CHARACTERS,
-        )
+        units = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        length = _CHARACTERS
     else:
         units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words])
         length = _WORDS
@@ -207,8 +205,6 @@ class Overlap:
             return None
         alike = self._near.add(text)
         self._near_splits.append(split)
-        return (
-            "near-train"
-            if split != "train" and any(self._near_splits[one] == "train" for _, one in alike)
-            else None
-        )
+        if split != "train" and any(self._near_splits[one] == "train" for _, one in alike):
+            return "near-train"
+        return None

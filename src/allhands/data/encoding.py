@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -247,3 +247,9 @@ def pieces_of_text(text: str, offsets: Ints) -> list[str]:
     until[-1] = len(text)
     edges = [0, *until.tolist()]
     return [text[a:b] for a, b in pairwise(edges)]
+
+
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest beginning that both have."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in same)

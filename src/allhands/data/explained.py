@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from allhands.data.arrays import Bools, Int32s
-from allhands.data.encoding import Encoded, pieces_of_text
+from allhands.data.encoding import Encoded, common_prefix, pieces_of_text
 from allhands.data.records import Message, Record
 from allhands.errors import DataError
 
@@ -96,7 +96,4 @@ def openings(template: Any) -> tuple[str, str]:
         return opening.removeprefix(plain).strip(), ""
     if opening.startswith(prompt.rstrip()):
         return "", ""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening)
-    )
-    return "", prompt[same:].strip()
+    return "", prompt.removeprefix(common_prefix(prompt, opening)).strip()

@@ -50,12 +50,11 @@ def _library(path: str) -> Generator[Any]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
-        hint = "pip install datasets"
         raise DataError(
             "the datasets library is not installed",
             code="data-package-missing",
             where=path,
-            hint=hint,
+            hint="pip install datasets",
         ) from error
     if (
         HUB_NAME.fullmatch(path)
@@ -118,10 +117,8 @@ def hub_error(name: str, error: Exception) -> DataError:
     text, kind = str(error), type(error).__name__
     choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
     page = f"https://huggingface.co/datasets/{name}"
-    one_of, page_hint = (
-        f"is one of: {choice or 'see ' + page}",
-        f"request it at {page}, then: hf auth login",
-    )
+    one_of = f"is one of: {choice or 'see ' + page}"
+    page_hint = f"request it at {page}, then: hf auth login"
     private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
     offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
     kinds = " ".join(one.__name__ for one in type(error).__mro__)
@@ -176,9 +173,8 @@ def hub_error(name: str, error: Exception) -> DataError:
         if re.search(pattern, f"{kinds}: {text}"):
             found.where = name
             return found
-    message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
     return DataError(
-        message,
+        f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}",
         code="dataset-unreadable",
         where=name,
         hint=f"see {page}; you can fetch its files and name them here",

@@ -71,12 +71,11 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.near_threshold <= 1:
-            hint = "0.8 finds texts with a few words changed; 1 looks for exact duplicates only"
             raise ConfigError(
                 f"{self.near_threshold:g} is not between 0.5 and 1",
                 code="value-out-of-range",
                 where="--near-threshold",
-                hint=hint,
+                hint="0.8 finds texts with a few words changed; 1 looks for exact duplicates only",
             )
         if self.dedupe == "near" and self.near_threshold == 1:
             raise ConfigError(
@@ -98,11 +97,9 @@ class PrepareOptions:
 
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
     """Return the held-out splits that the sources bring along."""
-    return (
-        set()
-        if options.resplit
-        else {source.split for source in sources if source.split} - {"train"}
-    )
+    if options.resplit:
+        return set()
+    return {source.split for source in sources if source.split} - {"train"}
 
 
 class Intake:
@@ -185,10 +182,8 @@ class Intake:
         if self.options.merge_system:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
-        line, text = (
-            json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n",
-            example.texts(),
-        )
+        line = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n"
+        text = example.texts()
         content, length, unheard = hash64(line), len(text), ()
         if self._measure is not None:
             rendered = self._measure(_measured(example, row))
@@ -216,8 +211,11 @@ class Intake:
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
             if key in self._ids:
-                hint = "if they are the same, --dedupe exact or near keeps one; if not, --split-by id keeps them together"
-                self.warnings.add("the id of an earlier row", hint, where)
+                self.warnings.add(
+                    "the id of an earlier row",
+                    "if they are the same, --dedupe exact or near keeps one; if not, --split-by id keeps them together",
+                    where,
+                )
             self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:

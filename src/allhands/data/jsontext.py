@@ -78,12 +78,11 @@ def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[
         raw = raw.removeprefix(BOM)  # on any line: it stays where files are joined
         try:
             if oversize:
-                hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
                 yield RowProblem(
                     name,
                     number,
                     f"the line is too long to be read: {oversize:,} bytes",
-                    hint,
+                    "check that line ends are not lost; cut the row into several if it is meant to be so long",
                     code="row-too-long",
                 )
             elif line := raw.decode().strip():
@@ -352,12 +351,11 @@ class _Text:
         newline = self.text.rfind("\n", 0, position)
         column = position - newline + (self._before if newline < 0 else 0)
         message = f"not JSON: {message} at column {column}, near {_around(self.text, position)}"
-        hint = "repair the JSON at that place, or write one object a line (JSONL)"
         return RowProblem(
             self.name,
             self.line() + self.text.count("\n", self.position, position),
             message,
-            hint,
+            "repair the JSON at that place, or write one object a line (JSONL)",
             code="json-invalid",
         )
 
@@ -441,10 +439,8 @@ class _Text:
         rest of the file is a problem.
         """
         start = self.text.rfind("\n", 0, self.position) + 1
-        lead, opener = (
-            self.text[start : self.position],
-            self.text[self.position : self.position + 1],
-        )
+        lead = self.text[start : self.position]
+        opener = self.text[self.position : self.position + 1]
         if lead.strip() or opener not in ("{", "[") or (not start and self._before):
             return False
         closing = rf"|[ \t]{{0,{len(lead)}}}\]" if opener == "{" else ""

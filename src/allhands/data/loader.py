@@ -206,11 +206,9 @@ class Loader:
     def _most_of_one(self, shares: Sequence[Ints]) -> int:
         """The most places of a share's micro-batch if each share is one; else 0."""
         cuts = [list(cut_share(self._windows, share, self._sizing)) for share in shares]
-        return (
-            max(len(part) * length for [(part, length)] in cuts)
-            if all(len(cut) == 1 for cut in cuts)
-            else 0
-        )
+        if all(len(cut) == 1 for cut in cuts):
+            return max(len(part) * length for [(part, length)] in cuts)
+        return 0
 
 
 def collate_share(

@@ -35,16 +35,15 @@ INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
 REASONING_KEYS = (
-    *(
-        "reasoning_content",
-        "reasoning",
-        "thinking",
-        "reasoning_text",
-        "thinking_content",
-        "thought",
-        "thoughts",
-    ),
-    *("chain_of_thought", "analysis"),
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "reasoning_text",
+    "thinking_content",
+    "thought",
+    "thoughts",
+    "chain_of_thought",
+    "analysis",
 )
 # Words that a question may need beside it, which no shape takes.
 CONTEXT_KEYS = ("context", "passage", "paragraph", "background", "evidence")
@@ -111,10 +110,9 @@ def check_messages(
     """
     items = list_if_text(value, quoted(name), place)
     if not isinstance(items, list):
-        hint = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         place.fail(
             f"{quoted(name)} is {type_name(items)}, it must be a list of messages",
-            hint,
+            'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
             code="field-of-wrong-type",
         )
     if not items:
@@ -201,9 +199,10 @@ def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str
     for part in value:
         fields = part if isinstance(part, dict) else {"text": part}
         if (kind := fields.get("type") or "text") not in _TEXT_PARTS:
-            hint = 'only text can be trained on; write a tool\'s answer as a message of role "tool" of its own'
             place.fail(
-                f"{what} has a part of type {quoted(kind)}", hint, code="field-of-wrong-type"
+                f"{what} has a part of type {quoted(kind)}",
+                'only text can be trained on; write a tool\'s answer as a message of role "tool" of its own',
+                code="field-of-wrong-type",
             )
         words = fields.get("text")
         texts.append(
@@ -339,10 +338,9 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace
         # A call may be written in the words of the answer, so an answer right before it is enough
         # here.
         if role in TOOL_ROLES and not called and before not in ("assistant", *TOOL_ROLES):
-            hint = "put the assistant message with its tool_calls before it, or delete the record"
             place.fail(
                 f"{quoted(name)} has a tool's answer that no assistant message asked for",
-                hint,
+                "put the assistant message with its tool_calls before it, or delete the record",
                 code="tool-answer-uncalled",
             )
         called = bool(message.get("tool_calls")) if role == "assistant" else called

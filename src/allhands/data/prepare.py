@@ -158,12 +158,11 @@ def _checked_splits(
     for split, share in (("valid", options.valid), ("test", options.test)):
         if share is not None and split in carried_splits(sources, options):
             name = next(source.name for source in sources if source.split == split)
-            hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
             raise ConfigError(
                 f"the sources have a {split} split of their own: {name}",
                 code="split-in-sources",
                 where=f"--{split}",
-                hint=hint,
+                hint=f"add --resplit to split all rows anew, or leave --{split} out to keep theirs",
             )
     check_fractions(options.valid, options.test)
     return sources, notes
@@ -183,12 +182,11 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
     for name in names:
         source = Path(os.path.expanduser(name)).resolve()
         if source.exists() and (source == whole or whole in source.parents):
-            hint = "choose another directory: what is read is never replaced"
             raise ConfigError(
                 f"the source {name} is in it",
                 code="output-place-unsuitable",
                 where=where,
-                hint=hint,
+                hint="choose another directory: what is read is never replaced",
             )
     if whole == Path.cwd():
         raise ConfigError(

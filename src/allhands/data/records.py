@@ -109,8 +109,11 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
         what = f"preference data ({parts.quoted('chosen')}, {parts.quoted('rejected')})"
         if is_rated:
             what = f"rated answers ({parts.quoted('label')} is true or false)"
-        hint = "keep the good answers as messages; `allhands data prepare` writes the rest out for other programs"
-        parts.fail(f"{what} cannot be trained on", hint, code="preference-not-trainable")
+        parts.fail(
+            f"{what} cannot be trained on",
+            "keep the good answers as messages; `allhands data prepare` writes the rest out for other programs",
+            code="preference-not-trainable",
+        )
     return to_record(parts, shape, empty_texts=True)
 
 
@@ -140,10 +143,9 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
     ]
     if len(inner) == 1:
         if cut := value.get("truncated_cells"):
-            hint = "fetch the data set itself: name it as OWNER/NAME, or its Parquet files"
             place.fail(
                 f"the record was cut off at its source (truncated_cells: {cut})",
-                hint,
+                "fetch the data set itself: name it as OWNER/NAME, or its Parquet files",
                 code="record-cut-off",
             )
         return Parts(
@@ -217,8 +219,11 @@ def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
         )
     near = nearest(parts.values, absent)
     are = "are" if len(absent) > 1 else "is"
-    message = f"{', '.join(names[part] for part in absent)} {are} not there; the keys are {keys}"
-    parts.fail(message, f"the nearest: {near}" if near else hint, code="record-without-shape")
+    parts.fail(
+        f"{', '.join(names[part] for part in absent)} {are} not there; the keys are {keys}",
+        f"the nearest: {near}" if near else hint,
+        code="record-without-shape",
+    )
 
 
 def rating(parts: Parts, shape: Shape) -> bool | None:
@@ -239,19 +244,17 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
     truths = {"true": True, "false": False} | ({"1": True, "0": False} if mapped else {})
     label = truths.get(str(value).strip().lower()) if isinstance(value, str | int) else None
     if label is None and mapped:
-        hint = "write true or false in every record, or do not name a label_feature"
         parts.fail(
             f"{name} is {type_name(value)}, it must be true or false",
-            hint,
+            "write true or false in every record, or do not name a label_feature",
             code="field-of-wrong-type",
         )
     if shape != "text":
         return label
     if label is False:
-        hint = f"delete the record; or, if {name} does not rate the text, remove {name}"
         parts.fail(
             f"{name} is false for a text: a text that is rated bad cannot be trained on",
-            hint,
+            f"delete the record; or, if {name} does not rate the text, remove {name}",
             code="preference-not-trainable",
         )
     return None

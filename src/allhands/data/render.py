@@ -195,11 +195,9 @@ class Renderer:
             draft = self._draft_plain(record)
         else:
             draft = self._draft_chat(self._template, record)
-        return (
-            replace(draft, unheard=(*draft.unheard, *unread(record.unread)))
-            if record.unread
-            else draft
-        )
+        if record.unread:
+            return replace(draft, unheard=(*draft.unheard, *unread(record.unread)))
+        return draft
 
     def _draft_plain(self, record: Record) -> Draft:
         """A completion for a tokenizer without chat template: prompt, completion, end-of-text
@@ -362,11 +360,9 @@ class ChatTemplate:
         try:
             options: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
             render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
-            return (
-                render()
-                if self._clock is None
-                else self._clock.rendered(self._source(tools), render)
-            )
+            if self._clock is None:
+                return render()
+            return self._clock.rendered(self._source(tools), render)
         except Exception as error:  # a template is a foreign program, which can raise any error
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",

@@ -14,7 +14,10 @@ BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 16
 # Names of splits in files and folders.
 NAMES_OF_SPLITS = {
-    **{"train": "train", "training": "train", "test": "test", "testing": "test"},
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
 }
 _MAX_DEPTH = 200
@@ -47,9 +50,11 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if not self.documents:
-            hint = "use file, line, blank-line or the string between two documents"
             raise ConfigError(
-                "the separator is empty", code="value-empty", where="--documents", hint=hint
+                "the separator is empty",
+                code="value-empty",
+                where="--documents",
+                hint="use file, line, blank-line or the string between two documents",
             )
 
 
@@ -153,5 +158,8 @@ def with_rest(problem: RowProblem) -> RowProblem:
     if problem.is_rest:
         return problem
     what, _, why = problem.message.partition(":")
-    message = f"{what}, and the rest of the file from here was not read:{why}"
-    return replace(problem, message=message, is_rest=True)
+    return replace(
+        problem,
+        message=f"{what}, and the rest of the file from here was not read:{why}",
+        is_rest=True,
+    )

@@ -60,18 +60,16 @@ def saved_files(folder: Path) -> list[Path] | None:
         return None
     if state.get("_indices_data_files"):
         way = "import datasets; datasets.load_from_disk('FOLDER').to_parquet('NEW.parquet')"
-        message = "the rows of this data set are a selection of those in its files"
         raise DataError(
-            message,
+            "the rows of this data set are a selection of those in its files",
             code="saved-dataset-indexed",
             where=str(folder),
             hint=f'write it out: python -c "{way}"',
         )
     files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
-        message = f"{', '.join(missing[:3])} of {counted(len(files), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
         raise DataError(
-            message,
+            f"{', '.join(missing[:3])} of {counted(len(files), 'file')} {'is' if len(missing) == 1 else 'are'} missing",
             code="data-part-missing",
             where=str(folder),
             hint=f"copy the whole folder; {STATE} names all of its files",
@@ -89,7 +87,7 @@ def saved_split(folder: Path) -> str | None:
 def _state(folder: Path) -> dict[str, Any]:
     """Content of ``state.json`` if it is the library's."""
     try:
-        state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state: Any = json.loads((folder / STATE).read_bytes())
         return state if all("filename" in entry for entry in state["_data_files"]) else {}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

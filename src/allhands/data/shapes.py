@@ -168,8 +168,11 @@ def parse_example(
 def _preference(parts: Parts) -> Example:
     chosen, rejected = _answers(parts, "chosen"), _answers(parts, "rejected")
     if chosen == rejected:
-        message = f"{parts.quoted('chosen', 'rejected')} are the same: there is nothing to prefer"
-        parts.fail(message, "delete the record", code="preference-invalid")
+        parts.fail(
+            f"{parts.quoted('chosen', 'rejected')} are the same: there is nothing to prefer",
+            "delete the record",
+            code="preference-invalid",
+        )
     tools, prompt, differs = parts.tools(), _question(parts), False
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         end = _shared(parts, chosen, rejected, prompt)
@@ -206,10 +209,11 @@ def _shared(
             return end
     lonely = prompt is None and len(chosen) == len(rejected) == 1
     what = "have no question before them" if lonely else "do not answer the same question"
-    hint = (
-        "give the question as prompt (or prompt_feature), or let both begin with the same messages"
+    parts.fail(
+        f"{parts.quoted('chosen', 'rejected')} {what}",
+        "give the question as prompt (or prompt_feature), or let both begin with the same messages",
+        code="preference-invalid",
     )
-    parts.fail(f"{parts.quoted('chosen', 'rejected')} {what}", hint, code="preference-invalid")
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
@@ -234,11 +238,9 @@ def _question(parts: Parts) -> list[Message] | None:
     for part in ("chat", "conversation"):
         if parts.has(part):
             return parts.messages(part, sharegpt=True)
-    return (
-        [*parts.history(), *as_turns(parts.question(), "user")]
-        if parts.has("instruction")
-        else None
-    )
+    if parts.has("instruction"):
+        return [*parts.history(), *as_turns(parts.question(), "user")]
+    return None
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:

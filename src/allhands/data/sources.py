@@ -136,23 +136,21 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
 def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
     for flag in ("hub_split", "hub_config", "streaming"):
         if getattr(options, flag) and not any_hub:
-            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
             raise ConfigError(
                 "no Hub dataset is named",
                 code="option-without-effect",
                 where=f"--{flag.replace('_', '-')}",
-                hint=hint,
+                hint="name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out",
             )
 
 
 def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     if options.documents != "auto" and not any(source.kind == "text" for source in found):
-        hint = "it concerns .txt and .md files; leave it out"
         raise ConfigError(
             "no plain text file is named",
             code="option-without-effect",
             where="--documents",
-            hint=hint,
+            hint="it concerns .txt and .md files; leave it out",
         )
     seen: set[str] = set()
     for source in found:
@@ -188,10 +186,8 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
-    kind, notes = (
-        file_type(path),
-        tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path)),
-    )
+    kind = file_type(path)
+    notes = tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path))
 
     def source(name: str, split: str | None, only: str | None = None) -> Source:
         read = partial(
@@ -251,12 +247,11 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
     skipped: dict[Path, str] = {}
 
     def stop(error: OSError) -> None:
-        hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
         raise DataError(
             f"cannot read the directory: {error.strerror}",
             code="data-unreadable",
             where=str(error.filename),
-            hint=hint,
+            hint="give yourself permission to read it: chmod u+rx DIRECTORY",
         )
 
     for folder, folders, names in os.walk(root, onerror=stop):
@@ -284,11 +279,9 @@ def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
         return "files of this type cannot be read"
     if why := why_no_data(path.name):
         return why
-    return (
-        "state.json does not name it"
-        if saved is not None and kind == "arrow" and path not in saved
-        else None
-    )
+    if saved is not None and kind == "arrow" and path not in saved:
+        return "state.json does not name it"
+    return None
 
 
 # The Hub

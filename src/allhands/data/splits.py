@@ -70,9 +70,11 @@ def split_of_folder(
     hint = f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
     hint += "`allhands data prepare` makes such a folder"
     unread = [unread_hint(data_dir / name) for name in names if name.split(".")[0] == split]
-    message = f"{split}.jsonl is missing; the folder holds {there}"
     raise DataError(
-        message, code="split-missing", where=str(data_dir), hint=unread[0] if unread else hint
+        f"{split}.jsonl is missing; the folder holds {there}",
+        code="split-missing",
+        where=str(data_dir),
+        hint=unread[0] if unread else hint,
     )
 
 
@@ -211,14 +213,16 @@ def _hash(path: Path) -> str:
     try:
         return input_hash(path)
     except OSError as error:
-        message = f"cannot read the file: {error.strerror}"
         raise DataError(
-            message, code="data-unreadable", where=str(path), hint=read_hint(error)
+            f"cannot read the file: {error.strerror}",
+            code="data-unreadable",
+            where=str(path),
+            hint=read_hint(error),
         ) from error
 
 
 @contextmanager
-def full_places(data_dir: Path) -> Generator[None, None, None]:
+def full_places(data_dir: Path) -> Generator[None]:
     """Put the folder before a ``train.jsonl:12`` that an error names."""
     try:
         yield
@@ -263,11 +267,9 @@ def own_splits(path: str) -> dict[str, str]:
     names = split_names(path)
     found = {"test_split": "test"} if "test" in names else {}
     valid = next((name for name in _VALIDATION if name in names), None)
-    return (
-        {"train_split": "train", "valid_split": valid, **found}
-        if valid and "train" in names
-        else found
-    )
+    if valid and "train" in names:
+        return {"train_split": "train", "valid_split": valid, **found}
+    return found
 
 
 def split_of_hub(
@@ -294,12 +296,11 @@ def split_of_hub(
 
 def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     if unknown := sorted(set(spec) - _HF_KEYS):
-        hint = f"known keys: {', '.join(sorted(_HF_KEYS))}"
         raise ConfigError(
             f"unknown keys {', '.join(unknown)}",
             code="option-unknown",
             where="hf_dataset",
-            hint=hint,
+            hint=f"known keys: {', '.join(sorted(_HF_KEYS))}",
         )
     path = spec.get("path")
     if not isinstance(path, str) or not path:

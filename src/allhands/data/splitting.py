@@ -66,11 +66,9 @@ class SplitShare:
         return max(1, round(self.value * total))
 
     def __str__(self) -> str:
-        return (
-            f"{self.value:.0f} row{'s' * (self.value != 1)}"
-            if self.is_count
-            else f"{self.value:g} of the rows"
-        )
+        if self.is_count:
+            return f"{self.value:.0f} row{'s' * (self.value != 1)}"
+        return f"{self.value:g} of the rows"
 
 
 def hash64(*parts: str | bytes) -> int:
@@ -187,9 +185,11 @@ def wanted_rows(
 def _too_much(what: str, valid: SplitShare | None, test: SplitShare | None) -> ConfigError:
     given = (("--valid", valid), ("--test", test))
     where = " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
-    hint = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
     return ConfigError(
-        f"{what}: nothing is left to train on", code="nothing-left-to-train", where=where, hint=hint
+        f"{what}: nothing is left to train on",
+        code="nothing-left-to-train",
+        where=where,
+        hint="ask for fewer rows, a fraction such as 0.05, or 0 for none",
     )
 
 

@@ -15,12 +15,15 @@ from allhands.data.arrays import Array
 # one split; tokens or characters; number of the split that its source gives; whether it goes to the
 # preference files.
 _FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line": "q"} | {
-    **{"content": "Q", "words": "Q", "key": "Q", "length": "q", "given": "b", "preference": "?"}
+    "content": "Q",
+    "words": "Q",
+    "key": "Q",
+    "length": "q",
+    "given": "b",
+    "preference": "?",
 }
-_ROW, _DTYPE = (
-    struct.Struct("<" + "".join(_FIELDS.values())),
-    np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()]),
-)
+_ROW = struct.Struct("<" + "".join(_FIELDS.values()))
+_DTYPE = np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()])
 
 
 class Spool:

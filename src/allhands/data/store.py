@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -31,6 +31,9 @@ from allhands.errors import ModelError, StorageError
 from allhands.io.files import boot_id, make_directory, write_whole
 from allhands.io.staging import locked, locked_now, publish, staging
 from allhands.runtime.blas import cache_dir
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # A new number whenever the layout of the files, or what the same input gives, changes.
 FORMAT = 1
@@ -142,9 +145,11 @@ class StoreWriter:
         least = int(part.tokens.min(initial=0))
         token = least if least < 0 else part.largest_token
         if not 0 <= token < self._vocabulary:
-            message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
-            hint = "the tokenizer's files do not match: fetch the model again"
-            raise ModelError(message, code="vocabulary-mismatch", hint=hint)
+            raise ModelError(
+                f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}",
+                code="vocabulary-mismatch",
+                hint="the tokenizer's files do not match: fetch the model again",
+            )
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
             self._files[name].append(array)
@@ -223,16 +228,17 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
                 return found
             found = _made(path, vocabulary, build)
     except StorageError as error:
-        hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
         raise StorageError(
-            error.message, code=error.code, where=error.where, hint=hint
+            error.message,
+            code=error.code,
+            where=error.where,
+            hint=f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere",
         ) from error.__cause__
-    hint = "another program removes files there: stop it, or choose another place with ALLHANDS_TOKEN_CACHE"
     raise StorageError(
         "the stored tokens disappear at once",
         code="token-cache-removed",
         where=str(path),
-        hint=hint,
+        hint="another program removes files there: stop it, or choose another place with ALLHANDS_TOKEN_CACHE",
     )
 
 
@@ -291,7 +297,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
             name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()
         }
         tokens = TokenSet(**arrays, largest_token=manifest["largest_token"])
-        report = _report(manifest["report"])
+        report = _reader().validate_python(manifest["report"])
         sums = [manifest["arrays"][name]["sha256"] for name in ("tokens", "mask_bits", "offsets")]
     except (
         OSError,
@@ -312,16 +318,11 @@ def _note(path: Path, name: str) -> Path:
     return path / f"checked-{hashlib.sha256(this_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 
-def _report(values: dict[str, Any]) -> TokenSetReport:
-    parts = [
-        LeftOutPart(**part | {"places": tuple(part["places"])})
-        for part in values.get("left_out", ())
-    ]
-    fields: dict[str, Any] = values | {
-        "dropped": tuple(values["dropped"]),
-        "left_out": tuple(parts),
-    }
-    return TokenSetReport(**fields)
+@cache
+def _reader() -> TypeAdapter[TokenSetReport]:
+    from pydantic import TypeAdapter  # helpers that only render do without
+
+    return TypeAdapter(TokenSetReport)
 
 
 def _map(file: Path, facts: dict[str, Any]) -> Array:
@@ -336,18 +337,16 @@ def _map(file: Path, facts: dict[str, Any]) -> Array:
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
     if not isinstance(manifest, dict):
         return None
     values = manifest
     whole = values.pop("sha256", None) == _sum(values)
-    return (
-        values
-        if whole and values.get("format") == FORMAT and values.get("key") == path.name
-        else None
-    )
+    if whole and values.get("format") == FORMAT and values.get("key") == path.name:
+        return values
+    return None
 
 
 def _sum(manifest: dict[str, Any]) -> str:
@@ -414,7 +413,7 @@ def _remembered(path: Path, note: Path, context: str, known: str | None = None) 
     """
     stamp = [context, *file_stamp(path)]
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(note.read_text(encoding="utf-8"))
+        told = json.loads(note.read_bytes())
         if told["stamp"] == stamp:
             return told["sha256"]
     found = known or file_hash(path)

@@ -92,12 +92,11 @@ def rows_of_table(
     """Yield the rows of a CSV or TSV file as objects of strings, by the names in its first row."""
     if not separator.certain:
         shown = "a tab" if separator.delimiter == "\t" else separator.delimiter
-        hint = "save it with commas; or give each row as many fields, and put those with separators in quotes"
         yield RowProblem(
             name,
             separator.lines,
             f"the separator seems to be {shown}, which is not certain",
-            hint,
+            "save it with commas; or give each row as many fields, and put those with separators in quotes",
             code="separator-uncertain",
         )
         return
@@ -192,11 +191,10 @@ class _TableLines:
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
     if len(cells) == len(header):
         return Row(dict(zip(header, cells, strict=True)), name, line)
-    message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
     return RowProblem(
         name,
         line,
-        message,
+        f"ragged row: {len(cells)} fields where the header has {len(header)}",
         'put a field that has separators in it in "..."',
         code="table-row-invalid",
     )
@@ -205,11 +203,9 @@ def _table_item(cells: list[str], header: list[str], name: str, line: int) -> It
 def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     message = f"unusable columns: two are called {name!r}"
-    return (
-        RowProblem(source, line, message, "rename one of them", code="column-name-twice")
-        if count > 1
-        else None
-    )
+    if count > 1:
+        return RowProblem(source, line, message, "rename one of them", code="column-name-twice")
+    return None
 
 
 def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
@@ -292,9 +288,12 @@ def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
             for place in range(len(batch)):
                 yield from _rows_of_batch(batch.slice(place, 1), name, before + place)
         else:
-            message = f"row {before + 1} has a value that Python cannot hold: {error}"
             yield RowProblem(
-                name, before + 1, message, "repair or drop the column", code="value-unreadable"
+                name,
+                before + 1,
+                f"row {before + 1} has a value that Python cannot hold: {error}",
+                "repair or drop the column",
+                code="value-unreadable",
             )
 
 
@@ -310,12 +309,11 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
             continue
         line += len(text) - len(text.lstrip("\n"))
         if "\0" in document:
-            hint = "is this a text file? remove the byte"
             yield RowProblem(
                 name,
                 line + document[: document.index("\0")].count("\n"),
                 "a NUL byte in the text",
-                hint,
+                "is this a text file? remove the byte",
                 code="character-invalid",
             )
         else:

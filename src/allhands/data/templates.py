@@ -147,22 +147,19 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     flag = f"{OPTION} {choice.template}" if choice.template is not None else MERGE
     program = getattr(tokenizer, "_chat_template", None)
     if callable(program):
-        hint = "leave the option out, and change the data; or use another model"
         raise ModelError(
             "the chat template of this model is a program, and cannot be replaced",
             code="chat-template-fixed",
             where=flag,
-            hint=hint,
+            hint="leave the option out, and change the data; or use another model",
         )
     text = _named_text(tokenizer, chosen) if chosen in NAMED else chosen
     if text is None:
         text = _own(tokenizer)
     _check_syntax(text, flag)
-    return (
-        _packaged("merge") + text
-        if choice.system == "merge" and not text.startswith(_MERGED)
-        else text
-    )
+    if choice.system == "merge" and not text.startswith(_MERGED):
+        return _packaged("merge") + text
+    return text
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:
@@ -223,9 +220,11 @@ def _check_syntax(text: str, where: str) -> None:
         plain = _GENERATION.sub(lambda tag: f"{'endif' if tag[1] else 'if true'}{tag[2]}", text)
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
-        message = f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"
         raise ConfigError(
-            message, code="chat-template-invalid", where=where, hint="repair it at that line"
+            f"the chat template is not valid Jinja: {error.message} (line {error.lineno})",
+            code="chat-template-invalid",
+            where=where,
+            hint="repair it at that line",
         ) from None
 
 

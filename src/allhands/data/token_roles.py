@@ -76,11 +76,9 @@ def unstopped(tokenizer: Any) -> tuple[str, int] | None:
     except DataError:
         return None
     number = None if token is None else tokenizer.get_vocab().get(token)
-    return (
-        None
-        if token is None or number is None or number in stop_tokens(tokenizer)
-        else (token, number)
-    )
+    if token is None or number is None or number in stop_tokens(tokenizer):
+        return None
+    return (token, number)
 
 
 def stop_at_answers(tokenizer: Any) -> str | None:

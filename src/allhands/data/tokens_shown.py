@@ -51,12 +51,11 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own for what it cannot read
-        hint = "it is damaged, or newer than the tokenizers library here: make it or fetch it again"
         raise ModelError(
             f"the tokenizer cannot be read: {error}",
             code="tokenizer-unreadable",
             where=str(file),
-            hint=hint,
+            hint="it is damaged, or newer than the tokenizers library here: make it or fetch it again",
         ) from error
 
 
@@ -69,9 +68,11 @@ def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        hint = "give it in UTF-8"
         raise ConfigError(
-            "the text is not Unicode", code="text-not-unicode", where="TEXT", hint=hint
+            "the text is not Unicode",
+            code="text-not-unicode",
+            where="TEXT",
+            hint="give it in UTF-8",
         ) from None
     encoded: Any = tokenizer.encode(text, add_special_tokens=False)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

@@ -75,9 +75,8 @@ class VocabularyOptions:
 
     def __post_init__(self) -> None:
         if self.chat_template not in (None, *TEMPLATES):
-            message = f"no chat template {self.chat_template!r}"
             raise ConfigError(
-                message,
+                f"no chat template {self.chat_template!r}",
                 code="chat-template-unknown",
                 where="--chat-template",
                 hint=f"one of {', '.join(TEMPLATES)}",
@@ -85,18 +84,16 @@ class VocabularyOptions:
         names = self.special_tokens
         for name in self.special:
             if not name.strip() or names.count(name) > 1:
-                message = f"{name!r} cannot be a special token, it is {'one already' if name.strip() else 'empty'}"
                 raise ConfigError(
-                    message,
+                    f"{name!r} cannot be a special token, it is {'one already' if name.strip() else 'empty'}",
                     code="value-invalid",
                     where="--special",
                     hint="name each once; for example --special '<|tool|>'",
                 )
         least = NUM_BYTES + len(names)
         if self.vocabulary < least:
-            message = f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first"
             raise ConfigError(
-                message,
+                f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first",
                 code="value-out-of-range",
                 where="--vocabulary",
                 hint=f"give at least {least}; usual are 4096 to 50000",

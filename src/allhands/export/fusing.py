@@ -192,14 +192,14 @@ def _write_conversation(
     """Write the chat template of the training and the tokens that end answers."""
     generation = staged / GENERATION_FILE
     if stop is not None and generation.is_file():
-        values = json.loads(generation.read_text(encoding="utf-8"))
+        values = json.loads(generation.read_bytes())
         values = with_stop(values, stop[1], tokenizer.tokenizer.eos_token_id)
         generation.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if tokenizer.template is None:
         return
     (staged / TEMPLATE_FILE).write_text(tokenizer.template, encoding="utf-8")
     config = staged / "tokenizer_config.json"
-    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    values = json.loads(config.read_bytes()) if config.is_file() else {}
     if "chat_template" in values:  # an earlier version of transformers looks only here
         text = (
             json.dumps(
@@ -227,7 +227,7 @@ def described(options: FuseOptions) -> tuple[str, str]:
 
 
 def _settings_of(adapter_path: Path) -> Json:
-    return json.loads((adapter_path / CONFIG_FILE).read_text(encoding="utf-8"))
+    return json.loads((adapter_path / CONFIG_FILE).read_bytes())
 
 
 def _adapted(options: FuseOptions, path: Path) -> nn.Module:
@@ -384,5 +384,6 @@ def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
     how = {"none": "", "full": ", fine-tuned in full"}.get(
         kind, f", with a trained {kind} adapter merged"
     )
-    text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
-    (staged / "README.md").write_text(text, encoding="utf-8")
+    (staged / "README.md").write_text(
+        f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n", encoding="utf-8"
+    )

@@ -159,8 +159,11 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     metadata |= {"general.name": shown, **vocabulary.metadata()}
     for tensor, value in tensors.items():
         if not mx.all(mx.isfinite(value)).item():
-            hint = "allhands export --to hf --dtype bfloat16, then convert_hf_to_gguf.py --outtype bf16 of llama.cpp"
-            raise overflow(tensor, shown, hint)
+            raise overflow(
+                tensor,
+                shown,
+                "allhands export --to hf --dtype bfloat16, then convert_hf_to_gguf.py --outtype bf16 of llama.cpp",
+            )
 
     def write(temporary: Path) -> None:
         mx.save_gguf(str(temporary), tensors, metadata)
@@ -213,20 +216,21 @@ class _Vocabulary:
                 where=str(model),
                 hint=_OTHERWISE,
             )
-        description: Json = json.loads(file.read_text(encoding="utf-8"))
+        description: Json = json.loads(file.read_bytes())
         try:
             rule = _rule(description)
         except LookupError as error:
-            message = f"this tokenizer cannot be described for llama.cpp: {error.args[0]}"
             raise ModelError(
-                message, code="tokenizer-unsupported", where=str(file), hint=_OTHERWISE
+                f"this tokenizer cannot be described for llama.cpp: {error.args[0]}",
+                code="tokenizer-unsupported",
+                where=str(file),
+                hint=_OTHERWISE,
             ) from None
         tokenizer: Any = load_tokenizer(str(model)).tokenizer
         count = max(tokenizer.get_vocab().values()) + 1
         if rows and count > rows:
-            message = f"the tokenizer has {count} tokens, the model's vocabulary {rows}"
             raise ModelError(
-                message,
+                f"the tokenizer has {count} tokens, the model's vocabulary {rows}",
                 code="vocabulary-mismatch",
                 where=str(model),
                 hint="the tokenizer is another model's: copy this model's own",
@@ -330,8 +334,6 @@ def _rule(description: Json) -> str | None:
 def _parts(stage: Json | None, inner: str = "pretokenizers") -> list[Json]:
     if stage is None:
         return []
-    return (
-        [part for one in stage[inner] for part in _parts(one, inner)]
-        if stage["type"] == "Sequence"
-        else [stage]
-    )
+    if stage["type"] == "Sequence":
+        return [part for one in stage[inner] for part in _parts(one, inner)]
+    return [stage]

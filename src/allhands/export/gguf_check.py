@@ -57,11 +57,9 @@ def check_gguf(model: Path, file: Path) -> None:
 def _of_experts(name: str) -> str | None:
     """The name in mlx_lm of a tensor of experts; ``None`` for others."""
     block, _, inner = name.removesuffix(".weight").rpartition(".")
-    return (
-        f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight"
-        if inner in _EXPERTS
-        else None
-    )
+    if inner in _EXPERTS:
+        return f"model.layers.{block.removeprefix('blk.')}.{_EXPERTS[inner]}.weight"
+    return None
 
 
 def _same(held: mx.array, value: mx.array) -> bool:
@@ -71,10 +69,9 @@ def _same(held: mx.array, value: mx.array) -> bool:
 
 
 def _differs(what: str, file: Path) -> ModelError:
-    hint = "free disk space and try again; if it happens again this is a defect: report it"
     return ModelError(
         f"the GGUF file differs from the model, and was not kept: {what}",
         code="written-files-differ",
         where=str(file.parent),
-        hint=hint,
+        hint="free disk space and try again; if it happens again this is a defect: report it",
     )

@@ -45,9 +45,8 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
         from mlx_lm.evaluate import MLXLM
     except ImportError as error:
-        message = f"lm-evaluation-harness cannot be imported ({error})"
         raise ConfigError(
-            message,
+            f"lm-evaluation-harness cannot be imported ({error})",
             code="package-missing",
             where="--tasks",
             hint="pip install lm_eval, with all that it needs",
@@ -59,12 +58,11 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     manager = TaskManager(include_path=folders) if folders else TaskManager()
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
-        hint = "`lm-eval ls tasks` lists those there are"
         raise ConfigError(
             f"lm-evaluation-harness has no task {unknown[0]!r}",
             code="value-unknown",
             where="--tasks",
-            hint=hint,
+            hint="`lm-eval ls tasks` lists those there are",
         )
     loaded = load_for_generation(
         harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code
@@ -93,12 +91,11 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
             apply_chat_template=model.use_chat_template,
         )
     except OSError as error:  # as which the datasets library tells all that has to do with the Hub
-        hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
         raise DataError(
             f"the tasks' data cannot be fetched: {first_line(error)}",
             code="task-data-unavailable",
             where="--tasks",
-            hint=hint,
+            hint="check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub",
         ) from None
     return found["results"]
 

@@ -51,12 +51,11 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
     try:
         address = str(api.create_repo(repo, private=private, exist_ok=True))
         if private and not api.repo_info(repo).private:
-            hint = "choose another name, or make it private on huggingface.co"
             raise ModelError(
                 "the repository is there already, and public",
                 code="repository-public",
                 where=repo,
-                hint=hint,
+                hint="choose another name, or make it private on huggingface.co",
             )
         api.upload_folder(
             repo_id=repo,

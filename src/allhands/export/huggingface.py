@@ -36,15 +36,19 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
     config = read_config(path)
     known = architecture_of(config) or _as_in_its_files(path, config, trust_remote_code)
     if known is None:
-        reason = f"how transformers names and keeps the weights of {config['model_type']} is not known here"
-        hint = (
-            f"{other_way(known)}; for transformers models can be written of {known_architectures()}"
+        raise ModelError(
+            f"how transformers names and keeps the weights of {config['model_type']} is not known here",
+            code="architecture-unsupported",
+            where=str(path),
+            hint=f"{other_way(known)}; for transformers models can be written of {known_architectures()}",
         )
-        raise ModelError(reason, code="architecture-unsupported", where=str(path), hint=hint)
     if not known.whole:
-        reason = f"mlx_lm leaves out the vision part of {config['model_type']}, and transformers needs the whole model"
-        hint = f"--to peft writes an adapter alone, as far as PEFT can hold it; {other_way(known)}"
-        raise ModelError(reason, code="architecture-unsupported", where=str(path), hint=hint)
+        raise ModelError(
+            f"mlx_lm leaves out the vision part of {config['model_type']}, and transformers needs the whole model",
+            code="architecture-unsupported",
+            where=str(path),
+            hint=f"--to peft writes an adapter alone, as far as PEFT can hold it; {other_way(known)}",
+        )
     return known
 
 

@@ -169,11 +169,9 @@ def _matched(each: ChatFormat, first: str, said: list[str | None]) -> Recognised
     extra = (said[0] or "").removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
     default = _system_of(extra, each)
     found = [text and text.replace(extra, "", 1) for text in said[:2]] + said[2:]
-    return (
-        Recognised(each, default)
-        if found[: len(wanted)] == wanted and (default or not extra)
-        else None
-    )
+    if found[: len(wanted)] == wanted and (default or not extra):
+        return Recognised(each, default)
+    return None
 
 
 def _said(template: ChatTemplate, chat: list[dict[str, str]]) -> str | None:

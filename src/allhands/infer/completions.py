@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from allhands.data.messages import ROLES
 from allhands.data.render import rendering_options
+from allhands.data.values import without_nulls
 from allhands.errors import in_our_words
 
 MOST_BYTES = 16 * 2**20
@@ -60,16 +61,17 @@ _Object = dict[str, Any]
 # Fields of OpenAI's and other servers' interfaces that are not supported, with the values that
 # change nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
-    **{
-        "n": (1,),
-        "best_of": (1,),
-        "echo": (False,),
-        "suffix": ("",),
-        "store": (False,),
-        "modalities": (["text"],),
-    },
-    **{"parallel_tool_calls": (True,), "functions": ([],), "function_call": ("none", "auto")},
-    **{"tool_choice": ("none", "auto"), "verbosity": ("medium",)},
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "store": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
     **dict.fromkeys(
         ("audio", "web_search_options", "grammar", "json_schema", "structured_outputs"), ()
     ),
@@ -197,9 +199,9 @@ def read_request(raw: bytes, path: str, served: Served) -> _Object:
         fields = _Fields.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise _refusal(error) from None
-    given = _without_nulls(fields)
+    given = without_nulls(fields)
     if "messages" in given:
-        given["messages"] = [_without_nulls(message) for message in given["messages"]]
+        given["messages"] = [without_nulls(message) for message in given["messages"]]
     _check_effects(given)
     needed = "messages" if path.endswith("/chat/completions") else "prompt"
     if needed not in given:
@@ -227,17 +229,17 @@ def _check_effects(given: _Object) -> None:
             told = (
                 f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
             )
-            message = f"{name} {json.dumps(value)[:60]} is not supported{told}"
             raise Refused(
-                message, code="unsupported_value" if told else "unsupported_parameter", param=name
+                f"{name} {json.dumps(value)[:60]} is not supported{told}",
+                code="unsupported_value" if told else "unsupported_parameter",
+                param=name,
             )
     if (form := given.get("response_format", {}).get("type", "text")) != "text":
-        message = f"response_format {json.dumps(form)[:60]} is not supported: answers are text"
-        raise Refused(message, code="unsupported_value", param="response_format")
-
-
-def _without_nulls(fields: _Object) -> _Object:
-    return {name: value for name, value in fields.items() if value is not None}
+        raise Refused(
+            f"response_format {json.dumps(form)[:60]} is not supported: answers are text",
+            code="unsupported_value",
+            param="response_format",
+        )
 
 
 def _refusal(error: ValidationError) -> Refused:
@@ -307,8 +309,12 @@ def _check_model(given: _Object, served: Served) -> None:
     ):
         asked = given.pop(name, known[0])
         if asked not in known:
-            message = f"the {name} {repr(asked)[:200]} does not exist here: {known[0]!r} is served"
-            raise Refused(message, 404, "model_not_found", param=name)
+            raise Refused(
+                f"the {name} {repr(asked)[:200]} does not exist here: {known[0]!r} is served",
+                404,
+                "model_not_found",
+                param=name,
+            )
     given["model"] = served.model
 
 
@@ -329,8 +335,11 @@ def _prompt(prompt: Any, served: Served) -> str | list[int]:
         type(one) is int and 0 <= one < served.vocabulary for one in tokens
     ):
         return cast("str | list[int]", prompt)
-    message = f"prompt must be a text, or tokens: they are 0 to {served.vocabulary - 1}"
-    raise Refused(message, code="invalid_type", param="prompt")
+    raise Refused(
+        f"prompt must be a text, or tokens: they are 0 to {served.vocabulary - 1}",
+        code="invalid_type",
+        param="prompt",
+    )
 
 
 def _settled(given: _Object, served: Served) -> _Object:
@@ -342,8 +351,11 @@ def _settled(given: _Object, served: Served) -> _Object:
     if not isinstance(asked, bool):
         top, asked = asked, True
     if top >= served.vocabulary:
-        message = f"top_logprobs must be below the {served.vocabulary} tokens of the model"
-        raise Refused(message, code="integer_above_max_value", param="top_logprobs")
+        raise Refused(
+            f"top_logprobs must be below the {served.vocabulary} tokens of the model",
+            code="integer_above_max_value",
+            param="top_logprobs",
+        )
     given |= {"logprobs": asked or top > 0, "top_logprobs": top}
     if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE or given.get("top_p") == 0:
         given["temperature"] = 0.0  # below this limit the reciprocal is beyond float32
@@ -362,5 +374,8 @@ def _check_token(token: str, served: Served) -> None:
     if not (
         token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary
     ):
-        message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
-        raise Refused(message, code="invalid_value", param="logit_bias")
+        raise Refused(
+            f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}",
+            code="invalid_value",
+            param="logit_bias",
+        )

@@ -28,6 +28,7 @@ from allhands.run.expecting import Device, dense_form_fits, packed_note, require
 from allhands.runtime.accelerator import Accelerator, detect, peak_memory_bytes
 
 ALONE = Mesh()
+_AT_ONCE = 16  # prompts of a batch
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _speed(told: Any, accelerator: Accelerator) -> AnswerSpeed:
 
 
 def answer_all(
-    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
+    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int
 ) -> tuple[list[str], AnswerSpeed]:
     """Return greedy answers to ``prompts``, several at a time, for a score in seconds.
 
@@ -223,7 +224,7 @@ def answer_all(
         for tokens, what in zip(batch, shown, strict=True)
     ]
     model: Any = loaded.model
-    sizes: dict[str, Any] = {"completion_batch_size": batch_size, "prefill_batch_size": batch_size}
+    sizes: dict[str, Any] = dict.fromkeys(("completion_batch_size", "prefill_batch_size"), _AT_ONCE)
     with wired_limit(model, cast("Any", [generation_stream])):
         response = batch_generate(
             model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes

@@ -204,8 +204,11 @@ class Generator(ResponseGenerator):
         try:
             arguments.max_tokens = room_for_answer(count, served.positions, arguments.max_tokens)
         except PromptTooLong as error:
-            told = f"{error.message}: shorten it"
-            raise Refused(told, code="context_length_exceeded", param=_param(request)) from None
+            raise Refused(
+                f"{error.message}: shorten it",
+                code="context_length_exceeded",
+                param=_param(request),
+            ) from None
         fields = {name: getattr(request, name) for name in CompletionRequest.__dataclass_fields__}
         return Prepared(**fields, tokenized=tokenized, left=threading.Event())
 
@@ -309,8 +312,12 @@ def _param(request: CompletionRequest) -> str:
 # Fields of a request by mlx_lm's names, with what they are where it does not say; a text: as the
 # server was started.
 _SAMPLING: dict[str, Any] = {
-    **{"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
-    **{"xtc_probability": 0.0, "xtc_threshold": 0.1},
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
 }
 _PENALTIES = {
     f"{kind}_{what}": usual

@@ -126,8 +126,11 @@ class Handler(APIHandler):
         if refusal := self.server.guard.refusal(self.command, self.headers.items()):
             raise Refused(refusal.message, refusal.status, refusal.code)
         if self.command != "OPTIONS" and not self.server.guard.knows_token(self.headers.items()):
-            told = "the token is missing or wrong: send the one that was printed (Authorization: Bearer, or api_key)"
-            raise Refused(told, 401, "invalid_api_key")
+            raise Refused(
+                "the token is missing or wrong: send the one that was printed (Authorization: Bearer, or api_key)",
+                401,
+                "invalid_api_key",
+            )
         if self.command != "POST":
             self.server.has_asked(self.connection)
         return True
@@ -153,8 +156,12 @@ class Handler(APIHandler):
         elif named and named == self.server.served.model:
             self._answer(200, model)
         elif named:
-            message = f"the model {repr(named)[:200]} does not exist here: {self.server.served.model!r} is served"
-            raise Refused(message, 404, "model_not_found", param="model")
+            raise Refused(
+                f"the model {repr(named)[:200]} does not exist here: {self.server.served.model!r} is served",
+                404,
+                "model_not_found",
+                param="model",
+            )
         else:
             raise self._unknown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -51,7 +52,11 @@ def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def console_for(
-    stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    widest: int | None = None,
+    **options: Any,
 ) -> Console:
     """Return a console of rich's on standard output, or ``stream``; it writes no order of a
     terminal where there is no screen.
@@ -60,6 +65,9 @@ def console_for(
     not of another one that happens to be a terminal: of tables 80 in a file, where text is broken
     only if ``COLUMNS`` says at what width. Text is printed as it is: brackets are no markup, colons
     no emoji, and numbers have no colours.
+
+    Args:
+        widest: columns that are used at most.
     """
     options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
@@ -70,7 +78,10 @@ def console_for(
     if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
         options["width"] = options.get("width") or _WIDTH_OF_FILES
     file: Any = stream if is_read_live(stream, environ) else _Trimmed(stream)
-    return _careful_console()(file=file, **options)
+    console = _careful_console()(file=file, **options)
+    if widest is not None:
+        console.width = min(console.width, widest)
+    return console
 
 
 class _Trimmed:
@@ -147,14 +158,27 @@ def print_table(
     as have no room.
     """
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
-    left = list(dispensable)
-    while True:
-        table = table_of([*columns], zip(*columns.values(), strict=True), ruled=True)
-        width = table.__rich_measure__(console, console.options.update(width=10_000)).maximum
-        if width <= console.width or not left:
-            break
-        columns.pop(left.pop(0), None)
-    console.print(table)
+    columns = columns_within(columns, console.width, dispensable)
+    console.print(table_of([*columns], zip(*columns.values(), strict=True), ruled=True))
+
+
+def columns_within(
+    columns: Mapping[str, Sequence[str]], width: int, dispensable: Iterable[str]
+) -> dict[str, Sequence[str]]:
+    """Return the columns of a ruled table without as many of those that are ``dispensable``, the
+    first ones first, as have no room.
+    """
+    from rich.cells import cell_len
+
+    def needed() -> int:
+        texts = [[*name.split("\n"), *cells] for name, cells in kept.items()]
+        return sum(max(map(cell_len, words)) + 2 for words in texts) - 1
+
+    kept = dict(columns)
+    for name in dispensable:
+        if needed() > width:
+            kept.pop(name, None)
+    return kept
 
 
 def progress_console(
@@ -218,9 +242,24 @@ def _rows(line: str, width: int) -> list[str]:
     return [*rows, line] if line or not rows else rows
 
 
+def printable(text: str, instead: str = "?") -> str:
+    """Return text of others without characters that could steer a terminal."""
+    return "".join(letter if letter.isprintable() else instead for letter in text)
+
+
+def one_line(text: str) -> str:
+    """Return text of others on one line, without what a terminal would take for orders."""
+    return " ".join(printable(text, " ").split())
+
+
 def echo(text: str) -> None:
     """:func:`tell` on standard output."""
     tell(text, sys.stdout)
+
+
+def print_json(values: object, *, indent: int | None = 1, **how: Any) -> None:
+    """Print plain values on standard output, for machines; see :func:`json.dumps`."""
+    print(json.dumps(values, indent=indent, **how))
 
 
 def row_width(console: Console) -> int | None:

@@ -118,8 +118,11 @@ def _is_bad(found: Iterable[Judgement]) -> bool:
 
 def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
     if not len(valid):
-        text = "There is no validation loss, so overfitting cannot be seen: it needs a valid.jsonl, and --val-batches."
-        yield Judgement("validation", "note", text)
+        yield Judgement(
+            "validation",
+            "note",
+            "There is no validation loss, so overfitting cannot be seen: it needs a valid.jsonl, and --val-batches.",
+        )
     elif valid.steps[-1] == 0:
         text = f"Validated only before the first step ({valid.losses[0]:.3f}): whether training helps is not known yet."
         yield Judgement(

@@ -85,12 +85,11 @@ def plot_losses(
     out, labels = Path(out), names_of(runs)
     charts = {one.key: one for one in loss_charts(labels, runs)}
     if not charts.keys() >= {"loss-steps", "loss-time"}:
-        hint = "wait for the first report of the run, then plot again"
         raise DataError(
             "no run has a loss to draw yet",
             code="samples-missing",
             where=", ".join(run.name for run in runs),
-            hint=hint,
+            hint="wait for the first report of the run, then plot again",
         )
     by_step = charts["loss-steps"]
     with picture(out, (12, 6), private=private) as figure:
@@ -320,10 +319,8 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
     every = max(1, len(times) // _MARKS)
     for place, group in enumerate(ranks):
         colour, width = _rank_colour(group), line_width(place, len(ranks)) - 0.5
-        active, cache = (
-            _held(group, "mlx_active_bytes", times),
-            _held(group, "mlx_cache_bytes", times),
-        )
+        active = _held(group, "mlx_active_bytes", times)
+        cache = _held(group, "mlx_cache_bytes", times)
         marker: Look = {
             "marker": MARKERS[place % len(MARKERS)],
             "mfc": "white",

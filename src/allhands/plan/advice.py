@@ -209,35 +209,21 @@ STAGES = "Does it fit if the model is divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
-# Answers of the chart that lead to an unusual path.
-_IN_PARTS = {
-    "pipeline": "in blocks",
-    "fsdp": "each array",
-    "tensor": "each matrix",
-    "expert": "each mixture",
-    "context": "each row",
+# The answer of the chart that leads to each strategy, its outcome, and what a rank has.
+_DIVIDED: dict[str, tuple[str, Outcome, str]] = {
+    "pipeline": ("in blocks", "pipeline", "each with some of the blocks"),
+    "fsdp": ("each array", "fully sharded", "each with a part of every array"),
+    "tensor": ("each matrix", "tensor parallel", "each with a part of every matrix"),
+    "expert": ("each mixture", "expert parallel", "each with some of the experts"),
+    "context": ("each row", "context parallel", "each with a part of every row"),
 }
 _INSIDE = "each row by several"
-_OUTCOMES: dict[str, Outcome] = {
-    "pipeline": "pipeline",
-    "fsdp": "fully sharded",
-    "tensor": "tensor parallel",
-    "expert": "expert parallel",
-    "context": "context parallel",
-}
-_PARTS = {
-    "pipeline": "each with some of the blocks",
-    "expert": "each with some of the experts",
-    "fsdp": "each with a part of every array",
-    "tensor": "each with a part of every matrix",
-    "context": "each with a part of every row",
-}
 
 
-def _first(way: Way) -> str:
-    """Return the first of the combined ways of dividing."""
+def _divided_by(way: Way) -> tuple[str, Outcome, str]:
+    """Return the words for the first of the combined ways of dividing."""
     first, _, _ = way.strategy.partition("+")
-    return "fsdp" if first == "zero2" else first
+    return _DIVIDED["fsdp" if first == "zero2" else first]
 
 
 class _Walk:
@@ -291,8 +277,11 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
         )
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        why = f"it is done within the hour; {_saved(at, 'too little to matter')}"
-        return walk.end("one machine", "stay on one machine", why)
+        return walk.end(
+            "one machine",
+            "stay on one machine",
+            f"it is done within the hour; {_saved(at, 'too little to matter')}",
+        )
     return None
 
 
@@ -464,7 +453,7 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
         walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
         return _in_stages(at, stages, walk)
     if parts is not None:
-        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[_first(parts)])
+        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_divided_by(parts)[0])
         return _in_parts(at, parts, walk)
     return None
 
@@ -539,9 +528,10 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
         other is not None
         and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
     )
+    _, outcome, each = _divided_by(way)
     return walk.end(
-        _OUTCOMES[_first(way)],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
+        outcome,
+        f"{way.name} over {at.several(way.ranks)}, {each}: {way.flags}",
         f"at most {format_bytes(way.rank_bytes)} on a rank; a rank sends {format_bytes(way.sent_bytes)} in a step",
         f"{format_duration(way.training_s)} on {at.several(way.ranks)}; on one it does not fit",
         slower or "",
@@ -560,9 +550,10 @@ def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
         if other is None
         else f"with rows of its own: {other.fast(at)}"
     )
+    _, outcome, each = _divided_by(way)
     return walk.end(
-        _OUTCOMES[_first(way)],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
+        outcome,
+        f"{way.name} over {at.several(way.ranks)}, {each}: {way.flags}",
         f"{_fast(at, way)} on {at.several(way.ranks)}: {format_duration(way.training_s)} in place of "
         f"{format_duration(at.alone_s)}",
         shares,

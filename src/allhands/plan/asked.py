@@ -16,10 +16,11 @@ from allhands.parallel.experts import check_experts
 from allhands.parallel.matrices import check_matrices
 from allhands.parallel.registry import TrainingNeeds
 from allhands.plan.computers import Computer
-from allhands.plan.dividing import Name
+from allhands.plan.dividing import options_for
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.meshes import MeshWay, PlannedRanks, asked_mesh, flags_of
+from allhands.plan.pipelines import FEWER
 from allhands.plan.staged import StagedWay
 from allhands.plan.strategies import Way
 from allhands.run.contexts import check_context
@@ -91,26 +92,17 @@ def _wanted(job: Job, work: Work, ranks: int) -> Iterator[TrainConfig]:
         yield job.asked
     plain = TrainConfig.model_validate({})
     for name in job.dividing.among(ranks, work.row_tokens) if job.dividing else ():
-        option: Mapping[Name, Mapping[str, Any]] = {
-            "fsdp": {"strategy": "fsdp"},
-            "tensor": {"tp": ranks},
-            "expert": {"ep": ranks},
-            "context": {"cp": ranks},
-        }
-        yield plain.model_copy(update=option[name])
+        yield plain.model_copy(update=options_for(name, ranks))
 
 
-def best_divided(ways: Sequence[Way], worth: float) -> Way | None:
-    """Return the way that fits and takes the least time; one with more computers only if that is
-    ``worth`` it.
-
-    Args:
-        worth: highest part of the time of fewer computers that more of them may take.
+def best_divided(ways: Sequence[Way]) -> Way | None:
+    """Return the way that fits and takes the least time; one with more computers only if they are
+    worth it, see :data:`FEWER`.
     """
     best: Way | None = None
     able = [way for way in ways if way.fits is not False]
     for number in sorted({way.ranks for way in able}):
         found = min((way for way in able if way.ranks == number), key=lambda way: way.training_s)
-        if best is None or found.training_s < worth * best.training_s:
+        if best is None or found.training_s < FEWER * best.training_s:
             best = found
     return best

@@ -23,10 +23,6 @@ from allhands.plan.computers import names
 from allhands.plan.outlook import Outlook
 
 _TAKEN, _FADED, _FILLED = "#0072B2", "#9A9A9A", "#E8F2FA"
-_QUESTIONS = (
-    *(chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.DIVIDED, chart.STAGES),
-    *(chart.MORE, chart.PAYS, chart.FAST, chart.LARGER),
-)
 _OUTCOMES: dict[Outcome, str] = {
     "one machine": "stay on one machine",
     "data parallel": "plain data parallel",
@@ -41,28 +37,24 @@ _OUTCOMES: dict[Outcome, str] = {
     "context parallel": "rows divided, each with a part",
     "framework": "more computers, or more memory",
 }
-_ARROWS: tuple[tuple[str, str, str], ...] = (
-    (chart.AGAIN, chart.LONG, "yes"),
-    (chart.AGAIN, "one machine", "no"),
-    (chart.LONG, chart.FITS, "yes"),
-    (chart.LONG, "one machine", "no"),
-    (chart.FITS, chart.MORE, "yes"),
-    (chart.FITS, chart.SMALLER, "no"),
-    (chart.SMALLER, "smaller", "yes"),
-    (chart.SMALLER, chart.DIVIDED, "no"),
-    (chart.DIVIDED, "divide the optimizer", "yes"),
-    (chart.DIVIDED, chart.STAGES, "no"),
-    (chart.STAGES, "pipeline", "yes"),
-    (chart.STAGES, "framework", "no"),
-    (chart.MORE, chart.PAYS, "yes"),
-    (chart.MORE, "one machine", "no"),
-    (chart.PAYS, "data parallel", "yes"),
-    (chart.PAYS, chart.FAST, "no"),
-    (chart.FAST, "one machine", "yes"),
-    (chart.FAST, chart.LARGER, "no"),
-    (chart.LARGER, "accumulate", "yes"),
-    (chart.LARGER, "faster link", "no"),
-)
+# What usually follows on yes and on no, the questions from top to bottom.
+_FOLLOWS: dict[str, tuple[str, str]] = {
+    chart.AGAIN: (chart.LONG, "one machine"),
+    chart.LONG: (chart.FITS, "one machine"),
+    chart.FITS: (chart.MORE, chart.SMALLER),
+    chart.SMALLER: ("smaller", chart.DIVIDED),
+    chart.DIVIDED: ("divide the optimizer", chart.STAGES),
+    chart.STAGES: ("pipeline", "framework"),
+    chart.MORE: (chart.PAYS, "one machine"),
+    chart.PAYS: ("data parallel", chart.FAST),
+    chart.FAST: ("one machine", chart.LARGER),
+    chart.LARGER: ("accumulate", "faster link"),
+}
+_ARROWS = [
+    (question, end, answer)
+    for question, ends in _FOLLOWS.items()
+    for end, answer in zip(ends, ("yes", "no"), strict=True)
+]
 
 # In inches: the picture, its margin, the middles of its two columns, a line of text, and gaps.
 _WIDTH, _MARGIN = 6.2, 0.15
@@ -169,10 +161,8 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
         if alone and job.whole_s is not None:
             name, taken = f"1 {one}, a share", False
         else:
-            name, taken = (
-                f"{number} {one if alone else several}",
-                decided and number == outlook.advised,
-            )
+            name = f"{number} {one if alone else several}"
+            taken = decided and number == outlook.advised
         line = outlook.line(number)
         large = line.fits is False and not taken
         found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))
@@ -254,7 +244,7 @@ def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], flo
     return the end.
     """
     nodes: dict[tuple[str, str], _Node] = {}
-    for question in _QUESTIONS:
+    for question in _FOLLOWS:
         asked = _asked(advice, question)
         ends = {arrow.end for arrow in arrows_of(advice) if arrow.start == question} - {
             "faster link"

@@ -73,11 +73,9 @@ def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
     the largest.
     """
     able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
-    return (
-        max(able, key=lambda each: (each.speed, each.usable_bytes or 0))
-        if able
-        else largest(computers)
-    )
+    if able:
+        return max(able, key=lambda each: (each.speed, each.usable_bytes or 0))
+    return largest(computers)
 
 
 def ordered(

@@ -47,11 +47,9 @@ class PlannedDevice:
         """Return the reason why that is not all."""
         if self.kind == "cuda":
             return DRIVER_TAKES
-        return (
-            MAC_KEEPS
-            if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes)
-            else "macOS takes the rest"
-        )
+        if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes):
+            return MAC_KEEPS
+        return "macOS takes the rest"
 
     def seconds(self, flops: float) -> float:
         """Return the estimated seconds of so many products and sums."""
@@ -122,20 +120,18 @@ def device_of(text: str) -> PlannedDevice:
             if not _SYSTEM[kind] < 1e9 * gigabytes < 1e15:
                 small = f"no more memory than the system itself takes, {_SYSTEM[kind] / 1e9:g} GB"
                 what = "more memory than there is" if gigabytes > 1e3 else small
-                hint = f"give all of its memory, as '{words.upper()} {usual}GB'"
                 raise ConfigError(
                     f"{text.strip()!r} has {what}",
                     code="value-unknown",
                     where="--device",
-                    hint=hint,
+                    hint=f"give all of its memory, as '{words.upper()} {usual}GB'",
                 )
             return PlannedDevice(
                 text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts)
             )
-    hint = f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'"
     raise ConfigError(
         f"{text!r} is not a computer that is known",
         code="value-unknown",
         where="--device",
-        hint=hint,
+        hint=f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'",
     )

@@ -24,23 +24,17 @@ _SHARDED = ("zero2", "zero3", "fsdp")
 # Tokens of a row for each rank, from which on dividing rows is looked at: a shorter piece takes
 # about as long to hand out as to compute.
 _LONG = 256
-# Options that divide a model, as they are where nothing is divided, and the change for each way.
+# Options that divide a model, as they are where nothing is divided.
 _WHOLE: Mapping[str, Any] = {
-    **{
-        "strategy": "auto",
-        "pp": None,
-        "pp_schedule": "1f1b",
-        "pp_split": "auto",
-        "reshard": "auto",
-        "dp_shard": None,
-    },
-    **{"tp": 1, "cp": 1, "ep": 1},
-}
-_CHANGES: Mapping[Name, Mapping[str, Any]] = {
-    "fsdp": {"strategy": "fsdp"},
-    "tensor": {"tp": 2},
-    "expert": {"ep": 2},
-    "context": {"cp": 2},
+    "strategy": "auto",
+    "pp": None,
+    "pp_schedule": "1f1b",
+    "pp_split": "auto",
+    "reshard": "auto",
+    "dp_shard": None,
+    "tp": 1,
+    "cp": 1,
+    "ep": 1,
 }
 
 
@@ -111,6 +105,13 @@ def dividing_of(
     )
 
 
+def options_for(name: Name, ranks: int) -> dict[str, Any]:
+    """Return the options by which so many ranks divide a model in this way."""
+    if name == "fsdp":
+        return {"strategy": "fsdp"}
+    return {{"tensor": "tp", "expert": "ep", "context": "cp"}[name]: ranks}
+
+
 def strategy_name(option: Callable[[str], Any]) -> str:
     """Return the name of the way of dividing that options ask for, of several together joined;
     empty: of rows alone.
@@ -140,7 +141,7 @@ def _is_open(name: Name, config: TrainConfig) -> bool:
     if entry is not None and entry.unfit(TrainingNeeds(config.optimizer, cpu_native=False)):
         return False
     try:
-        refuse_combinations(config.model_copy(update={**_WHOLE, **_CHANGES[name]}))
+        refuse_combinations(config.model_copy(update={**_WHOLE, **options_for(name, 2)}))
     except ValueError:
         return False
     return True

@@ -32,55 +32,58 @@ _MOST_BYTES = 4_000_000
 # What of a training changes its time or its memory, and by which a run is told from the one that
 # was planned.
 OPTIONS = (
-    *(
-        "model",
-        "data",
-        "hf_dataset",
-        "fine_tune_type",
-        "optimizer",
-        "num_layers",
-        "batch_size",
-        "iters",
-        "epochs",
-    ),
-    *(
-        "grad_accumulation_steps",
-        "max_seq_length",
-        "packing",
-        "isolate_documents",
-        "lora_parameters",
-        "mask_prompt",
-    ),
+    "model",
+    "data",
+    "hf_dataset",
+    "fine_tune_type",
+    "optimizer",
+    "num_layers",
+    "batch_size",
+    "iters",
+    "epochs",
+    "grad_accumulation_steps",
+    "max_seq_length",
+    "packing",
+    "isolate_documents",
+    "lora_parameters",
+    "mask_prompt",
     "train_on",
-    *(
-        "grad_checkpoint",
-        "micro_batch_tokens",
-        "compile",
-        "clear_cache_threshold",
-        "master_weights",
-        "rank_weights",
-    ),
-    *(
-        "bucket_mb",
-        "strategy",
-        "tp",
-        "cp",
-        "ep",
-        "pp",
-        "dp_shard",
-        "reshard",
-        "compress",
-        "backend",
-        "tokenizer",
-        "shape",
-        "layers",
-        "dims",
-        "mlp_dims",
-        "heads",
-    ),
-    *("sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
-    *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
-    *("steps_per_eval", "val_batches"),
+    "grad_checkpoint",
+    "micro_batch_tokens",
+    "compile",
+    "clear_cache_threshold",
+    "master_weights",
+    "rank_weights",
+    "bucket_mb",
+    "strategy",
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "dp_shard",
+    "reshard",
+    "compress",
+    "backend",
+    "tokenizer",
+    "shape",
+    "layers",
+    "dims",
+    "mlp_dims",
+    "heads",
+    "sync_every",
+    "outer_lr",
+    "outer_momentum",
+    "sync_fragments",
+    "sync_delay",
+    "kv_heads",
+    "head_dim",
+    "vocabulary",
+    "tied",
+    "experts",
+    "experts_per_token",
+    "dtype",
+    "steps_per_eval",
+    "val_batches",
 )
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -239,7 +242,7 @@ def read_plan(file: Path) -> KeptPlan:
             raise DataError(
                 "this is too large to be a plan", code="plan-invalid", where=str(file), hint=hint
             )
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_bytes())
     except OSError as error:
         raise DataError(
             f"the plan cannot be read: {error.strerror}",
@@ -258,8 +261,12 @@ def read_plan(file: Path) -> KeptPlan:
     version = cast("dict[str, Any]", content).get("version")
     if version != VERSION:
         told = "no version" if version is None else f"version {version!r}"
-        message = f"the plan has {told}, and this allhands reads version {VERSION}"
-        raise DataError(message, code="plan-of-other-version", where=str(file), hint=hint)
+        raise DataError(
+            f"the plan has {told}, and this allhands reads version {VERSION}",
+            code="plan-of-other-version",
+            where=str(file),
+            hint=hint,
+        )
     try:
         return _reader().validate_python(content)
     except ValidationError as error:

@@ -138,12 +138,11 @@ def _rated(head: str, asked: str) -> Link | None:
         return None
     rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
     if not 0 < rate < float("inf"):
-        hint = "give a rate above 0, as 400Mbit/s"
         raise ConfigError(
             f"a link of {head} sends nothing",
             code="value-out-of-range",
             where="--link",
-            hint=hint,
+            hint="give a rate above 0, as 400Mbit/s",
         )
     return Link(asked, rate / 8, 150e-6, "as described")
 
@@ -152,9 +151,11 @@ def _unknown(text: str, name: str) -> ConfigError:
     near = difflib.get_close_matches(name.lower(), _LINKS, n=1, cutoff=0.5)
     known = ", ".join(link.name for link in _LINKS.values())
     meant = f"did you mean {near[0]}? " if near else ""
-    hint = f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms"
     return ConfigError(
-        f"{text!r} is not a link that is known", code="value-unknown", where="--link", hint=hint
+        f"{text!r} is not a link that is known",
+        code="value-unknown",
+        where="--link",
+        hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
     )
 
 

@@ -177,11 +177,9 @@ class MeshWay:
         self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int
     ) -> Way:
         """Return the way of a rank with the most bytes, and those of all."""
-        job, more, name = (
-            self.job,
-            flags_of(self.config),
-            strategy_name(partial(getattr, self.config)),
-        )
+        job = self.job
+        more = flags_of(self.config)
+        name = strategy_name(partial(getattr, self.config))
         validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
         copies, kept = self.mesh.size_of("data"), name.startswith("zero2")
         title = " and ".join(_TITLES[each] for each in name.split("+"))
@@ -289,11 +287,9 @@ class MeshWay:
         whole = divided.memory(divided.work)
         if self.config.strategy == "zero1":
             return DividedOptimizerCosts().memory(whole, self.ranks)
-        return (
-            costs_of_shards(divided, self.fetching()).memory_of(whole, part)
-            if self.mesh.shard > 1
-            else whole
-        )
+        if self.mesh.shard > 1:
+            return costs_of_shards(divided, self.fetching()).memory_of(whole, part)
+        return whole
 
     def fetching(self, *, last: bool = True) -> Fetching:
         """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""

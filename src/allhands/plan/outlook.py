@@ -423,8 +423,8 @@ class _Planner:
         if self.job.link is None:
             return {}
         if not self.fits_one:
-            return {"parts": best_divided(ways, FEWER)}
-        best = best_divided([way for way in ways if _INSIDE & {*way.strategy.split("+")}], FEWER)
+            return {"parts": best_divided(ways)}
+        best = best_divided([way for way in ways if _INSIDE & {*way.strategy.split("+")}])
         least = self.alone_s if at.offer is None else min(self.alone_s, at.offer.training_s)
         return {"inside": None if best is None or best.training_s > FEWER * least else best}
 

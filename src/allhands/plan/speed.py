@@ -112,11 +112,9 @@ def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
     everything += _call_s(model, link, ranks, rest) if rest else 0.0
-    return (
-        everything
-        if model.every == 1
-        else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
-    )
+    if model.every == 1:
+        return everything
+    return everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:

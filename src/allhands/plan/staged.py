@@ -182,10 +182,8 @@ class StagedWay(MeshWay):
                     self.link, hidden
                 )
             if mesh.shard > 1:
-                divided, group = (
-                    self._divided_stage(cut, model, sizes, place),
-                    self.group(mesh.shard),
-                )
+                divided = self._divided_stage(cut, model, sizes, place)
+                group = self.group(mesh.shard)
                 costs = sharded_costs(divided, self.fetching(last=place == len(sizes) - 1))
                 times = 1 / cut.batches if costs.keeps else 1.0
                 seconds += times * group.gather_s(self.link, costs.fetched_bytes)

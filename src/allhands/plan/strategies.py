@@ -167,10 +167,8 @@ class _AllWays:
             share: self.setting.needed(each, self.ranks) + buckets for share, each in kept.items()
         }
         largest = max(self.shares)
-        memory, gradients = (
-            kept[largest],
-            works[largest].trained_bytes * (2 if works[largest].accumulated else 1),
-        )
+        memory = kept[largest]
+        gradients = works[largest].trained_bytes * (2 if works[largest].accumulated else 1)
         return Way(
             name=name,
             ranks=self.ranks,

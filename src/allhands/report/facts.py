@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import TypeAdapter, ValidationError
+
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.io.names import CONFIG_FILE, LOGS, PLAN_FILE
@@ -131,10 +133,8 @@ def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
     samples = list(run.samples)
     if not run.began_before:
         return samples, True
-    logs, first = (
-        (run.path if run.path.is_dir() else run.path.parent) / LOGS,
-        run.history.starts[0].time,
-    )
+    logs = (run.path if run.path.is_dir() else run.path.parent) / LOGS
+    first = run.history.starts[0].time
     for place in logs.glob("earlier-*"):
         with suppress(DataError):
             earlier = read_samples(place)
@@ -173,7 +173,7 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MOST_BYTES:
             return {}
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
@@ -208,14 +208,10 @@ def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
         if file.name in (CONFIG_FILE, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
             continue
-        content = _object(file)
-        columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]
-        if columns[0] and len({len(column) for column in columns}) == 1:
-            yield Answers(file.name, columns[0], columns[1], columns[2])
+        with suppress(ValidationError):
+            found = _ANSWERS.validate_python({**_object(file), "file": file.name})
+            if len(found.prompts) == len(found.before) == len(found.after) > 0:
+                yield found
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        return ()
-    texts = [text for text in cast("list[object]", value) if isinstance(text, str)]
-    return tuple(texts)
+_ANSWERS = TypeAdapter(Answers)

@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 
+from allhands.io.terminal import one_line
 from allhands.observe.charts import NONE, Grid
 from allhands.report.page import Page, RunPart, Section
 
@@ -74,8 +75,3 @@ def _row(cells: tuple[str, ...]) -> str:
 def plain(text: str) -> str:
     """Text on one line that Markdown, the HTML in it and a terminal leave as it is."""
     return _SPECIAL.sub(r"\\\1", html.escape(one_line(text), quote=False))
-
-
-def one_line(text: str) -> str:
-    """Text without what a terminal would take for orders."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -377,10 +377,8 @@ def _parameters(started: RunStarted) -> str | None:
     if not started.total_params:
         return None
     share = 100 * started.trainable_params / started.total_params
-    trained, total = (
-        form.format_count(started.trainable_params),
-        form.format_count(started.total_params),
-    )
+    trained = form.format_count(started.trainable_params)
+    total = form.format_count(started.total_params)
     return f"{trained} of {total} ({share:.3g} %)"
 
 
@@ -413,12 +411,9 @@ def _prepared(run: ReportFacts) -> Iterator[str]:
     """The numbers that `data prepare` has counted, each with its word."""
     for name in ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed"):
         if name in run.prepared:
-            yield f"{_in_thousands(run.prepared[name])} {name.replace('_', ' ')}"
-
-
-def _in_thousands(value: object) -> str:
-    """A number of a file that anybody may have written, as it is if it is none."""
-    return f"{value:,}" if isinstance(value, int) else str(value)
+            value = run.prepared[name]  # of a file that anybody may have written
+            shown = f"{value:,}" if isinstance(value, int) else str(value)
+            yield f"{shown} {name.replace('_', ' ')}"
 
 
 def _count(number: int) -> str:

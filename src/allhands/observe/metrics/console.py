@@ -27,7 +27,7 @@ from allhands.io.formatting import (
     format_size,
 )
 from allhands.io.notebook import NotebookOutput
-from allhands.io.terminal import print_line, row_width
+from allhands.io.terminal import one_line, print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
     RunEnded,
@@ -236,10 +236,8 @@ def banner(started: RunStarted) -> list[str]:
         else ""
     )
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
-    batches, accumulated = (
-        started.total_iterations or started.total_steps,
-        started.grad_accumulation_steps,
-    )
+    batches = started.total_iterations or started.total_steps
+    accumulated = started.grad_accumulation_steps
     epochs = batches / max(1, math.ceil(started.num_train_examples / started.batch_size))
     of_step = (
         "a step over all ranks"
@@ -331,11 +329,7 @@ def valid_line(report: ValidReport) -> str:
 
 def sampled_line(sampled: Sampled) -> str:
     """Prompt and continuation on one line; what a terminal would take for orders is left out."""
-    prompt, text = (
-        "".join(c if c.isprintable() else " " for c in part)
-        for part in (sampled.prompt, sampled.text)
-    )
-    return f"step {sampled.step}  sample: {' '.join(prompt.split())} | {' '.join(text.split())}"
+    return f"step {sampled.step}  sample: {one_line(sampled.prompt)} | {one_line(sampled.text)}"
 
 
 def skipped_line(skipped: StepSkipped) -> str:

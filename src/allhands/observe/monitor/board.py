@@ -110,7 +110,9 @@ class Board:
         if sample.time > self._looked + sample.every_s:
             self._looked = sample.time
             self._counted = {
-                key: self._counted[key] for key in self._counted if self._lives(key, sample.time)
+                key: last
+                for key, last in self._counted.items()
+                if self._rows[key].state(sample.time) == "lives"
             }
         self._count(sample)
         if sample.ended:  # what it held to its end was held beside the others
@@ -126,9 +128,6 @@ class Board:
         if sample.role == "rank":
             ranks = together(one for one in counted if one.role == "rank")
             self.peak_ranks_bytes = max(self.peak_ranks_bytes, told, ranks)
-
-    def _lives(self, key: Key, now: float) -> bool:
-        return self._rows[key].state(now) == "lives"
 
     def rows(self) -> list[BoardRow]:
         """Return the processes: who orchestrates, agents, ranks."""

@@ -57,11 +57,9 @@ class ProportionalMemory:
         if last or time.monotonic() >= self._read_at + rest:
             began = time.thread_time()
             self._measure()
-            self._took, self._read_at, self._resident = (
-                time.thread_time() - began,
-                time.monotonic(),
-                resident,
-            )
+            self._took = time.thread_time() - began
+            self._read_at = time.monotonic()
+            self._resident = resident
         return self._bytes, self._kind
 
     def _measure(self) -> None:

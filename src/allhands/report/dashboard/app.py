@@ -7,16 +7,15 @@ can send.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from markupsafe import escape
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -169,7 +168,7 @@ async def _runs(settings: Settings, _request: Request) -> Response:
         found = (
             summary_of(name, directory) for name, directory in find_runs(settings.root).items()
         )
-        return [asdict(one) for one in found if one is not None]
+        return [one for one in found if one is not None]
 
     return _json(await run_in_threadpool(look))
 
@@ -221,12 +220,4 @@ async def _stop(settings: Settings, request: Request) -> Response:
 
 def _json(value: Any) -> Response:
     """JSON, in which what is no finite number is ``null``."""
-    return Response(json.dumps(_finite(value), allow_nan=False), media_type="application/json")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return Response(TypeAdapter(Any).dump_json(value), media_type="application/json")

@@ -192,8 +192,12 @@ def ask_to_stop(directory: Path) -> str:
     try:
         process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
     except (psutil.Error, OSError) as error:
-        reason = f"it cannot be asked ({error}): it has just ended, or is another user's"
-        raise DataError(reason, code="run-not-stoppable", where=str(directory), hint=hint) from None
+        raise DataError(
+            f"it cannot be asked ({error}): it has just ended, or is another user's",
+            code="run-not-stoppable",
+            where=str(directory),
+            hint=hint,
+        ) from None
     return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
 
 
