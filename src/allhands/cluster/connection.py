@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -20,9 +19,11 @@ from typing import Any
 from allhands.cluster import ssh
 from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
+from allhands.cluster.reaper import signal_group
 from allhands.cluster.runfiles import tail
 from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
+from allhands.io.files import private_opener
 
 # Without a word, after which a computer counts as lost: with what follows from that, five seconds
 # are not over.
@@ -166,8 +167,7 @@ class Connection:
         # Without its connection an agent ends everything; a child of ours leaves that to its
         # reaper.
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid)
             self._process.wait()
         self._link.join(0.5)
         return self._ended.is_set()
@@ -176,15 +176,16 @@ class Connection:
         self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         python = host.python if host and host.python else sys.executable
-        remote = host is not None and host.ssh is not None
-        if host is not None and host.ssh is not None:
-            argv = ssh.command(host.ssh, [python, *_AGENT])
-        else:
-            argv = [os.path.expanduser(python), *_AGENT]
+        target = host.ssh if host else None
+        argv = (
+            ssh.command(target, [python, *_AGENT])
+            if target is not None
+            else [os.path.expanduser(python), *_AGENT]
+        )
         try:
             with contextlib.ExitStack() as stack:
                 stderr = (
-                    stack.enter_context(_private_log(self._log))
+                    stack.enter_context(open(self._log, "ab", opener=private_opener))
                     if self._log
                     else subprocess.DEVNULL
                 )
@@ -197,7 +198,7 @@ class Connection:
                     pass_fds=tuple(descriptors),
                 )
         except OSError as error:
-            if remote:
+            if target is not None:
                 raise ssh.missing(error) from None
             message = f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}"
             raise HostError(
@@ -239,7 +240,10 @@ class Connection:
         """Keep what a login shell or a library has printed, if it is not too much."""
         self._noise_left -= len(line)
         if self._log is not None and self._noise_left > 0:
-            with contextlib.suppress(OSError), _private_log(self._log) as stream:
+            with (
+                contextlib.suppress(OSError),
+                open(self._log, "ab", opener=private_opener) as stream,
+            ):
                 stream.write(line + b"\n")
 
     def _as_error(self, frame: Frame) -> AllhandsError:
@@ -280,9 +284,3 @@ class Connection:
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint
-
-
-def _private_log(path: Path) -> Any:
-    return os.fdopen(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab"
-    )

@@ -107,6 +107,12 @@ class Reaper:
             self._process.stdin.flush()
 
 
+def signal_group(leader: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to the group that a process leads, if it is still there and ours."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
 def end_processes(
     leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S
 ) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
-from allhands.cluster.frames import Frame
+from allhands.cluster.frames import Frame, write_all
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import (
     ATTEST_VARIABLE,
@@ -384,10 +384,7 @@ class _Output:
 
     def _work(self) -> None:
         while item := self._queue.get():
-            stream, data = item
-            with suppress(OSError):
-                while data:
-                    data = data[os.write(stream, data) :]
+            write_all(*item)
 
 
 # --- orders ---------------------------------------------------------------------------------------

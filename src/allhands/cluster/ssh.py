@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,13 +62,9 @@ _STALE = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Deadlines of a connection: to make it, and to notice that the other side is gone; a port, if
-    it is known.
-    """
+    """The deadline for making a connection, and a port, if it is known."""
 
     connect_timeout_s: int = 10
-    alive_interval_s: int = 3
-    alive_count: int = 3
     port: int | None = None
 
 
@@ -294,8 +290,9 @@ def _arguments(options: SshOptions) -> list[str]:
         "BatchMode": "yes",
         "ConnectTimeout": options.connect_timeout_s,
         "ConnectionAttempts": 1,
-        "ServerAliveInterval": options.alive_interval_s,
-        "ServerAliveCountMax": options.alive_count,
+        # To notice that the other side is gone.
+        "ServerAliveInterval": 3,
+        "ServerAliveCountMax": 3,
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "ClearAllForwardings": "yes",
@@ -307,4 +304,9 @@ def _arguments(options: SshOptions) -> list[str]:
         "EscapeChar": "none",
         **({} if options.port is None else {"Port": options.port}),
     }
+    return option_words(settings)
+
+
+def option_words(settings: Mapping[str, object]) -> list[str]:
+    """Return settings of ssh's configuration as words of its command line."""
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

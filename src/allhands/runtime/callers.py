@@ -7,6 +7,9 @@ was recorded is worthless at any other time, in the other direction, and to any 
 stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
 
 The key proves who has spoken. It hides nothing: the words are in clear.
+
+The text of this module is also sent to computers that lack allhands: the standard library of Python
+3.9 and nothing else, in ASCII.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from typing import Self
 
 MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret of the person's, for all ranks of a job
 RING_KEY = "ALLHANDS_RING_KEY"  # a secret of one start, which its supervisor has made for its ranks

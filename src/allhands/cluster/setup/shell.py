@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from allhands.cluster import ssh
+from allhands.cluster.reaper import signal_group
 from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
 
 _QUERY_S = 15.0
@@ -119,12 +120,12 @@ class Shell:
             self._stopped = True
             running = list(self._running)
         for process in running:
-            _signal(process, signal.SIGTERM)
+            signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            _signal(process, signal.SIGKILL)
+            signal_group(process.pid)
 
 
 def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -134,14 +135,9 @@ def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(left, _SLICE_S))
-    _signal(process, signal.SIGKILL)
+    signal_group(process.pid)
     process.wait()
     return None
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def _text(stream: IO[bytes]) -> str:
@@ -263,4 +259,4 @@ def _noting_in(notes: Path) -> list[str]:
         # Not to log in: a key that nobody has compared yet gets to know nothing.
         "PreferredAuthentications": "none",
     }
-    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    return ssh.option_words(settings)
