@@ -173,11 +173,10 @@ class Agent:
         if kind == "end":
             return False
         if kind == GARBLED:
-            hint = "install the same version of allhands everywhere"
             raise DistributedError(
                 f"the supervisor sent an unknown message ({frame['what']!a})",
                 code="message-not-understood",
-                hint=hint,
+                hint="install the same version of allhands everywhere",
             )
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
@@ -308,11 +307,10 @@ def enter_directory(path: str, below_home: str | None) -> None:
         os.chdir(os.path.expanduser(path))
     except OSError as error:
         if below_home is None:
-            hint = 'correct "cwd" in the hostfile'
             raise ConfigError(
                 f"{path} cannot be entered: {error.strerror}",
                 code="directory-inaccessible",
-                hint=hint,
+                hint='correct "cwd" in the hostfile',
             ) from None
         with contextlib.suppress(OSError):
             os.chdir(Path.home() / below_home)

@@ -200,10 +200,9 @@ class Connection:
         except OSError as error:
             if target is not None:
                 raise ssh.missing(error) from None
-            message = f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}"
             raise HostError(
                 [self.name],
-                message,
+                f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}",
                 code="host-python-unusable",
                 hint='correct "python" in the hostfile',
             ) from None

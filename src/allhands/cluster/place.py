@@ -252,9 +252,10 @@ class Given:
         """
         port = self.number(name, default)
         if not 0 < port < 65536:
-            hint = f"set {name} to a number from 1024 to 65535"
             raise DistributedError(
-                f"{name} is {port}, which is no port", code="variable-invalid", hint=hint
+                f"{name} is {port}, which is no port",
+                code="variable-invalid",
+                hint=f"set {name} to a number from 1024 to 65535",
             )
         return port
 

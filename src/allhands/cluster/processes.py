@@ -131,11 +131,10 @@ def start(
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise storage_error_of(error, "a file") from error
         short = error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-        hint = "start fewer with -n" if short else None
         raise DistributedError(
             f"the processes could not be started: {error.strerror if short else error}",
             code="processes-not-started",
-            hint=hint,
+            hint="start fewer with -n" if short else None,
         ) from error
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +39,7 @@ from allhands.io.files import make_directory, private_opener
 from allhands.io.formatting import counted
 from allhands.observe.monitor.samples import decode_sample, relayed_file
 from allhands.runtime.callers import RING_KEY
+from allhands.runtime.threads import side_by_side
 from allhands.runtime.versions import MUST_BE_EQUAL, described, required, software_here, unequal
 
 READY_S = 40.0  # for every agent to answer
@@ -96,15 +96,12 @@ def newest_checkpoint(
         resume: a run directory or a checkpoint, from which the run goes on as long as no host has
             one of its own.
     """
-    if not hosts:
-        return {}
     question = {
         "adapter_path": _portable(adapter_path),
         "run_id": run_id,
         "resume": None if resume is None else _portable(resume),
     }
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(partial(_ask_step, question=question), hosts))
+    answers = side_by_side(partial(_ask_step, question=question), hosts)
     found = {host.name: answer for host, answer in zip(hosts, answers, strict=True) if answer}
     own = any(answer["own"] for answer in found.values())
     return {name: answer["step"] for name, answer in found.items() if answer["own"] == own}
@@ -560,9 +557,11 @@ def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], optio
     if different := set(unequal(own, have)) & set(_SPOKEN):
         name, computers = min(different), [one.name for one in there]
         mine = described(name, own).partition(" ")[2]
-        message = f"host {computers[0]} has {described(name, have)}, this computer {mine}"
         raise HostError(
-            computers, message, code="versions-differ", hint=init_command(computers, option)
+            computers,
+            f"host {computers[0]} has {described(name, have)}, this computer {mine}",
+            code="versions-differ",
+            hint=init_command(computers, option),
         )
 
 

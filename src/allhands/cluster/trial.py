@@ -169,10 +169,9 @@ class _One:
             while self._ended is None and not (self._lost or self.over.wait(_TICK_S)):
                 connection.check()
                 if time.monotonic() > self._busy + spec.start_deadline_s:
-                    what = f"it did not come to the point of joining within {spec.start_deadline_s:g} s"
                     raise UnfitHosts(
                         [place.name],
-                        what,
+                        f"it did not come to the point of joining within {spec.start_deadline_s:g} s",
                         code="rank-not-started",
                         hint=f"see the logs in {spec.log_dir_there} there",
                     )

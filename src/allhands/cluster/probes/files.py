@@ -361,8 +361,11 @@ def _check_space(lacking: Sequence[WantedFile]) -> None:
         device = os.stat(_nearest(root)).st_dev
         left = free[device] = free.get(device, shutil.disk_usage(_nearest(root)).free) - needed
         if left < 0:
-            reason = f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed"
-            raise OSError(errno.ENOSPC, reason, root)
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed",
+                root,
+            )
         for file in these:
             if left < file.waiting() < file.size:
                 os.unlink(file.staged)
