@@ -74,28 +74,16 @@ class Trial:
     def _look_at(self, place: Place) -> None:
         try:
             found = _One(self._spec, place, self._attested, self._over).run()
-            if found is not None:
-                self._compare(
-                    _statement(self._known, self._attested), _statement(place.name, found)
-                )
-        except _Failed as failed:
-            self.unfit[place.name] = failed.refusal
-        except _Others as others:
-            self._compare(
-                *(
-                    _of_software(name, have)
-                    for name, have in self._both(place.name, others.software)
-                )
-            )
         except AllhandsError as error:
             # Another error of a computer's is that it has gone again, or not come yet.
             if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
                 self.unfit[place.name] = NewcomerRefusal(error.message, str(error))
-
-    def _both(
-        self, name: str, software: Mapping[str, str]
-    ) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        return (self._known, self._attested["software"]), (name, software)
+            return
+        if isinstance(found, NewcomerRefusal):
+            self.unfit[place.name] = found
+        elif found is not None:
+            stated = _statement if "facts" in found else _of_software
+            self._compare(stated(self._known, self._attested), stated(place.name, found))
 
     def _compare(self, known: Statement, new: Statement) -> None:
         told = circumstances_in(self._spec.env)
@@ -114,24 +102,9 @@ def _statement(name: str, attested: Mapping[str, Any]) -> Statement:
     return Statement(name, *parts)
 
 
-def _of_software(name: str, have: Mapping[str, str]) -> Statement:
+def _of_software(name: str, attested: Mapping[str, Any]) -> Statement:
+    have = attested["software"]
     return Statement(name, {SOFTWARE: required(have)}, software=have)
-
-
-class _Others(Exception):
-    """The computer has other versions than may be, so that nothing is started there."""
-
-    def __init__(self, software: Mapping[str, str]) -> None:
-        super().__init__("other versions")
-        self.software = software
-
-
-class _Failed(Exception):
-    """The rank there has failed with an error that it foresaw."""
-
-    def __init__(self, refusal: NewcomerRefusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
 
 
 @dataclass
@@ -148,9 +121,12 @@ class _One:
     _lost: bool = False
     _busy: float = field(default_factory=time.monotonic)
 
-    def run(self) -> Mapping[str, Any] | None:
+    def run(self) -> Mapping[str, Any] | NewcomerRefusal | None:
         """Run the trial and return the facts that the computer would bring into the group;
         ``None``: it has been stopped.
+
+        They are its ``software`` alone where that has other versions than may be, so that nothing
+        is started there; or the error that the rank there has foreseen.
 
         Raises:
             AllhandsError: it cannot take part, with the reason.
@@ -164,7 +140,7 @@ class _One:
         try:
             versions = connection.wait_until_ready(time.monotonic() + READY_S)["versions"]
             if unequal(versions, self.attested["software"]):
-                raise _Others(versions)
+                return {"software": versions}
             connection.send("start", peers=[f"{address}:0", f"{address}:0"])
             while self._ended is None and not (self._lost or self.over.wait(_TICK_S)):
                 connection.check()
@@ -180,7 +156,7 @@ class _One:
             connection.finish(time.monotonic() + _END_S)
         return self._result()
 
-    def _result(self) -> Mapping[str, Any] | None:
+    def _result(self) -> Mapping[str, Any] | NewcomerRefusal | None:
         if self._lost:
             raise HostError(
                 [self.place.name], f"{self.place.name} does not answer any more", code="host-lost"
@@ -188,15 +164,11 @@ class _One:
         if self._ended is None or (self._ended == 0 and self._found is not None):
             return self._found
         error = self._error or {}
-        if not error.get("text"):
-            what = error.get("message") or f"a rank on trial ended with code {self._ended}"
-            raise _Failed(
-                NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}")
-            )
-        kind = f"{error['type']}: {error['message']}"
-        raise _Failed(
-            NewcomerRefusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind)
-        )
+        if text := error.get("text"):
+            kind = f"{error['type']}: {error['message']}"
+            return NewcomerRefusal(text.partition("\n")[0], text, kind)
+        what = error.get("message") or f"a rank on trial ended with code {self._ended}"
+        return NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}")
 
     def _trial_spec(self) -> LaunchSpec:
         there = self.spec.log_dir_there

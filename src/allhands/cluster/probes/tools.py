@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,12 +81,9 @@ def gathered(
     ]
     for thread in threads:
         thread.start()
-    waiter = threading.Event()
-    slice_s = 0.02
-    for _ in range(int(timeout_s / slice_s)):
-        if not any(thread.is_alive() for thread in threads):
-            break
-        waiter.wait(slice_s)
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
     late = [thread.name for thread in threads if thread.is_alive()]
     # Copies: what is late may still come.
     return {n: v for n, v in values.copy().items() if n not in late}, {

@@ -20,7 +20,6 @@ from allhands.cluster.reaper import signal_group
 from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
 
 _QUERY_S = 15.0
-_TAIL = 4  # "-T", "--", the host, the command
 _MOST_SHOWN = 200
 _ERRORS = ("error", "\u00d7")  # pip's and uv's marks; hints follow them
 _FOLLOWS = "failing command"  # venv's last line, after what was wrong
@@ -159,7 +158,7 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     found = ssh.trouble(target, timeout_s)
     if found is None:
         return Access("ok")
-    reason, settings = found.reason or "no answer in time", settings_of(shell, target)
+    reason, settings = found.reason or "no answer in time", ssh.settings_of(target)
     if found.kind == "unknown-key":
         keys, file = offered_keys(shell, target, timeout_s), known_hosts_of(settings)
         if keys and file is not None:
@@ -167,21 +166,6 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     elif found.kind == "auth":
         return Access("denied", reason, found.hint, identity=identity_of(settings))
     return Access("failed", reason, found.hint)
-
-
-def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the settings that ssh uses for a host: lower-case names to values.
-
-    Raises:
-        ConfigError: as :meth:`Shell.ask`.
-    """
-    words = ssh.command(target, ())
-    argv = [*words[:-_TAIL], *extra, "-G", "--", target]
-    found: dict[str, list[str]] = {}
-    for line in shell.run(argv, subprocess.DEVNULL, _QUERY_S, remote=True).output.splitlines():
-        name, _, value = line.partition(" ")
-        found.setdefault(name.lower(), []).append(value)
-    return found
 
 
 def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
@@ -232,17 +216,13 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
     """
     with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
         notes = Path(scratch) / "known_hosts"
-        extra = _noting_in(notes)
+        noting = ssh.SshOptions(max(1, round(timeout_s)), _noting_in(notes))
         # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for
         # good.
-        if known_hosts_of(settings_of(shell, target, extra)) != notes:
+        if known_hosts_of(ssh.settings_of(target, noting)) != notes:
             return ()
-        words = ssh.command(
-            target, ("true",), ssh.SshOptions(connect_timeout_s=max(1, round(timeout_s)))
-        )
-        shell.run(
-            [*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True
-        )
+        argv = ssh.command(target, ("true",), noting)
+        shell.run(argv, subprocess.DEVNULL, timeout_s, remote=True)
         if not notes.exists():
             return ()
         prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)
@@ -250,8 +230,8 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
         return tuple(HostKey(line, text) for line, text in zip(lines, prints, strict=False))
 
 
-def _noting_in(notes: Path) -> list[str]:
-    settings = {
+def _noting_in(notes: Path) -> dict[str, str]:
+    return {
         "StrictHostKeyChecking": "accept-new",
         "UserKnownHostsFile": f'"{notes}"',
         "HashKnownHosts": "no",
@@ -259,4 +239,3 @@ def _noting_in(notes: Path) -> list[str]:
         # Not to log in: a key that nobody has compared yet gets to know nothing.
         "PreferredAuthentications": "none",
     }
-    return ssh.option_words(settings)

@@ -304,7 +304,7 @@ class _SyncRun:
         ways = [(str(host.ssh), ssh.SshOptions())]
         if sender is None:
             return ways[0]
-        port = ssh.SshOptions(port=told["port"])
+        port = ssh.SshOptions(settings={"Port": told["port"]})
         ways += [
             (f"{told['user']}@{ip}", port)
             for ip in dict.fromkeys([*host.ips, told["address"]])
