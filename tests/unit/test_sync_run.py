@@ -25,7 +25,9 @@ from allhands.cli.cluster_sync import WantedSync, run_sync
 from allhands.cli.commands import function_of
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import STAGING
-from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
+from allhands.cluster.sync.plan import make_plan
+from allhands.cluster.sync.run import synchronise
+from allhands.cluster.sync.state import SyncOptions, SyncState
 from allhands.errors import ConfigError, DataError, DistributedError, StorageError
 
 RSYNC = shutil.which("rsync")

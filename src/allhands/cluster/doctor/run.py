@@ -1,4 +1,4 @@
-"""The examination of all computers, in phases with deadlines.
+"""The examination of all computers, in phases with deadlines, and the list of all checks.
 
 A computer that cannot be asked, or stops answering, is a fact like any other and delays no other
 computer.
@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from allhands.cluster import ssh
 from allhands.cluster.addresses import remote_address
+from allhands.cluster.doctor import access, devices, network, storage
 from allhands.cluster.doctor.access import ssh_trouble
-from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import (
     Cluster,
     FactTrouble,
@@ -33,7 +33,7 @@ from allhands.cluster.doctor.facts import (
     Reach,
     Tree,
 )
-from allhands.cluster.doctor.findings import Finding
+from allhands.cluster.doctor.findings import ORDER, Check, Finding
 from allhands.cluster.doctor.measured import measured
 from allhands.cluster.doctor.session import (
     NOT_UNDERSTOOD,
@@ -358,3 +358,22 @@ def _together(
         logins=tuple(login for patient in patients for login in patient.logins),
         network=network,
     )
+
+
+# --- all checks, in the order in which their findings are reported --------------------------------
+
+CHECKS: tuple[Check, ...] = (*access.CHECKS, *storage.CHECKS, *network.CHECKS, *devices.CHECKS)
+
+
+def findings_of(cluster: Cluster) -> list[Finding]:
+    """Return all findings, the worst first."""
+    found = [
+        finding for check in CHECKS if check.applies(cluster) for finding in check.findings(cluster)
+    ]
+    return sorted(found, key=lambda finding: ORDER.index(finding.severity))
+
+
+def well(cluster: Cluster) -> list[Check]:
+    """Return the checks that were made and passed."""
+    made = [check for check in CHECKS if check.applies(cluster) and check.clean(cluster)]
+    return [check for check in made if not check.findings(cluster)]

@@ -1,9 +1,13 @@
-"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`."""
+"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`.
+
+They are those of steps, with the reasons why they fail, and those that find out how ssh gets there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +21,9 @@ from typing import IO
 
 from allhands.cluster import ssh
 from allhands.cluster.reaper import signal_group
+from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
+from allhands.errors import AllhandsError
 
 _QUERY_S = 15.0
 _MOST_SHOWN = 200
@@ -48,13 +54,13 @@ class CommandDone:
         return "no answer in time" if self.code is None else f"it ended with code {self.code}"
 
 
-def on(target: str | None, argv: Sequence[str]) -> list[str]:
+def on(target: str | None, argv: Sequence[str], options: ssh.SshOptions | None = None) -> list[str]:
     """Return the command line that runs ``argv`` on a computer; ``None`` is this one.
 
     Raises:
         ConfigError: as :func:`allhands.cluster.ssh.command`.
     """
-    return list(argv) if target is None else ssh.command(target, argv)
+    return list(argv) if target is None else ssh.command(target, argv, options)
 
 
 class Shell:
@@ -76,20 +82,26 @@ class Shell:
         with tempfile.TemporaryFile() as stream:
             stream.write(text.encode())
             stream.seek(0)
-            return self.run(on(target, argv), stream, timeout_s, remote=target is not None)
+            return self.run(target, argv, stream, timeout_s)
 
     def run(
-        self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool
+        self,
+        target: str | None,
+        argv: Sequence[str],
+        stdin: IO[bytes] | int,
+        timeout_s: float,
+        options: ssh.SshOptions | None = None,
     ) -> CommandDone:
-        """Run a command line and wait for it.
+        """Run a command and wait for it.
 
         Args:
             stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until
                 the end.
 
         Raises:
-            ConfigError: it is an ssh (``remote``), and there is none.
+            ConfigError: as :func:`on`, or there is no ssh.
         """
+        words = on(target, argv, options)
         # Files and no pipes: the children of a command may keep their ends open.
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             try:
@@ -97,11 +109,11 @@ class Shell:
                     if self._stopped:
                         return CommandDone(130, errors="interrupted")
                     process = subprocess.Popen(
-                        argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True
+                        words, stdin=stdin, stdout=said, stderr=errors, start_new_session=True
                     )
                     self._running.add(process)
             except OSError as error:
-                if remote:
+                if target is not None:
                     raise ssh.missing(error) from None
                 return CommandDone(127, errors=f"{argv[0]}: {error.strerror}")
             try:
@@ -221,8 +233,7 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
         # good.
         if known_hosts_of(ssh.settings_of(target, noting)) != notes:
             return ()
-        argv = ssh.command(target, ("true",), noting)
-        shell.run(argv, subprocess.DEVNULL, timeout_s, remote=True)
+        shell.run(target, ("true",), subprocess.DEVNULL, timeout_s, noting)
         if not notes.exists():
             return ()
         prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)
@@ -239,3 +250,99 @@ def _noting_in(notes: Path) -> dict[str, str]:
         # Not to log in: a key that nobody has compared yet gets to know nothing.
         "PreferredAuthentications": "none",
     }
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+# On another computer a command outlives its ssh. This one ends with its input, which this process
+# holds.
+_WATCHED = (
+    'exec 3<&0; "$@" </dev/null 3<&- & work=$!; '
+    '{ cat <&3; pkill -P "$work"; kill "$work"; } >/dev/null 2>&1 & watch=$!; exec 3<&-; '
+    'wait "$work"; code=$?; kill "$watch" 2>/dev/null; exit "$code"'
+)
+_NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (for uv: uv.toml)"
+_MEND = "mend that Python, install uv there, or name another Python with --python"
+# Words of pip and uv. A connection may break and come back, so the last line has to say that
+# nothing was found.
+_BROKEN = re.compile(
+    r"connection broken by|Max retries exceeded|error sending request|Failed to fetch|dns error"
+)
+_NOT_FOUND = re.compile(
+    r"No matching distribution|Could not find a version|Max retries|Request failed|Failed to fetch"
+)
+_WHY_BROKEN = re.compile(
+    r"Temporary failure in name resolution|Name or service not known|nodename nor servname provided|"
+    r"Network is unreachable|No route to host|Connection refused|(?:connection|connect|read) timed out|"
+    r"certificate verify failed|Tunnel connection failed[^')]*",
+    re.IGNORECASE,
+)
+_DEBIANS_PACKAGE = re.compile(r"apt install (\S+-venv)")
+
+
+class Failed(AllhandsError):
+    """A step that failed; ``hint`` tells the person what to do."""
+
+    def __init__(self, step: Step, done: CommandDone) -> None:
+        cause, mend = cause_of(done)
+        by_hand = f"by hand: {shown(step)}"
+        super().__init__(
+            f"{step.why}: {cause}",
+            code="setup-step-failed",
+            hint=f"{mend}, then run this again; {by_hand}" if mend else f"run it {by_hand}",
+        )
+
+
+def cause_of(done: CommandDone) -> tuple[str, str]:
+    """Return the cause of a command's failure, and a hint; an empty one if it is best to try by
+    hand.
+    """
+    said, last = f"{done.errors}\n{done.output}", done.last_line
+    if _BROKEN.search(said) and _NOT_FOUND.search(last):
+        why = _WHY_BROKEN.search(said)
+        return (
+            f"it cannot reach the package index{f': {why.group()}' if why else ''} ({last})",
+            _NO_NETWORK,
+        )
+    if "ensurepip is not" in said:
+        package = _DEBIANS_PACKAGE.search(said)
+        hint = f"install it there: sudo apt install {package.group(1)}" if package else _MEND
+        return "its Python has no ensurepip, which puts pip into an environment", hint
+    if "'ensurepip'" in last:
+        return "ensurepip of its Python does not work, which puts pip into an environment", _MEND
+    return last, ""
+
+
+def run_step(shell: Shell, step: Step) -> None:
+    """Run a step.
+
+    Raises:
+        Failed: it did not work, or the shell was stopped.
+        ConfigError: there is no ssh.
+    """
+    done = _with_terminal(step) if step.terminal else _quietly(shell, step)
+    if done.code != 0:
+        raise Failed(step, done)
+
+
+def _quietly(shell: Shell, step: Step) -> CommandDone:
+    if step.feed is not None:
+        with step.feed.open("rb") as feed:
+            return shell.run(step.ssh, step.argv, feed, step.timeout_s)
+    if step.ssh is None:
+        return shell.run(None, step.argv, subprocess.DEVNULL, step.timeout_s)
+    argv = ("sh", "-c", _WATCHED, "sh", *step.argv)
+    return shell.run(step.ssh, argv, subprocess.PIPE, step.timeout_s)
+
+
+def _with_terminal(step: Step) -> CommandDone:
+    """Run a step in the foreground, on the person's own terminal: passwords go to the program,
+    never through us.
+    """
+    try:
+        done = subprocess.run(on(step.ssh, step.argv), timeout=step.timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return CommandDone(None)
+    except OSError as error:
+        return CommandDone(127, errors=f"{step.argv[0]}: {error.strerror}")
+    return CommandDone(done.returncode)
