@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from typing import Self
@@ -98,11 +98,12 @@ class Handshake:
 # --- who is called --------------------------------------------------------------------------------
 
 
-def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> socket.socket:
+def listen_at(family: int, address: tuple[Any, ...], options: Sequence[int]) -> socket.socket:
     """Return a socket that listens there and nowhere else; ``options`` of sockets are set.
 
     Raises:
         OSError: the port is taken, or the address is none of this computer.
+        OverflowError: there is no such port.
     """
     server = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -110,7 +111,7 @@ def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> 
             server.setsockopt(socket.SOL_SOCKET, option, 1)
         server.bind(address)
         server.listen(_BACKLOG)
-    except OSError:
+    except (OSError, OverflowError):
         server.close()
         raise
     return server

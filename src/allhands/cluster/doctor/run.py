@@ -11,9 +11,10 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
 from allhands.io.formatting import counted
+from allhands.runtime.threads import in_background
 
 _CONNECT_S = 4.0  # for a connection between two computers
 _LOGIN_S = 8.0  # for an ssh between them
@@ -160,10 +162,8 @@ def _patients(hosts: Sequence[Host]) -> Generator[list[Patient]]:
 
 def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> None:
     """Call a function for all computers at the same time."""
-    pool = ThreadPoolExecutor(max(1, len(patients)))
-    asked: list[Future[Any]] = []
+    asked = [in_background(partial(function, patient)) for patient in patients]
     try:
-        asked.extend(pool.submit(function, patient) for patient in patients)
         for future in asked:
             future.result()
     except BaseException:
@@ -173,8 +173,6 @@ def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> No
                 if patient.session is not None:
                     patient.session.kill()
         raise
-    finally:
-        pool.shutdown()
 
 
 def _ask_each(
