@@ -19,7 +19,7 @@ from typing import Any
 from allhands.cluster import ssh
 from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
-from allhands.cluster.reaper import signal_group
+from allhands.cluster.reaper import end_group
 from allhands.cluster.runfiles import tail
 from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
@@ -166,9 +166,7 @@ class Connection:
                 self._process.wait(max(0.1, deadline - time.monotonic()))
         # Without its connection an agent ends everything; a child of ours leaves that to its
         # reaper.
-        if self._process.poll() is None:
-            signal_group(self._process.pid)
-            self._process.wait()
+        end_group(self._process)
         self._link.join(0.5)
         return self._ended.is_set()
 
@@ -268,18 +266,24 @@ class Connection:
             self._process.wait(1.0)
         code = self._process.poll()
         last = "".join(f": {line}" for line in (tail(self._log)[-1:] if self._log else ()))
-        hint = f"make `ssh {shlex.quote(self.name)} true` work without a question"
-        if code != 255:
-            ready = f"make it ready (`{init_command([self.name])}`)"
-            hint = (
-                f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
-            )
-        what = "cannot be reached" if code == 255 else "runs no agent of allhands"
-        message, hint = f"host {self.name} {what}{last}", self._see_log(hint)
         if code == 255:
-            return HostError([self.name], message, code="host-unreachable", hint=hint)
+            by_hand = f"make `ssh {shlex.quote(self.name)} true` work without a question"
+            return HostError(
+                [self.name],
+                f"host {self.name} cannot be reached{last}",
+                code="host-unreachable",
+                hint=self._see_log(by_hand),
+            )
         kind = UnfitHosts if code in (1, 126, 127) else HostError
-        return kind([self.name], message, code="host-without-agent", hint=hint)
+        ready = f"make it ready (`{init_command([self.name])}`)"
+        return kind(
+            [self.name],
+            f"host {self.name} runs no agent of allhands{last}",
+            code="host-without-agent",
+            hint=self._see_log(
+                f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
+            ),
+        )
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint

@@ -310,15 +310,16 @@ def _from_json(text: str, path: str) -> list[Host]:
         entries = content["hosts"]
     if not isinstance(entries, list):
         _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}")
-    for number, entry in enumerate(cast(list[object], entries), 1):
+    listed = cast(list[Any], entries)
+    for number, entry in enumerate(listed, 1):
         if not isinstance(entry, dict):
             what = f"entry {number} of the list of hosts, {_shown(entry)}, is not an object"
             _refuse(path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
     lines = _lines_of_hosts(text)
     found: list[Host] = []
-    for index, entry in enumerate(cast(list[object], entries)):
-        where = f"{path}:{lines[index]}" if len(lines) == len(cast(list[object], entries)) else path
-        found.append(_from_entry(cast(dict[str, Any], entry), common, where, f"host {index + 1}"))
+    for index, entry in enumerate(listed):
+        where = f"{path}:{lines[index]}" if len(lines) == len(listed) else path
+        found.append(_from_entry(entry, common, where, f"host {index + 1}"))
     return _merged(found)
 
 

@@ -385,12 +385,14 @@ class _Job:
             else f"from step {roster.step}"
         )
         count = f"{len(roster.seats)} rank{'s' * (len(roster.seats) != 1)}"
-        texts = [f"starting again with {count} {start} ({restart.reason})"]
-        texts += [roster.note] if roster.note else []
-        text, num_ranks = "; ".join(texts), len(roster.seats)
+        note = f"; {roster.note}" if roster.note else ""
         self._tell(
             SupervisorEvent(
-                "restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks
+                "restarting",
+                f"starting again with {count} {start} ({restart.reason}){note}",
+                step=roster.step,
+                pause_s=restart.pause_s,
+                num_ranks=len(roster.seats),
             )
         )
 

@@ -19,7 +19,7 @@ from allhands.cluster import probe, ssh
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.facts import FactTrouble
 from allhands.cluster.hosts import Host
-from allhands.cluster.reaper import signal_group
+from allhands.cluster.reaper import end_group
 from allhands.io.strict_json import (
     Check,
     integer,
@@ -200,9 +200,7 @@ class Session:
 
     def kill(self) -> None:
         """End the probe at once; may be called again, and from any thread."""
-        if self._process.poll() is None:
-            signal_group(self._process.pid)
-            self._process.wait()
+        end_group(self._process)
 
     # --- what happens in other threads ------------------------------------------------------------
 

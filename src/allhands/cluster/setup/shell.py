@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from allhands.cluster import ssh
-from allhands.cluster.reaper import signal_group
+from allhands.cluster.reaper import end_group, signal_group
 from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
 from allhands.errors import AllhandsError
@@ -146,8 +146,7 @@ def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(left, _SLICE_S))
-    signal_group(process.pid)
-    process.wait()
+    end_group(process)
     return None
 
 
