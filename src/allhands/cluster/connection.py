@@ -59,7 +59,7 @@ class Connection:
     """An agent that has been started and given its orders, but may not have answered yet.
 
     Args:
-        host: where; ``None`` or one without ssh: here.
+        host: where; one without ssh: here.
         name: the computer's, for people.
         hello: the orders.
         log: a file for what comes back that is not a frame; ``None`` drops it.
@@ -72,7 +72,7 @@ class Connection:
 
     def __init__(
         self,
-        host: Host | None,
+        host: Host,
         name: str,
         hello: Mapping[str, Any],
         log: Path | None,
@@ -171,10 +171,9 @@ class Connection:
         return self._ended.is_set()
 
     def _start(
-        self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]
+        self, host: Host, stdin: int, stdout: int, descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        python = host.python if host and host.python else sys.executable
-        target = host.ssh if host else None
+        python, target = host.python or sys.executable, host.ssh
         argv = (
             ssh.command(target, [python, *_AGENT])
             if target is not None

@@ -60,6 +60,9 @@ class Host:
     rdma: tuple[Rdma, ...] = ()
 
 
+HERE = Host("localhost")
+
+
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the
     first one's place.

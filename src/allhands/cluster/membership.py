@@ -242,12 +242,12 @@ class HostfileMembers(Members):
         """
         order = {host.name: index for index, host in enumerate(self._hosts)}
         chosen = [order[place.name] for place in places]
-        if any(place.host is None or len(place.host.rdma) != len(order) for place in places):
+        if any(len(place.host.rdma) != len(order) for place in places):
             return tuple(places)
         return tuple(
             replace(place, host=replace(host, rdma=tuple(host.rdma[index] for index in chosen)))
             for place in places
-            if (host := place.host)
+            for host in [place.host]
         )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:

@@ -193,7 +193,7 @@ class RemoteRanks:
             ranks = "" if place.num_ranks == 1 else f"{place.num_ranks} ranks on "
             way = (
                 "this computer"
-                if _is_here(place.host)
+                if place.host.ssh is None
                 else f"over {interface_to(address) or 'an unknown interface'}"
             )
             found.append(f"{ranks}{place.name} {address} ({way})")
@@ -256,7 +256,7 @@ class RemoteRanks:
         log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
         own = range(self._firsts[index], self._firsts[index] + place.num_ranks)
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
-        own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
+        own_screen = index == 0 and place.host.ssh is None and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
         hello = orders(self._spec, place, own, self._addresses[index]) | {
             "descriptors": descriptors
@@ -415,7 +415,7 @@ def check_devices(places: Sequence[Place]) -> None:
     """
     count = len(places)
     for index, place in enumerate(places):
-        devices = place.host.rdma if place.host else ()
+        devices = place.host.rdma
         neighbours = {(index - 1) % count, (index + 1) % count} - {index}
         if (
             place.num_ranks != 1
@@ -447,30 +447,30 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
-        "env": {**(host.envs if host else {}), **spec.env},
+        "env": {**host.envs, **spec.env},
         "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
         "tag_output": spec.tag_output,
-        "keep_logs": spec.keep_logs or _is_here(host),
-        "relay": not _is_here(host),
-        "rdma": [place.host.rdma if place.host else () for place in spec.places]
-        if spec.backend == "jaccl"
-        else None,
+        "keep_logs": spec.keep_logs or host.ssh is None,
+        "relay": host.ssh is not None,
+        "rdma": [place.host.rdma for place in spec.places] if spec.backend == "jaccl" else None,
         "address": address,
     }
 
 
-def _who(name: str, host: Host | None) -> Frame:
+def _who(name: str, host: Host) -> Frame:
     """Return the facts that every agent receives."""
     forwarded = (
-        {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
+        {}
+        if host.ssh is None
+        else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
     )
     forwarded.pop("ALLHANDS_SSH", None)
     return {
         "name": name,
         "python": sys.executable,
-        "cwd": host.cwd if host and host.cwd else os.getcwd(),
-        "cwd_required": bool(host and host.cwd),
+        "cwd": host.cwd or os.getcwd(),
+        "cwd_required": bool(host.cwd),
         "below_home": below_home(Path.cwd()),
         "forwarded": forwarded,
         "descriptors": [],
@@ -510,10 +510,6 @@ def _portable(path: str | Path) -> str:
 # --- versions ---------------------------------------------------------------------------
 
 
-def _is_here(host: Host | None) -> bool:
-    return host is None or host.ssh is None
-
-
 def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Statement:
     return Statement(
         computer, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have
@@ -532,7 +528,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         _stated(place.name, frame["versions"], names)
         for place, frame in zip(places, frames, strict=True)
     ]
-    here = next((place.name for place in places if _is_here(place.host)), "")
+    here = next((place.name for place in places if place.host.ssh is None), "")
     given = circumstances_in(spec.env, here)
     own = software_here()
     verdict = judge(statements, given)

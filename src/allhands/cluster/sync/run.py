@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from allhands.cluster import ssh
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import HERE, Host
 from allhands.cluster.probes.files import (
     RECEIVE,
     STAGING,
@@ -368,7 +368,7 @@ class _SyncRun:
         Raises:
             AllhandsError: the sender cannot, or is lost.
         """
-        own = sender or Member(Host("localhost"))
+        own = sender or Member(HERE)
         try:
             if sender is None:
                 self._senders.append(own)
