@@ -138,9 +138,11 @@ def _trees(src: Path) -> dict[Path, ast.Module]:
 
 def _of_module(tree: ast.Module, name: str, kinds: set[str]) -> Iterator[Construction]:
     handing: dict[str, str] = {}  # classes that are made with a code from a variable: messages
+    usual = _usual_codes(tree)
     for scope, call in _calls(tree, None):
         kind, at = _made_by(call, scope, kinds)
-        code = next((word.value for word in call.keywords if word.arg == "code"), None)
+        given = (word.value for word in call.keywords if word.arg == "code")
+        code = next(given, usual.get(_name(call.func)))
         if kind is None or (_name(call.func) in CARRIERS and code is None):
             continue
         argument, place = call.args[at] if at < len(call.args) else None, f"{name}:{call.lineno}"
@@ -156,6 +158,20 @@ def _of_module(tree: ast.Module, name: str, kinds: set[str]) -> Iterator[Constru
             assert isinstance(node.value, ast.Dict)
             codes = tuple(text for value in node.value.values for text in _texts(value))
             yield Construction(f"{name}:{node.lineno}", kind, codes, True, message)
+
+
+def _usual_codes(tree: ast.Module) -> dict[str, ast.expr | None]:
+    """The codes that the carriers of a module take where none is given."""
+    found: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in CARRIERS:
+            continue
+        for made in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(made, ast.FunctionDef):
+                names = [one.arg for one in made.args.kwonlyargs]
+                usual = dict(zip(names, made.args.kw_defaults, strict=True))
+                found[node.name] = usual.get("code")
+    return found
 
 
 def _calls(node: ast.AST, scope: ast.AST | None) -> Iterator[tuple[ast.AST | None, ast.Call]]:

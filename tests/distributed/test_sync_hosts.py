@@ -19,7 +19,9 @@ from namespaces import Cluster, namespaces, needs_rsync
 
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.probes.files import STAGING
-from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
+from allhands.cluster.sync.plan import make_plan
+from allhands.cluster.sync.run import synchronise
+from allhands.cluster.sync.state import SyncOptions, SyncState
 
 pytestmark = needs_rsync
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, File, HostFacts, HostReport, Login, Reach, Tree
 from allhands.cluster.doctor.findings import Finding
+from allhands.cluster.doctor.run import findings_of
 
 GB = 10**9
 VERSIONS = {"allhands": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}

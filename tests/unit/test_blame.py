@@ -11,7 +11,7 @@ import pytest
 from computers import cluster, facts, host
 from twins import run_ranks
 
-from allhands.cluster.doctor.checks import findings_of
+from allhands.cluster.doctor.run import findings_of
 from allhands.cluster.setup import plan
 from allhands.cluster.setup.state import Installed, SetupHostState, SetupSource, WantedSetup
 from allhands.distributed.agree import Witness, agree

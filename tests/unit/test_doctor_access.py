@@ -11,8 +11,8 @@ import pytest
 from computers import VERSIONS, cluster, facts, host, mac_facts, only, told, with_outcomes
 
 from allhands.cluster.doctor.access import ssh_trouble
-from allhands.cluster.doctor.checks import CHECKS, findings_of, well
 from allhands.cluster.doctor.facts import FactTrouble, HostFacts, Login
+from allhands.cluster.doctor.run import CHECKS, findings_of, well
 
 
 def python(version: str = "3.11.7", **versions: str) -> dict[str, Any]:

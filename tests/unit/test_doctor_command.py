@@ -13,9 +13,8 @@ from typer.testing import CliRunner, Result
 from allhands.cli.cluster_check import network_lines, not_asked, verdict
 from allhands.cli.commands import function_of
 from allhands.cli.parser import App
-from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, Network
-from allhands.cluster.doctor.run import ClusterCheckOptions
+from allhands.cluster.doctor.run import ClusterCheckOptions, findings_of
 from allhands.errors import ConfigError
 
 ILL = cluster(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from computers import GB, cluster, facts, host, interface, mac_facts, only, told
 
-from allhands.cluster.doctor.checks import findings_of, well
 from allhands.cluster.doctor.facts import Cluster, HostFacts
+from allhands.cluster.doctor.run import findings_of, well
 
 H100 = {"kind": "cuda", "name": "H100", "memory": 80 * GB, "free": 80 * GB}
 

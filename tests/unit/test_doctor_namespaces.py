@@ -14,8 +14,7 @@ from computers import told
 from namespaces import Cluster as Computers
 from namespaces import namespaces
 
-from allhands.cluster.doctor.checks import well
-from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose, well
 from allhands.cluster.hosts import Host, read_hostfile
 
 WELL = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from computers import cluster, facts, host, interface, mac_facts, only, reach, told, with_outcomes
 
-from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, HostFacts, Network
 from allhands.cluster.doctor.findings import Finding
+from allhands.cluster.doctor.run import findings_of
 
 EVERY = [(a, b) for a in ("node1", "node2", "node3") for b in ("node1", "node2", "node3") if a != b]
 

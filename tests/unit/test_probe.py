@@ -22,8 +22,9 @@ from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.probes import computer
 
 SOURCE = Path(probe.__file__).parent
-PARTS = (*sorted((SOURCE / "probes").glob("*.py")), SOURCE / "probe.py")
-TOLD = {"versions", *(part.stem for part in PARTS)}  # modules whose text is sent
+RUNTIME = [SOURCE.parent / "runtime" / f"{name}.py" for name in ("versions", "callers", "threads")]
+PARTS = (*RUNTIME, *sorted((SOURCE / "probes").glob("*.py")), SOURCE / "probe.py")
+TOLD = {part.stem for part in PARTS}  # modules whose text is sent
 TOKEN = "0123456789abcdef"
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allhands.cluster.setup.execute import Failed, cause_of
 from allhands.cluster.setup.plan import Step
-from allhands.cluster.setup.shell import CommandDone
+from allhands.cluster.setup.shell import CommandDone, Failed, cause_of
 
 OFFLINE_PIP = """\
 WARNING: Retrying (Retry(total=0, connect=None, read=None, redirect=None, status=None)) after connection broken by \

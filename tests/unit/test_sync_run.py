@@ -26,7 +26,9 @@ from allhands.cli.commands import function_of
 from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import STAGING
-from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
+from allhands.cluster.sync.plan import make_plan
+from allhands.cluster.sync.run import synchronise
+from allhands.cluster.sync.state import SyncOptions, SyncState
 from allhands.errors import ConfigError, DataError, DistributedError, StorageError
 
 RSYNC = shutil.which("rsync")

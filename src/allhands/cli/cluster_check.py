@@ -17,10 +17,9 @@ from rich.text import Text
 
 from allhands.cli.verbs_cluster import ClusterCheck
 from allhands.cli.verbs_models import Backend
-from allhands.cluster.doctor.checks import well
 from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
 from allhands.cluster.doctor.findings import Check, Finding
-from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose, well
 from allhands.cluster.hosts import chosen_hosts, hostfile_backend
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_bytes, format_duration

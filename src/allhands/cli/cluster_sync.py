@@ -23,9 +23,9 @@ from allhands.cli.notices import say
 from allhands.cli.sync_stages import plan_stages, wanted_stages
 from allhands.cli.verbs_cluster import ClusterSync
 from allhands.cluster.hosts import Host, chosen_hosts
-from allhands.cluster.sync import HostState, SyncOptions, SyncState, make_plan, synchronise
-from allhands.cluster.sync.plan import FoundFile
-from allhands.cluster.sync.run import Show
+from allhands.cluster.sync.plan import FoundFile, make_plan
+from allhands.cluster.sync.run import Show, synchronise
+from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import counted, format_duration, format_size

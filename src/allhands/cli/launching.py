@@ -21,10 +21,10 @@ from allhands.cluster.choose import choose, explain
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi
+from allhands.cluster.newcomers import Trial
 from allhands.cluster.ranks import ATTEST_VARIABLE, fair_share
 from allhands.cluster.remote import newest_checkpoint
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
-from allhands.cluster.trial import Trial
 from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.errors import CheckpointError, ConfigError
 from allhands.io.files import CLAIMED, claim_mark, claimed, set_aside, storage_error

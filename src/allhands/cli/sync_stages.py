@@ -22,8 +22,7 @@ from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
-    from allhands.cluster.sync import SyncPlan
-    from allhands.cluster.sync.plan import FoundFile
+    from allhands.cluster.sync.plan import FoundFile, SyncPlan
 
 
 @dataclass(frozen=True)

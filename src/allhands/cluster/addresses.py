@@ -17,11 +17,7 @@ from allhands.errors import ConfigError, DistributedError
 
 def addresses(places: Sequence[Place]) -> list[str]:
     """Return the IPv4 address of each computer as the others reach it."""
-    far = [
-        place.host if place.host is not None and place.host.ssh is not None else None
-        for place in places
-    ]
-    found = [remote_address(host) if host else None for host in far]
+    found = [None if place.host.ssh is None else remote_address(place.host) for place in places]
     others = [address for address in found if address]
     return [
         address or _own_address(place.host, others)
@@ -79,11 +75,11 @@ def remote_address(host: Host) -> str:
     return address
 
 
-def _own_address(host: Host | None, others: Sequence[str]) -> str:
+def _own_address(host: Host, others: Sequence[str]) -> str:
     """This computer's address on the way to the first of ``others``; without any, nobody else needs
     to reach it.
     """
-    if host is not None and (address := _first_ipv4(host)):
+    if address := _first_ipv4(host):
         return address
     if not others:
         return "127.0.0.1"

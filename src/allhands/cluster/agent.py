@@ -173,21 +173,22 @@ class Agent:
         if kind == "end":
             return False
         if kind == GARBLED:
-            hint = "install the same version of allhands everywhere"
             raise DistributedError(
                 f"the supervisor sent an unknown message ({frame['what']!a})",
                 code="message-not-understood",
-                hint=hint,
+                hint="install the same version of allhands everywhere",
             )
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
         elif kind == "start":
             self.start(frame["peers"])
-        elif self._ranks is not None and kind == "signal":
+        elif self._ranks is None:
+            pass
+        elif kind == "signal":
             self._ranks.signal(frame["rank"], frame["number"])
-        elif self._ranks is not None and kind == "tell":
+        elif kind == "tell":
             self._ranks.tell(frame["word"])
-        elif self._ranks is not None and kind == "report":
+        elif kind == "report":
             self._link.send("report", rank=frame["rank"], report=self._report(frame["rank"]))
         return True
 
@@ -207,8 +208,8 @@ class Agent:
 
     def _remove_logs(self) -> None:
         """Those of a job that is of no interest once it is over, unless a rank has failed here."""
-        codes = {end.code for end in self._ranks.exits()} if self._ranks is not None else set[int]()
-        if codes <= {0, Interrupted.exit_code}:
+        ends = self._ranks.exits() if self._ranks is not None else []
+        if {end.code for end in ends} <= {0, Interrupted.exit_code}:
             log_dir = Path(self._hello["log_dir"]).expanduser().absolute()
             shutil.rmtree(log_dir, ignore_errors=True)
             with contextlib.suppress(OSError):  # something else lies beside them
@@ -278,9 +279,8 @@ class Agent:
 
     def _report(self, rank: int) -> dict[str, Any]:
         assert self._ranks is not None
-        stopped = getattr(self._ranks, "stopped", None)
         return {
-            "stopped": bool(stopped and stopped(rank)),
+            "stopped": self._ranks.stopped(rank),
             "error": self._ranks.error(rank),
             "log_path": str(self._ranks.log_path(rank)),
             "log_tail": self._ranks.log_tail(rank),
@@ -308,11 +308,10 @@ def enter_directory(path: str, below_home: str | None) -> None:
         os.chdir(os.path.expanduser(path))
     except OSError as error:
         if below_home is None:
-            hint = 'correct "cwd" in the hostfile'
             raise ConfigError(
                 f"{path} cannot be entered: {error.strerror}",
                 code="directory-inaccessible",
-                hint=hint,
+                hint='correct "cwd" in the hostfile',
             ) from None
         with contextlib.suppress(OSError):
             os.chdir(Path.home() / below_home)

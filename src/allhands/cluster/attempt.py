@@ -210,14 +210,10 @@ class Attempt:
         self._stop_signal, self._stop_began = number, now
         # A rank that need not report its start may be at work already.
         self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
+        event = SupervisorEvent("cancelling", "stopping before all processes have started")
         if self._all_started:
-            self._events(
-                SupervisorEvent("stopping", "all processes are told to stop after this step")
-            )
-        else:
-            self._events(
-                SupervisorEvent("cancelling", "stopping before all processes have started")
-            )
+            event = SupervisorEvent("stopping", "all processes are told to stop after this step")
+        self._events(event)
 
     def _failed_for_long(self, now: float) -> bool:
         """True if a rank has failed, and the other ranks have had time to report the consequences."""

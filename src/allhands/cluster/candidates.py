@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -20,6 +19,7 @@ from allhands.cluster.hosts import Host
 from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError
 from allhands.runtime.gpus import nvidia_gpus
+from allhands.runtime.threads import side_by_side
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 _ASK_S = 10.0
@@ -188,8 +188,7 @@ def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool =
         left -= ranks
         if ranks:
             found.append((host, ranks))
-    with ThreadPoolExecutor(len(found)) as pool:
-        return Facts(tuple(pool.map(lambda pair: _fact_of(*pair, ask=ask), found)))
+    return Facts(tuple(side_by_side(lambda pair: _fact_of(*pair, ask=ask), found)))
 
 
 def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -20,9 +19,11 @@ from typing import Any
 from allhands.cluster import ssh
 from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
+from allhands.cluster.reaper import end_group
 from allhands.cluster.runfiles import tail
 from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
+from allhands.io.files import private_opener
 
 # Without a word, after which a computer counts as lost: with what follows from that, five seconds
 # are not over.
@@ -58,7 +59,7 @@ class Connection:
     """An agent that has been started and given its orders, but may not have answered yet.
 
     Args:
-        host: where; ``None`` or one without ssh: here.
+        host: where; one without ssh: here.
         name: the computer's, for people.
         hello: the orders.
         log: a file for what comes back that is not a frame; ``None`` drops it.
@@ -71,7 +72,7 @@ class Connection:
 
     def __init__(
         self,
-        host: Host | None,
+        host: Host,
         name: str,
         hello: Mapping[str, Any],
         log: Path | None,
@@ -165,26 +166,23 @@ class Connection:
                 self._process.wait(max(0.1, deadline - time.monotonic()))
         # Without its connection an agent ends everything; a child of ours leaves that to its
         # reaper.
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_group(self._process)
         self._link.join(0.5)
         return self._ended.is_set()
 
     def _start(
-        self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]
+        self, host: Host, stdin: int, stdout: int, descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        python = host.python if host and host.python else sys.executable
-        remote = host is not None and host.ssh is not None
-        if host is not None and host.ssh is not None:
-            argv = ssh.command(host.ssh, [python, *_AGENT])
-        else:
-            argv = [os.path.expanduser(python), *_AGENT]
+        python, target = host.python or sys.executable, host.ssh
+        argv = (
+            ssh.command(target, [python, *_AGENT])
+            if target is not None
+            else [os.path.expanduser(python), *_AGENT]
+        )
         try:
             with contextlib.ExitStack() as stack:
                 stderr = (
-                    stack.enter_context(_private_log(self._log))
+                    stack.enter_context(open(self._log, "ab", opener=private_opener))
                     if self._log
                     else subprocess.DEVNULL
                 )
@@ -197,12 +195,11 @@ class Connection:
                     pass_fds=tuple(descriptors),
                 )
         except OSError as error:
-            if remote:
+            if target is not None:
                 raise ssh.missing(error) from None
-            message = f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}"
             raise HostError(
                 [self.name],
-                message,
+                f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}",
                 code="host-python-unusable",
                 hint='correct "python" in the hostfile',
             ) from None
@@ -239,7 +236,10 @@ class Connection:
         """Keep what a login shell or a library has printed, if it is not too much."""
         self._noise_left -= len(line)
         if self._log is not None and self._noise_left > 0:
-            with contextlib.suppress(OSError), _private_log(self._log) as stream:
+            with (
+                contextlib.suppress(OSError),
+                open(self._log, "ab", opener=private_opener) as stream,
+            ):
                 stream.write(line + b"\n")
 
     def _as_error(self, frame: Frame) -> AllhandsError:
@@ -265,24 +265,24 @@ class Connection:
             self._process.wait(1.0)
         code = self._process.poll()
         last = "".join(f": {line}" for line in (tail(self._log)[-1:] if self._log else ()))
-        hint = f"make `ssh {shlex.quote(self.name)} true` work without a question"
-        if code != 255:
-            ready = f"make it ready (`{init_command([self.name])}`)"
-            hint = (
-                f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
-            )
-        what = "cannot be reached" if code == 255 else "runs no agent of allhands"
-        message, hint = f"host {self.name} {what}{last}", self._see_log(hint)
         if code == 255:
-            return HostError([self.name], message, code="host-unreachable", hint=hint)
+            by_hand = f"make `ssh {shlex.quote(self.name)} true` work without a question"
+            return HostError(
+                [self.name],
+                f"host {self.name} cannot be reached{last}",
+                code="host-unreachable",
+                hint=self._see_log(by_hand),
+            )
         kind = UnfitHosts if code in (1, 126, 127) else HostError
-        return kind([self.name], message, code="host-without-agent", hint=hint)
+        ready = f"make it ready (`{init_command([self.name])}`)"
+        return kind(
+            [self.name],
+            f"host {self.name} runs no agent of allhands{last}",
+            code="host-without-agent",
+            hint=self._see_log(
+                f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
+            ),
+        )
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint
-
-
-def _private_log(path: Path) -> Any:
-    return os.fdopen(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab"
-    )

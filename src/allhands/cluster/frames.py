@@ -218,7 +218,7 @@ class FrameLink:
             if isinstance(item, threading.Event):
                 item.set()
             elif not broken:
-                broken = not _write_all(self._writer, item)
+                broken = not write_all(self._writer, item)
         os.close(self._writer)
 
     def _read(self) -> None:
@@ -267,7 +267,8 @@ class FrameLink:
         return frame if check(frame) else {"kind": GARBLED, "what": kind}
 
 
-def _write_all(descriptor: int, content: bytes) -> bool:
+def write_all(descriptor: int, content: bytes) -> bool:
+    """Write all of it, however little is taken at a time; false if the other end is gone."""
     view = memoryview(content)
     try:
         while view:

@@ -60,6 +60,9 @@ class Host:
     rdma: tuple[Rdma, ...] = ()
 
 
+HERE = Host("localhost")
+
+
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the
     first one's place.
@@ -73,12 +76,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     text = _read(Path(path))
     hosts = _from_json(text, str(path)) if _is_json(text) else _from_lines(text, str(path))
     if not hosts:
-        raise ConfigError(
-            "the hostfile names no host",
-            code="hostfile-invalid",
-            where=str(path),
-            hint=f"write {_EXAMPLES}",
-        )
+        _refuse(str(path), "the hostfile names no host", f"write {_EXAMPLES}")
     return tuple(hosts)
 
 
@@ -173,13 +171,8 @@ def hostfile_backend(path: str | Path) -> str | None:
     text = _read(Path(path))
     content = _parse(text, str(path)) if _is_json(text) else None
     backend: Any = content.get("backend") if isinstance(content, dict) else None
-    if backend is not None and backend not in _BACKENDS:
-        _refuse(
-            f"{path}",
-            f"backend is {_shown(backend)}",
-            "use ring, mpi, nccl or jaccl",
-            code="hostfile-invalid",
-        )
+    if backend not in (None, *_BACKENDS):
+        _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
     # The devices show whether the cables form a ring or more.
     backend = "jaccl" if backend == "jaccl-ring" else backend
     return None if backend in (None, "", "any") else cast(str, backend)
@@ -235,12 +228,7 @@ def _read(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ConfigError(
-                "the hostfile is larger than 1 MB",
-                code="hostfile-invalid",
-                where=str(path),
-                hint=hint,
-            )
+            _refuse(str(path), "the hostfile is larger than 1 MB", hint)
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
@@ -278,7 +266,7 @@ def _from_words(words: list[str], where: str) -> Host:
         key = key.replace("-", "_")
         if not equals or key not in ("slots", "max_slots") or key in values:
             hint = "a line is 'name slots=N' or 'name:N'; for more about a host write the hostfile as JSON"
-            _refuse(where, f"{_shown(option)} is not understood", hint, code="hostfile-invalid")
+            _refuse(where, f"{_shown(option)} is not understood", hint)
         values[key] = value
     numbers = {key: _slots(value, f"{key}={value}", where) for key, value in values.items()}
     slots = numbers.get("slots", numbers.get("max_slots", 1))
@@ -317,49 +305,36 @@ def _from_json(text: str, path: str) -> list[Host]:
         unknown = sorted(set(content) - {"hosts", "envs", "backend"})
         if unknown or "hosts" not in content:
             what = f"{_shown(unknown[0])} is not understood" if unknown else '"hosts" is missing'
-            _refuse(
-                path, what, 'an object holds "hosts", "envs" and "backend"', code="hostfile-invalid"
-            )
+            _refuse(path, what, 'an object holds "hosts", "envs" and "backend"')
         common = _variables(content.get("envs", []), path)
         entries = content["hosts"]
     if not isinstance(entries, list):
-        _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}", code="hostfile-invalid")
-    for number, entry in enumerate(cast(list[object], entries), 1):
+        _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}")
+    listed = cast(list[Any], entries)
+    for number, entry in enumerate(listed, 1):
         if not isinstance(entry, dict):
             what = f"entry {number} of the list of hosts, {_shown(entry)}, is not an object"
-            _refuse(
-                path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}', code="hostfile-invalid"
-            )
+            _refuse(path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
     lines = _lines_of_hosts(text)
     found: list[Host] = []
-    for index, entry in enumerate(cast(list[object], entries)):
-        where = f"{path}:{lines[index]}" if len(lines) == len(cast(list[object], entries)) else path
-        found.append(_from_entry(cast(dict[str, Any], entry), common, where, f"host {index + 1}"))
+    for index, entry in enumerate(listed):
+        where = f"{path}:{lines[index]}" if len(lines) == len(listed) else path
+        found.append(_from_entry(entry, common, where, f"host {index + 1}"))
     return _merged(found)
 
 
 def _parse(text: str, path: str) -> dict[str, Any] | list[Any] | str | float | None:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            _refuse(
-                path,
-                "a key is given twice in one object",
-                "remove one of the two",
-                code="hostfile-invalid",
-            )
+            _refuse(path, "a key is given twice in one object", "remove one of the two")
         return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        _refuse(
-            f"{path}:{error.lineno}",
-            f"not JSON: {error.msg}",
-            f"write {_EXAMPLES}",
-            code="hostfile-invalid",
-        )
+        _refuse(f"{path}:{error.lineno}", f"not JSON: {error.msg}", f"write {_EXAMPLES}")
     except (RecursionError, ValueError):
-        _refuse(path, "not a list of hosts", f"write {_EXAMPLES}", code="hostfile-invalid")
+        _refuse(path, "not a list of hosts", f"write {_EXAMPLES}")
 
 
 def _lines_of_hosts(text: str) -> list[int]:
@@ -379,17 +354,13 @@ def _from_entry(
 ) -> Host:
     if unknown := sorted(set(values) - set(_KEYS)):
         _refuse(
-            where,
-            f"{_shown(unknown[0])} is not understood",
-            f"a host may have {', '.join(_KEYS)}",
-            code="hostfile-invalid",
+            where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}"
         )
     if not isinstance(values.get("ssh"), str):
         _refuse(
             where,
             f'{which} has no "ssh" with its name',
             'write {"ssh": "node1", "ips": ["10.0.0.1"]}',
-            code="hostfile-invalid",
         )
     host = host_from_name(values["ssh"], where)
     return replace(
@@ -406,7 +377,7 @@ def _from_entry(
 def _list(values: Mapping[str, Any], key: str, where: str) -> list[Any]:
     found = values.get(key) or []
     if not isinstance(found, list):
-        _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]', code="hostfile-invalid")
+        _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]')
     return cast(list[Any], found)
 
 
@@ -417,7 +388,6 @@ def _ip(value: object, where: str) -> str:
             where,
             f"{_shown(value)} is not an IP address",
             'write "ips": ["10.0.0.1"], or leave ips out',
-            code="hostfile-invalid",
         )
     return address
 
@@ -428,10 +398,7 @@ def _path(values: Mapping[str, Any], key: str, where: str) -> str | None:
         return None
     if not isinstance(value, str) or not value or value.startswith("-") or not value.isprintable():
         _refuse(
-            where,
-            f'"{key}" is {_shown(value)}, which is not a path',
-            "give the path on that host",
-            code="hostfile-invalid",
+            where, f'"{key}" is {_shown(value)}, which is not a path', "give the path on that host"
         )
     return value
 
@@ -457,7 +424,6 @@ def _variables(value: object, where: str) -> dict[str, str]:
                 where,
                 f"envs: {_shown(name)} is not a variable with a value",
                 'write "envs": ["NAME=value"]',
-                code="hostfile-invalid",
             )
         found[cast(str, name)] = content
     return found
@@ -471,7 +437,6 @@ def _rdma(value: object, where: str) -> Rdma:
             where,
             f"rdma: {_shown(value)} is not the name of a device",
             "write null, a name or a list of names",
-            code="hostfile-invalid",
         )
     return tuple(names) if isinstance(value, list) else cast("str | None", value)
 
@@ -519,5 +484,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _refuse(where: str | None, message: str, hint: str, *, code: str) -> NoReturn:
+def _refuse(
+    where: str | None, message: str, hint: str, *, code: str = "hostfile-invalid"
+) -> NoReturn:
     raise ConfigError(message, code=code, where=where, hint=hint)

@@ -116,24 +116,19 @@ def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], t
 
 
 def _read_list(variable: str, path: str) -> list[object]:
-    hint = "start again with `mlx.launch` or `allhands train -n N`"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+        problem = "is not a list with an entry a rank"
     except (OSError, ValueError) as error:
-        raise DistributedError(
-            f"{variable} cannot be read: {error}",
-            code="launcher-file-invalid",
-            where=path,
-            hint=hint,
-        ) from error
-    if not isinstance(content, list) or not content:
-        raise DistributedError(
-            f"{variable} is not a list with an entry a rank",
-            code="launcher-file-invalid",
-            where=path,
-            hint=hint,
-        )
-    return cast(list[object], content)
+        content, problem = None, f"cannot be read: {error}"
+    if isinstance(content, list) and content:
+        return cast(list[object], content)
+    raise DistributedError(
+        f"{variable} {problem}",
+        code="launcher-file-invalid",
+        where=path,
+        hint="start again with `mlx.launch` or `allhands train -n N`",
+    )
 
 
 def _counted(given: Given, launcher: str, names: Sequence[str]) -> LaunchPlace:

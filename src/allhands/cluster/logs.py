@@ -5,7 +5,6 @@ the latest few.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ _KEPT_JOBS = 5
 _CURRENT = re.compile(r"(rank-\d+|mpirun)\.log")
 _EARLIER = re.compile(r"(?:rank-\d+|mpirun)\.attempt-(\d+)\.log")
 _MONITOR = re.compile(r"monitor-[A-Za-z0-9._-]+\.jsonl")  # of all attempts of a job
+_ERROR = re.compile(r"error-rank-\d+\.json")
 _EARLIER_JOB = re.compile(r"earlier-(\d+)")
 
 
@@ -61,7 +61,7 @@ def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
                 OSError
             ):  # a directory that has become read-only: the next attempt will say so
                 path.rename(moved[path])
-        elif _is_error(path) or (
+        elif _ERROR.fullmatch(path.name) or (
             (found := _EARLIER.fullmatch(path.name)) and int(found[1]) <= attempt - _KEPT
         ):
             with suppress(OSError):
@@ -69,19 +69,13 @@ def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
     return moved
 
 
-def _files(log_dir: Path) -> Iterator[Path]:
-    return iter(sorted(log_dir.iterdir()))
+def _files(log_dir: Path) -> list[Path]:
+    return sorted(log_dir.iterdir())
 
 
 def _is_ours(path: Path) -> bool:
-    known = any(one.fullmatch(path.name) for one in (_CURRENT, _EARLIER, _MONITOR)) or _is_error(
-        path
-    )
-    return bool(known) and (path.is_symlink() or not path.is_dir())
-
-
-def _is_error(path: Path) -> bool:
-    return re.fullmatch(r"error-rank-\d+\.json", path.name) is not None
+    known = any(one.fullmatch(path.name) for one in (_CURRENT, _EARLIER, _MONITOR, _ERROR))
+    return known and (path.is_symlink() or not path.is_dir())
 
 
 def _earlier_jobs(log_dir: Path) -> dict[int, Path]:

@@ -23,13 +23,19 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allhands.cluster.patience import Patience, Waiting
 from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
-from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
+from allhands.cluster.ways import (
+    Suspicion,
+    blocked_way,
+    is_loopback,
+    listening_address,
+    open_door,
+)
 from allhands.errors import DistributedError
 from allhands.io.formatting import counted, format_duration
 from allhands.io.strict_json import integer, is_integer, is_text, object_of, read_object
@@ -144,7 +150,9 @@ _HELLO = object_of(
 class _Trouble(Exception):
     """The ranks do not come together, for now or for good, and whether something may be in the way."""
 
-    def __init__(self, message: str, *, code: str, blocked: bool = False) -> None:
+    def __init__(
+        self, message: str, *, code: str = "rank-zero-unreachable", blocked: bool = False
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.blocked = blocked
@@ -182,10 +190,9 @@ class _Visitor:
         """
         words = self.conversation.opened(CALLER, line)
         said = None if words is None else read_object(words, most_depth=1)
-        known = (
-            said is not None and said.get("kind") == what and isinstance(said.get("problem"), str)
-        )
-        return _printable(said["problem"]) if said is not None and known else None
+        if said is None or said.get("kind") != what or not isinstance(said.get("problem"), str):
+            return None
+        return _printable(said["problem"])
 
 
 @dataclass
@@ -240,16 +247,22 @@ class _RollCall(_Part):
             else:
                 self._here = f"port {port} of {address or 'this computer'}"
                 return listener
-        told = f"rank 0 cannot listen at {self.point.host}: {'; '.join(troubles)}"
-        raise DistributedError(told, code="port-unavailable", hint="; ".join(hints))
+        raise DistributedError(
+            f"rank 0 cannot listen at {self.point.host}: {'; '.join(troubles)}",
+            code="port-unavailable",
+            hint="; ".join(hints),
+        )
 
     def _wait(self) -> tuple[str, ...]:
         while len(self._present) < self.me.size - 1:
             if self.waiting.left_s <= 0:
                 limit = format_duration(self.waiting.patience.total_s)
                 unheard = self._unheard()
-                text = f"{self._missing()} did not come within {limit}{self._who_else()}{unheard}"
-                raise _Trouble(text, code="rank-absent", blocked=bool(unheard))
+                raise _Trouble(
+                    f"{self._missing()} did not come within {limit}{self._who_else()}{unheard}",
+                    code="rank-absent",
+                    blocked=bool(unheard),
+                )
             self.waiting.tell(f"waiting for {self._missing()}{self._unheard()}")
             for caller, line in self._callers.wait(_TICK_S):
                 self._hear(caller, line)
@@ -257,8 +270,8 @@ class _RollCall(_Part):
         for visitor in self._present.values():
             visitor.caller.asked = True
         self._say_all({"kind": "list", "peers": peers})
-        with Door() as door:
-            self._agree("listens", door.open(peers[0]))
+        with ExitStack() as door:
+            self._agree("listens", open_door(door, peers[0]))
             self._agree("reaches", blocked_way(self.backend, 0, peers))
         self._farewell()
         return peers
@@ -433,11 +446,8 @@ class _Guest(_Part):
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
-        patience, reason, suspicion = (
-            self.waiting.patience,
-            _Trouble("no time was left", code="rank-zero-unreachable"),
-            Suspicion(self.point),
-        )
+        patience, suspicion = self.waiting.patience, Suspicion(self.point)
+        reason = _Trouble("no time was left")
         pause = patience.first_pause_s
         while self.waiting.left_s > 0:
             began = time.monotonic()
@@ -471,7 +481,6 @@ class _Guest(_Part):
         except OSError as error:
             raise _Trouble(
                 f"the name {host} has no address yet ({error.strerror or error})",
-                code="rank-zero-unreachable",
             ) from None
         for port in self.point.ports:
             try:
@@ -489,8 +498,10 @@ class _Guest(_Part):
             call = Call((address, port), call_s)
         except OSError as error:
             blocked = is_blocked(kind_of(error))
-            told = f"connections to {address}:{port} {fate_of(error)}"
-            raise _Trouble(told, code="rank-zero-unreachable", blocked=blocked) from None
+            raise _Trouble(
+                f"connections to {address}:{port} {fate_of(error)}",
+                blocked=blocked,
+            ) from None
         deadline = time.monotonic() + _REACH_S
         with call:
             try:
@@ -501,14 +512,13 @@ class _Guest(_Part):
             except (OSError, Unproved):
                 raise _Trouble(
                     f"{address}:{port}: the program that listens there is not rank 0 of this job",
-                    code="rank-zero-unreachable",
                 ) from None
             try:
                 until = time.monotonic() + max(0.0, self.waiting.left_s) + _REACH_S
                 body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
                 peers = tuple(body["peers"])
-                with Door() as door:
-                    self._agree(call, conversation, "listens", door.open(peers[self.me.rank]))
+                with ExitStack() as door:
+                    self._agree(call, conversation, "listens", open_door(door, peers[self.me.rank]))
                     self._agree(
                         call,
                         conversation,
@@ -517,8 +527,9 @@ class _Guest(_Part):
                     )
             except (OSError, Unproved):
                 late = self.waiting.left_s <= 0
-                reason = "it waits for other ranks" if late else "it has ended before all had come"
-                raise _Trouble(reason, code="rank-zero-unreachable") from None
+                raise _Trouble(
+                    "it waits for other ranks" if late else "it has ended before all had come",
+                ) from None
         return peers
 
     def _agree(self, call: Call, conversation: Handshake, what: str, problem: str) -> None:

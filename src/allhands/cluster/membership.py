@@ -14,7 +14,8 @@ from allhands.cluster import ssh
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.ranks import Place
 from allhands.cluster.ssh import SshTrouble
-from allhands.errors import AllhandsError, ConfigError
+from allhands.errors import AllhandsError
+from allhands.runtime.threads import side_by_side
 
 _ROUND_S = 10.0
 _log = logging.getLogger(__name__)
@@ -241,12 +242,12 @@ class HostfileMembers(Members):
         """
         order = {host.name: index for index, host in enumerate(self._hosts)}
         chosen = [order[place.name] for place in places]
-        if any(place.host is None or len(place.host.rdma) != len(order) for place in places):
+        if any(len(place.host.rdma) != len(order) for place in places):
             return tuple(places)
         return tuple(
             replace(place, host=replace(host, rdma=tuple(host.rdma[index] for index in chosen)))
             for place in places
-            if (host := place.host)
+            for host in [place.host]
         )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
@@ -308,30 +309,10 @@ class HostfileMembers(Members):
         Raises:
             ConfigError: they cannot be asked like this.
         """
-        found: dict[str, SshTrouble] = {}
-        errors: list[ConfigError] = []
-
-        def ask(host: Host, name: str) -> None:
-            try:
-                if trouble := self._trouble(name, self._timeout_s):
-                    found[host.name] = trouble
-            except ConfigError as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(
-                target=ask, args=(host, host.ssh), name=f"ask-{host.name}", daemon=True
-            )
-            for host in hosts
-            if host.ssh is not None
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return found
+        names = {host.name: host.ssh for host in hosts if host.ssh is not None}
+        troubles = side_by_side(lambda ssh: self._trouble(ssh, self._timeout_s), [*names.values()])
+        found = zip(names, troubles, strict=True)
+        return {name: trouble for name, trouble in found if trouble is not None}
 
     def _newest(self, hosts: Sequence[Host]) -> Mapping[str, int]:
         if self._checkpoints is None or not hosts:

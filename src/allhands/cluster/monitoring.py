@@ -123,11 +123,7 @@ class _MonitorStream:
         if not code:
             return None
         self._said.seek(0)
-        words = [
-            line.strip()
-            for line in self._said.read().decode(errors="replace").splitlines()
-            if line.strip()
-        ]
+        words = ssh.printable_lines(self._said.read().decode(errors="replace"))
         return f"{self._name}: {words[-1] if words else f'ssh ended with code {code}'}"
 
     def close(self) -> None:

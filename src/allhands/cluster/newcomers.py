@@ -1,17 +1,202 @@
-"""Computers that could join a running job: looked at before its ranks are stopped for them, and
-refused by name.
+"""Computers that could join a running job: tried before its ranks are stopped for them, while these
+go on undisturbed, and refused by name.
+
+An agent there starts the job's command as if it were one more rank; instead of joining the group it
+tells what it has loaded, which is compared with what the running ranks have agreed on.
 """
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from allhands.cluster.addresses import addresses
+from allhands.cluster.connection import Connection, HostError, UnfitHosts
+from allhands.cluster.frames import Frame
 from allhands.cluster.membership import Members, Roster
-from allhands.cluster.ranks import LaunchSpec, Place
-from allhands.cluster.trial import Trial
+from allhands.cluster.outcome import NewcomerRefusal
+from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
+from allhands.cluster.remote import READY_S, orders
+from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, judge
+from allhands.errors import AllhandsError
 from allhands.observe.journal import SupervisorEvent
+from allhands.runtime.versions import required, unequal
+
+_TICK_S = 0.2
+_END_S = 2.0
+_STOP_S = 3.0  # a computer that does not answer must not hold up the end of the others
+_RANKS = range(1, 2)  # the second of two: it leads nothing, and writes into its log alone
+
+
+class Trial:
+    """All newcomers looked at side by side, in threads of their own; :meth:`stop` ends what is left
+    of it.
+
+    Args:
+        spec: of the running attempt.
+        attested: what its ranks have agreed on, as rank 0 tells it.
+        known: the computer of rank 0.
+    """
+
+    def __init__(
+        self, spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str
+    ) -> None:
+        self.names = frozenset(place.name for place in newcomers)
+        self.fit: set[str] = set()
+        self.unfit: dict[str, NewcomerRefusal] = {}
+        self._over = threading.Event()
+        self._spec, self._attested, self._known = spec, attested, known
+        self._threads = [
+            threading.Thread(
+                target=self._look_at, args=(place,), name=f"trial-{place.name}", daemon=True
+            )
+            for place in newcomers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Return whether the trial is complete; a computer that is in neither list has not
+        answered.
+        """
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """End it: the attempt is over."""
+        self._over.set()
+        deadline = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _look_at(self, place: Place) -> None:
+        try:
+            found = _One(self._spec, place, self._attested, self._over).run()
+        except AllhandsError as error:
+            # Another error of a computer's is that it has gone again, or not come yet.
+            if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
+                self.unfit[place.name] = NewcomerRefusal(error.message, str(error))
+            return
+        if isinstance(found, NewcomerRefusal):
+            self.unfit[place.name] = found
+        elif found is not None:
+            stated = _statement if "facts" in found else _of_software
+            self._compare(stated(self._known, self._attested), stated(place.name, found))
+
+    def _compare(self, known: Statement, new: Statement) -> None:
+        told = circumstances_in(self._spec.env)
+        given = replace(told, **self._attested["options"], trusted=frozenset({self._known}))
+        verdict = judge([known, new], given)
+        if verdict is None:
+            self.fit.add(new.name)
+        else:
+            self.unfit[new.name] = NewcomerRefusal(
+                verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}"
+            )
+
+
+def _statement(name: str, attested: Mapping[str, Any]) -> Statement:
+    parts = (attested[part] for part in ("facts", "files", "places", "software"))
+    return Statement(name, *parts)
+
+
+def _of_software(name: str, attested: Mapping[str, Any]) -> Statement:
+    have = attested["software"]
+    return Statement(name, {SOFTWARE: required(have)}, software=have)
+
+
+@dataclass
+class _One:
+    """One computer's part of it."""
+
+    spec: LaunchSpec
+    place: Place
+    attested: Mapping[str, Any]
+    over: threading.Event
+    _found: dict[str, Any] | None = None
+    _error: dict[str, Any] | None = None
+    _ended: int | None = None
+    _lost: bool = False
+    _busy: float = field(default_factory=time.monotonic)
+
+    def run(self) -> Mapping[str, Any] | NewcomerRefusal | None:
+        """Run the trial and return the facts that the computer would bring into the group;
+        ``None``: it has been stopped.
+
+        They are its ``software`` alone where that has other versions than may be, so that nothing
+        is started there; or the error that the rank there has foreseen.
+
+        Raises:
+            AllhandsError: it cannot take part, with the reason.
+        """
+        place = replace(self.place, num_ranks=1)
+        spec = self._trial_spec()
+        log = self.spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
+        (address,) = addresses([place])
+        hello = {**orders(spec, place, _RANKS, address), "relay": False}
+        connection = Connection(place.host, place.name, hello, log, self._listen)
+        try:
+            versions = connection.wait_until_ready(time.monotonic() + READY_S)["versions"]
+            if unequal(versions, self.attested["software"]):
+                return {"software": versions}
+            connection.send("start", peers=[f"{address}:0", f"{address}:0"])
+            while self._ended is None and not (self._lost or self.over.wait(_TICK_S)):
+                connection.check()
+                if time.monotonic() > self._busy + spec.start_deadline_s:
+                    raise UnfitHosts(
+                        [place.name],
+                        f"it was not ready to join within {spec.start_deadline_s:g} s",
+                        code="rank-not-started",
+                        hint=f"see the logs in {spec.log_dir_there} there",
+                    )
+        finally:
+            connection.send("end")
+            connection.finish(time.monotonic() + _END_S)
+        return self._result()
+
+    def _result(self) -> Mapping[str, Any] | NewcomerRefusal | None:
+        if self._lost:
+            raise HostError(
+                [self.place.name], f"{self.place.name} does not answer any more", code="host-lost"
+            )
+        if self._ended is None or (self._ended == 0 and self._found is not None):
+            return self._found
+        error = self._error or {}
+        if text := error.get("text"):
+            kind = f"{error['type']}: {error['message']}"
+            return NewcomerRefusal(text.partition("\n")[0], text, kind)
+        what = error.get("message") or f"a rank on trial ended with code {self._ended}"
+        return NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}")
+
+    def _trial_spec(self) -> LaunchSpec:
+        there = self.spec.log_dir_there
+        return replace(
+            self.spec,
+            num_processes=2,
+            backend="ring",
+            weights=None,
+            tag_output=False,
+            keep_logs=False,
+            places=(),
+            log_dir=self.spec.log_dir / "trial",
+            log_dir_there=f"{there}/trial" if there else None,
+            env={**self.spec.env, TRIAL_VARIABLE: self.attested["dated"] or "1"},
+        )
+
+    def _listen(self, frame: Frame | None) -> None:
+        if frame is None:
+            self._lost = self._ended is None
+        elif frame["kind"] == "attested":
+            self._found = frame["content"]
+        elif frame["kind"] == "marks":
+            self._busy = time.monotonic() if frame["busy_age"] is not None else self._busy
+        elif frame["kind"] == "exit":
+            self._error, self._ended = frame["report"].get("error"), frame["code"]
+
 
 _TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 
 from allhands.cluster.attempt import Attempt
@@ -26,6 +25,7 @@ from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.supervisor import workroom
 from allhands.io.files import make_directory
 from allhands.observe.journal import SupervisorEvent
+from allhands.runtime.threads import in_background
 
 _TICK_S = 0.05
 _TOLD_EVENTS = ("stopping", "cancelling", "killing")
@@ -93,20 +93,15 @@ def _meet(
 
     The meeting runs in threads, so that a signal need not wait for it.
     """
-    found, failed = dict[int, tuple[str, ...]](), list[Exception]()
-
-    def come(rank: int, port: int) -> None:
-        try:
-            found[rank] = meet(meeting, rank, spec.num_processes, port, patience, spec.backend)
-        except Exception as error:
-            failed.append(error)
-
-    for rank, port in zip(own, ports, strict=True):
-        threading.Thread(target=come, args=(rank, port), name=f"meet-{rank}", daemon=True).start()
-    while len(found) < len(own):
-        if failed:
-            raise failed[0]
+    size, backend = spec.num_processes, spec.backend
+    visits = [
+        in_background(partial(meet, meeting, rank, size, port, patience, backend))
+        for rank, port in zip(own, ports, strict=True)
+    ]
+    while True:
+        done, left = wait(visits, _TICK_S, FIRST_EXCEPTION)
+        peers = [one.result() for one in done]
+        if not left:
+            return peers[0]
         if signals:
             return None
-        time.sleep(_TICK_S)
-    return found[own.start]

@@ -252,9 +252,10 @@ class Given:
         """
         port = self.number(name, default)
         if not 0 < port < 65536:
-            hint = f"set {name} to a number from 1024 to 65535"
             raise DistributedError(
-                f"{name} is {port}, which is no port", code="variable-invalid", hint=hint
+                f"{name} is {port}, which is no port",
+                code="variable-invalid",
+                hint=f"set {name} to a number from 1024 to 65535",
             )
         return port
 
@@ -284,20 +285,14 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
         DistributedError: the text is no JSON object.
     """
     try:
-        content = json.loads(text)
+        content, problem = json.loads(text), "not a JSON object"
     except (ValueError, RecursionError) as error:
-        raise DistributedError(
-            f"{source} is not JSON: {error}",
-            code="variable-invalid",
-            hint=f"correct or remove {source}",
-        ) from error
-    if not isinstance(content, dict):
-        raise DistributedError(
-            f"{source} is not a JSON object",
-            code="variable-invalid",
-            hint=f"correct or remove {source}",
-        )
-    return cast(dict[str, Any], content)
+        content, problem = None, f"not JSON: {error}"
+    if isinstance(content, dict):
+        return cast(dict[str, Any], content)
+    raise DistributedError(
+        f"{source} is {problem}", code="variable-invalid", hint=f"correct or remove {source}"
+    )
 
 
 def meeting_at(host: str, port: int, job: str) -> MeetingPoint:

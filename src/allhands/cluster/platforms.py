@@ -153,7 +153,8 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
     """Return the path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``;
     ``None``: not mounted.
     """
-    path = "/gcs/" + uri.removeprefix("gs://").strip("/") if uri.startswith("gs://") else uri
+    bucket = uri.removeprefix("gs://").strip("/")
+    path = f"/gcs/{bucket}" if uri.startswith("gs://") else uri
     return below(root, path) if path.startswith("/") else None
 
 

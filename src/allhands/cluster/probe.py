@@ -1,6 +1,6 @@
 """Program that the doctor runs on every computer: it is sent over ssh and converses in JSON lines.
 
-The program (:func:`program`) is this module, :mod:`allhands.runtime.versions` and the parts in
+The program (:func:`program`) is this module, a few of :mod:`allhands.runtime` and the parts in
 :mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9.
 :data:`BOOTSTRAP`, given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``),
 then the text, and hands over to :func:`converse`; it runs on any Python since 2.7, so that an old
@@ -38,9 +38,10 @@ from allhands.cluster.probes.computer import (
 from allhands.cluster.probes.files import look, send, staged_bytes
 from allhands.cluster.probes.mac import mac_facts, mac_interfaces
 from allhands.cluster.probes.network import linux_firewalls, linux_interfaces, route_fact
-from allhands.cluster.probes.reach import Listeners, all_at_once, login_fact, reach_fact
+from allhands.cluster.probes.reach import Listeners, login_fact, reach_fact
 from allhands.cluster.probes.tools import gathered
 from allhands.cluster.probes.trees import tree_fact
+from allhands.runtime.threads import side_by_side
 
 # The oldest Python that can run the program.
 OLDEST = (3, 9)
@@ -56,11 +57,21 @@ if sys.version_info < (3, 9):
     print(token + " " + json.dumps({"old": sys.version.split()[0], "python": sys.executable}))
     sys.stdout.flush()
 else:
-    space = {"__name__": "allhands_probe"}
-    exec(compile(sys.stdin.read(int(length)), "allhands_probe", "exec"), space)
-    space["converse"](token)
+    import types
+    name = "allhands_probe"
+    sys.modules[name] = program = types.ModuleType(name)  # in which dataclasses look for names
+    exec(compile(sys.stdin.read(int(length)), name, "exec"), program.__dict__)
+    program.converse(token)
 """
-_PARTS = ("tools", "computer", "network", "mac", "trees", "reach", "files")
+_PARTS = (
+    *("runtime/versions", "runtime/callers", "runtime/threads"),
+    *(
+        f"cluster/probes/{part}"
+        for part in ("tools", "computer", "network", "mac", "trees", "reach", "files")
+    ),
+    "cluster/probe",
+)
+_SIDE_BY_SIDE = 32  # connections, or logins
 _IDLE_S = 120  # without a request, or within one without a sign of life, after which the system ends the program
 _PROGRESS_S = 0.5
 
@@ -84,10 +95,9 @@ def joined_text() -> str:
     import ast
     from pathlib import Path
 
-    here = Path(__file__)
     texts = ["from __future__ import annotations\n"]
-    parts = (here.parent / "probes" / f"{part}.py" for part in _PARTS)
-    for path in (here.parents[1] / "runtime" / "versions.py", *parts, here):
+    for part in _PARTS:
+        path = Path(__file__).parents[1] / f"{part}.py"
         lines = path.read_text(encoding="ascii").splitlines(keepends=True)
         for node in ast.parse("".join(lines)).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
@@ -140,13 +150,17 @@ def answer_to(
     if kind == "reach":
         secret, limit = request["secret"], request["timeout_s"]
         return {
-            "reached": all_at_once(
-                lambda target: reach_fact(target, secret, limit), request["targets"]
+            "reached": side_by_side(
+                lambda target: reach_fact(target, secret, limit), request["targets"], _SIDE_BY_SIDE
             )
         }
     if kind == "logins":
         limit = request["timeout_s"]
-        return {"logins": all_at_once(lambda login: login_fact(login, limit), request["logins"])}
+        return {
+            "logins": side_by_side(
+                lambda login: login_fact(login, limit), request["logins"], _SIDE_BY_SIDE
+            )
+        }
     if kind == "staged":
         return {"bytes": staged_bytes(request["roots"])}
     if kind in ("look", "send"):

@@ -40,8 +40,8 @@ from allhands.cluster.ranks import (
     RankExit,
     RankProcesses,
 )
-from allhands.cluster.reaper import MARK, Reaper, end_processes
-from allhands.cluster.runfiles import RunFiles, tail
+from allhands.cluster.reaper import MARK, Reaper, end_processes, signal_group
+from allhands.cluster.runfiles import RunFiles, read_file, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.distributed.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
 from allhands.errors import DistributedError
@@ -131,11 +131,10 @@ def start(
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise storage_error_of(error, "a file") from error
         short = error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-        hint = "start fewer with -n" if short else None
         raise DistributedError(
             f"the processes could not be started: {error.strerror if short else error}",
             code="processes-not-started",
-            hint=hint,
+            hint="start fewer with -n" if short else None,
         ) from error
 
 
@@ -313,7 +312,7 @@ class _OwnChildren(_Local):
 
     def kill(self) -> None:
         for child in self._children:
-            _kill_group(child.pid)
+            signal_group(child.pid)
         for waiter in self._waiters:
             waiter.join()
         self._end_sessions([child.pid for child in self._children])
@@ -362,15 +361,16 @@ class _MpirunsChildren(_Local):
         return sorted(self._ends.values(), key=lambda end: end.time)
 
     def _exit_of(self, rank: int, mpirun_code: int | None) -> RankExit | None:
-        guard_alive = _exists(self._process(rank, "guard"))
-        if end := _read_json(self.run_dir / f"rank-{rank}.exit"):
+        guard = self._process(rank, "guard")
+        guard_is_gone = guard is not None and not psutil.pid_exists(guard)
+        if end := read_file(self.run_dir / f"rank-{rank}.exit"):
             return RankExit(rank, int(end["code"]), end["time"])
         if mpirun_code is not None:
             return RankExit(rank, mpirun_code or DistributedError.exit_code, time.monotonic())
-        return RankExit(rank, -signal.SIGKILL, time.monotonic()) if guard_alive is False else None
+        return RankExit(rank, -signal.SIGKILL, time.monotonic()) if guard_is_gone else None
 
     def _process(self, rank: int, which: str) -> int | None:
-        numbers = _read_json(self.run_dir / f"rank-{rank}.pid")
+        numbers = read_file(self.run_dir / f"rank-{rank}.pid")
         return int(numbers[which]) if numbers else None
 
     def signal(self, rank: int, number: int) -> bool:
@@ -396,11 +396,11 @@ class _MpirunsChildren(_Local):
     def kill(self) -> None:
         for rank in range(self._spec.num_processes):
             if (process := self._process(rank, "guard")) is not None:
-                _kill_group(process)
+                signal_group(process)
         # mpirun sees the ends of its ranks, reaps them and clears up; it gets a moment for that.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._mpirun.wait(timeout=1.0)
-        _kill_group(self._mpirun.pid)
+        signal_group(self._mpirun.pid)
         self._mpirun.wait()
         self._end_sessions([self._mpirun.pid])
         if self._memory is not None:
@@ -515,25 +515,3 @@ def _offer_output(path: Path) -> socket.socket:
 
     threading.Thread(target=serve, name="offer-output", daemon=True).start()
     return server
-
-
-def _kill_group(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-
-
-def _exists(process: int | None) -> bool | None:
-    if process is None:
-        return None
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _read_json(path: Path) -> dict[str, float] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None

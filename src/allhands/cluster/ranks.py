@@ -8,12 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from allhands.cluster.hosts import HERE, Host
 from allhands.runtime.blas import allowed_cores
-
-if TYPE_CHECKING:
-    from allhands.cluster.hosts import Host
 
 # What a rank is doing. Those in "reduce" wait for others and are not to blame; "start" is before
 # the first step, "first" the first step after a start and every step that has to compile.
@@ -28,11 +26,11 @@ TRIAL_VARIABLE = "ALLHANDS_TRIAL"
 
 @dataclass(frozen=True)
 class Place:
-    """A computer and the number of its ranks; ``host`` is ``None`` for this computer, without ssh."""
+    """A computer and the number of its ranks."""
 
     name: str
     num_ranks: int
-    host: Host | None = None
+    host: Host = HERE
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,19 @@ class Reaper:
             self._process.stdin.flush()
 
 
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """Kill the group that a child of this process leads, unless that has ended, and wait for it."""
+    if leader.poll() is None:
+        signal_group(leader.pid)
+        leader.wait()
+
+
+def signal_group(leader: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to the group that a process leads, if it is still there and ours."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
 def end_processes(
     leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S
 ) -> bool:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any, cast
 
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
-from allhands.cluster.frames import Frame
+from allhands.cluster.frames import Frame, write_all
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import (
     ATTEST_VARIABLE,
@@ -40,6 +39,7 @@ from allhands.io.files import make_directory, private_opener
 from allhands.io.formatting import counted
 from allhands.observe.monitor.samples import decode_sample, relayed_file
 from allhands.runtime.callers import RING_KEY
+from allhands.runtime.threads import side_by_side
 from allhands.runtime.versions import MUST_BE_EQUAL, described, required, software_here, unequal
 
 READY_S = 40.0  # for every agent to answer
@@ -96,15 +96,12 @@ def newest_checkpoint(
         resume: a run directory or a checkpoint, from which the run goes on as long as no host has
             one of its own.
     """
-    if not hosts:
-        return {}
     question = {
         "adapter_path": _portable(adapter_path),
         "run_id": run_id,
         "resume": None if resume is None else _portable(resume),
     }
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(partial(_ask_step, question=question), hosts))
+    answers = side_by_side(partial(_ask_step, question=question), hosts)
     found = {host.name: answer for host, answer in zip(hosts, answers, strict=True) if answer}
     own = any(answer["own"] for answer in found.values())
     return {name: answer["step"] for name, answer in found.items() if answer["own"] == own}
@@ -196,7 +193,7 @@ class RemoteRanks:
             ranks = "" if place.num_ranks == 1 else f"{place.num_ranks} ranks on "
             way = (
                 "this computer"
-                if _is_here(place.host)
+                if place.host.ssh is None
                 else f"over {interface_to(address) or 'an unknown interface'}"
             )
             found.append(f"{ranks}{place.name} {address} ({way})")
@@ -259,7 +256,7 @@ class RemoteRanks:
         log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
         own = range(self._firsts[index], self._firsts[index] + place.num_ranks)
         # Rank 0 on this computer writes directly to our output, so that it still has a terminal.
-        own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
+        own_screen = index == 0 and place.host.ssh is None and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
         hello = orders(self._spec, place, own, self._addresses[index]) | {
             "descriptors": descriptors
@@ -382,10 +379,7 @@ class _Output:
 
     def _work(self) -> None:
         while item := self._queue.get():
-            stream, data = item
-            with suppress(OSError):
-                while data:
-                    data = data[os.write(stream, data) :]
+            write_all(*item)
 
 
 # --- orders ---------------------------------------------------------------------------------------
@@ -419,7 +413,7 @@ def check_devices(places: Sequence[Place]) -> None:
     """
     count = len(places)
     for index, place in enumerate(places):
-        devices = place.host.rdma if place.host else ()
+        devices = place.host.rdma
         neighbours = {(index - 1) % count, (index + 1) % count} - {index}
         if (
             place.num_ranks != 1
@@ -451,30 +445,30 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
         # Only the supervisor sets these.
-        "env": {**(host.envs if host else {}), **spec.env},
+        "env": {**host.envs, **spec.env},
         "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
         "tag_output": spec.tag_output,
-        "keep_logs": spec.keep_logs or _is_here(host),
-        "relay": not _is_here(host),
-        "rdma": [place.host.rdma if place.host else () for place in spec.places]
-        if spec.backend == "jaccl"
-        else None,
+        "keep_logs": spec.keep_logs or host.ssh is None,
+        "relay": host.ssh is not None,
+        "rdma": [place.host.rdma for place in spec.places] if spec.backend == "jaccl" else None,
         "address": address,
     }
 
 
-def _who(name: str, host: Host | None) -> Frame:
+def _who(name: str, host: Host) -> Frame:
     """Return the facts that every agent receives."""
     forwarded = (
-        {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
+        {}
+        if host.ssh is None
+        else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
     )
     forwarded.pop("ALLHANDS_SSH", None)
     return {
         "name": name,
         "python": sys.executable,
-        "cwd": host.cwd if host and host.cwd else os.getcwd(),
-        "cwd_required": bool(host and host.cwd),
+        "cwd": host.cwd or os.getcwd(),
+        "cwd_required": bool(host.cwd),
         "below_home": below_home(Path.cwd()),
         "forwarded": forwarded,
         "descriptors": [],
@@ -514,10 +508,6 @@ def _portable(path: str | Path) -> str:
 # --- versions ---------------------------------------------------------------------------
 
 
-def _is_here(host: Host | None) -> bool:
-    return host is None or host.ssh is None
-
-
 def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Statement:
     return Statement(
         computer, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have
@@ -536,7 +526,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         _stated(place.name, frame["versions"], names)
         for place, frame in zip(places, frames, strict=True)
     ]
-    here = next((place.name for place in places if _is_here(place.host)), "")
+    here = next((place.name for place in places if place.host.ssh is None), "")
     given = circumstances_in(spec.env, here)
     own = software_here()
     verdict = judge(statements, given)
@@ -559,9 +549,11 @@ def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], optio
     if different := set(unequal(own, have)) & set(_SPOKEN):
         name, computers = min(different), [one.name for one in there]
         mine = described(name, own).partition(" ")[2]
-        message = f"host {computers[0]} has {described(name, have)}, this computer {mine}"
         raise HostError(
-            computers, message, code="versions-differ", hint=init_command(computers, option)
+            computers,
+            f"host {computers[0]} has {described(name, have)}, this computer {mine}",
+            code="versions-differ",
+            hint=init_command(computers, option),
         )
 
 

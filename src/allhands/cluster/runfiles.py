@@ -61,13 +61,13 @@ class RunFiles:
 
     def attested(self) -> dict[str, Any] | None:
         """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
-        return _read_object(self.run_dir / ATTESTED_FILE)
+        return read_file(self.run_dir / ATTESTED_FILE)
 
     def error(self, rank: int) -> dict[str, Any] | None:
         """Return the content of the rank's error file; ``None`` if there is none that can be read."""
         name = f"error-rank-{rank}.json"
         # A rank whose disk is full cannot write beside its log.
-        found = (_read_object(directory / name) for directory in (self.log_dir, self.run_dir))
+        found = (read_file(directory / name) for directory in (self.log_dir, self.run_dir))
         return next((error for error in found if error and ERROR(error)), None)
 
     def tells_error(self, rank: int, line: bytes) -> bool:
@@ -126,7 +126,7 @@ class RunFiles:
         return self._busy[rank][1]
 
     def _beat(self, rank: int) -> Beat | None:
-        found, last = _read_object(self._path(rank, "beat")), self._beats.get(rank)
+        found, last = read_file(self._path(rank, "beat")), self._beats.get(rank)
         if found and BEAT(found) and (last is None or found["count"] != last.count):
             last = Beat(
                 found["step"],
@@ -184,7 +184,8 @@ def _counter(path: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_file(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file that a rank has written; ``None``: there is no sound one."""
     try:
         with path.open("rb") as stream:
             return read_object(stream.read(_MOST_BYTES), halves=True)

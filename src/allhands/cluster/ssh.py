@@ -14,9 +14,9 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from allhands.errors import ConfigError
@@ -62,14 +62,10 @@ _STALE = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Deadlines of a connection: to make it, and to notice that the other side is gone; a port, if
-    it is known.
-    """
+    """The deadline for making a connection, and settings of ssh's configuration besides ours."""
 
     connect_timeout_s: int = 10
-    alive_interval_s: int = 3
-    alive_count: int = 3
-    port: int | None = None
+    settings: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
 
 
 @dataclass(frozen=True)
@@ -193,20 +189,28 @@ def real_name(host: str) -> str:
     Raises:
         ConfigError: as :func:`command`, or there is no ssh.
     """
+    return settings_of(host).get("hostname", [host.rpartition("@")[2]])[0]
+
+
+def settings_of(host: str, options: SshOptions | None = None) -> dict[str, list[str]]:
+    """Return the settings that ssh uses for ``host``: lower-case names to values.
+
+    Raises:
+        ConfigError: as :func:`command`, or there is no ssh.
+    """
     check_host(host)
-    argv = [*program(), "-G", "--", host]
+    argv = [*program(), *_arguments(options or SshOptions()), "-G", "--", host]
     try:
-        text = subprocess.run(
+        done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise missing(error) from None
-    names = [
-        line.split(None, 1)[1]
-        for line in text.stdout.splitlines()
-        if line.lower().startswith("hostname ")
-    ]
-    return names[0] if names else host.rpartition("@")[2]
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        found.setdefault(name.lower(), []).append(value)
+    return found
 
 
 def near_names(host: str) -> tuple[str, ...]:
@@ -294,8 +298,9 @@ def _arguments(options: SshOptions) -> list[str]:
         "BatchMode": "yes",
         "ConnectTimeout": options.connect_timeout_s,
         "ConnectionAttempts": 1,
-        "ServerAliveInterval": options.alive_interval_s,
-        "ServerAliveCountMax": options.alive_count,
+        # To notice that the other side is gone.
+        "ServerAliveInterval": 3,
+        "ServerAliveCountMax": 3,
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "ClearAllForwardings": "yes",
@@ -305,6 +310,6 @@ def _arguments(options: SshOptions) -> list[str]:
         "ControlMaster": "no",
         "ControlPath": "none",
         "EscapeChar": "none",
-        **({} if options.port is None else {"Port": options.port}),
+        **options.settings,
     }
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

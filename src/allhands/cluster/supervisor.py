@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -37,6 +37,7 @@ from allhands.io.files import make_directory
 from allhands.io.staging import Scratch
 from allhands.observe.journal import Journal, SupervisorEvent
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
+from allhands.runtime.threads import in_background
 
 __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams", "supervise"]
 
@@ -257,15 +258,7 @@ class _Job:
         """Ask the members in another thread, so that a signal need not wait for computers that do
         not answer.
         """
-        future: Future[Roster] = Future()
-
-        def ask() -> None:
-            try:
-                future.set_result(self.members.roster())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=ask, name="roster", daemon=True).start()
+        future = in_background(self.members.roster)
         while not future.done():
             self._heed_signals()
             wait([future], _TICK_S)
@@ -391,12 +384,14 @@ class _Job:
             else f"from step {roster.step}"
         )
         count = f"{len(roster.seats)} rank{'s' * (len(roster.seats) != 1)}"
-        texts = [f"starting again with {count} {start} ({restart.reason})"]
-        texts += [roster.note] if roster.note else []
-        text, num_ranks = "; ".join(texts), len(roster.seats)
+        note = f"; {roster.note}" if roster.note else ""
         self._tell(
             SupervisorEvent(
-                "restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks
+                "restarting",
+                f"starting again with {count} {start} ({restart.reason}){note}",
+                step=roster.step,
+                pause_s=restart.pause_s,
+                num_ranks=len(roster.seats),
             )
         )
 

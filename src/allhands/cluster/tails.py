@@ -8,13 +8,13 @@ reader ends.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
+from allhands.cluster.frames import write_all
 from allhands.io.terminal import fitted_to, is_read_live
 
 _POLL_S = 0.1
@@ -107,10 +107,7 @@ def for_screen(rank: int, line: bytes, host: str | None = None) -> bytes:
 
 def to_screen(rank: int, line: bytes) -> None:
     """Write a line of a rank of this computer to our standard output."""
-    data = for_screen(rank, line)
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(1, data) :]
+    write_all(1, for_screen(rank, line))
 
 
 def _size(path: Path) -> int:

@@ -91,30 +91,19 @@ class Suspicion:
         )
 
 
-class Door:
-    """A rank's port, which can be called while this is open; a context manager that closes it."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Door:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def open(self, peer: str) -> str:
-        """Listen at this address and port of ours; what is wrong if that cannot be, or nothing."""
-        address, port = _address(peer)
-        try:
-            # The port may be kept for this rank by another socket.
-            listener = listen_at(
-                socket.AF_INET, (address, port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
-            )
-        except OSError as error:
-            return f"it cannot listen at {peer}: {cannot_listen(error, address, port).message}"
-        self._stack.callback(listener.close)
-        return ""
+def open_door(door: ExitStack, peer: str) -> str:
+    """Listen at this address and port of ours, until ``door`` is closed; what is wrong if that
+    cannot be, or nothing.
+    """
+    address, port = _address(peer)
+    try:
+        # The port may be kept for this rank by another socket.
+        door.enter_context(
+            listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+        )
+    except OSError as error:
+        return f"it cannot listen at {peer}: {cannot_listen(error, address, port).message}"
+    return ""
 
 
 def targets(backend: Backend, rank: int, size: int) -> list[int]:

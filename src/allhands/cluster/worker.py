@@ -118,8 +118,7 @@ class WorkerContext:
 
     def mark_ready(self) -> None:
         """Tell the supervisor that this rank now only waits for the others."""
-        if self._run_dir:
-            write_whole(self._run_dir / f"rank-{self.launch.rank}.ready", "")
+        self._mark("ready")
 
     def mark_busy(self) -> None:
         """Tell the supervisor that this rank is at work on something that may take longer than a
@@ -196,8 +195,11 @@ class WorkerContext:
         KeyboardInterrupt.
         """
         self._started = True
+        self._mark("started")
+
+    def _mark(self, name: str) -> None:
         if self._run_dir:
-            write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
+            write_whole(self._run_dir / f"rank-{self.launch.rank}.{name}", "")
 
     def announce_stops(
         self, say: Callable[[str], None], way_on: Callable[[], str | None] | None = None

@@ -219,10 +219,9 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
     Raises:
         StorageError: it could not be written; what stood at ``path`` before is untouched.
     """
-    _require_name(path)
     # Not tempfile: its files are always private, and a process cannot ask for its umask without
     # changing it.
-    temporary = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    temporary = _draft_of(path)
     made = False
     try:
         os.close(_create(temporary, os.O_WRONLY, private=private))
@@ -252,8 +251,7 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: it cannot.
     """
-    _require_name(path)
-    draft = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    draft = _draft_of(path)
     try:
         os.close(_create(draft, os.O_WRONLY, private=True))
         draft.unlink(missing_ok=True)
@@ -295,21 +293,24 @@ def require_ours(
             hint=f"choose another: {option}",
         ) from None
     if not any(mark in content for mark in marks):
-        hint = f"choose another file with {option}, or add --force to replace it"
         raise ConfigError(
             f"a file is there already that is no {kind}",
             code="place-taken",
             where=str(path),
-            hint=hint,
+            hint=f"choose another file with {option}, or add --force to replace it",
         )
 
 
-def _require_name(path: Path) -> None:
-    """Refuse a path that no file can have: that of a directory, or an empty one, which means the
-    present directory.
+def _draft_of(path: Path) -> Path:
+    """Return the path of a draft beside ``path``, which keeps its suffix.
+
+    Raises:
+        StorageError: no file can have this path: it is that of a directory, or an empty one, which
+            means the present directory.
     """
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    return path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
 
 
 def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:

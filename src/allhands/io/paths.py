@@ -119,8 +119,12 @@ def local_path(path: str | os.PathLike[str], where: str) -> str:
         return expanded(path)
     except ValueError as error:
         tilde = os.fspath(path).startswith("~")
-        hint = "correct the path" + "; ./~name is a file whose name begins with ~" * tilde
-        raise ConfigError(str(error), code="path-invalid", where=where, hint=hint) from None
+        raise ConfigError(
+            str(error),
+            code="path-invalid",
+            where=where,
+            hint="correct the path" + "; ./~name is a file whose name begins with ~" * tilde,
+        ) from None
 
 
 def check_variables(environ: Mapping[str, str]) -> None:

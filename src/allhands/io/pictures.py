@@ -106,12 +106,11 @@ def picture_suffix(path: Path) -> str:
         )
     suffix = path.suffix.lower() or ".png"
     if suffix not in _FORMATS:
-        hint = f"choose a name that ends in {', '.join(_FORMATS)}"
         raise ConfigError(
             f"cannot draw a picture as {suffix!r}",
             code="output-name-invalid",
             where=str(path),
-            hint=hint,
+            hint=f"choose a name that ends in {', '.join(_FORMATS)}",
         )
     return suffix
 

@@ -7,6 +7,9 @@ was recorded is worthless at any other time, in the other direction, and to any 
 stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
 
 The key proves who has spoken. It hides nothing: the words are in clear.
+
+The text of this module is also sent to computers that lack allhands: the standard library of Python
+3.9 and nothing else, in ASCII.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from typing import Self
 
 MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret of the person's, for all ranks of a job
 RING_KEY = "ALLHANDS_RING_KEY"  # a secret of one start, which its supervisor has made for its ranks
@@ -92,11 +98,12 @@ class Handshake:
 # --- who is called --------------------------------------------------------------------------------
 
 
-def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> socket.socket:
+def listen_at(family: int, address: tuple[Any, ...], options: Sequence[int]) -> socket.socket:
     """Return a socket that listens there and nowhere else; ``options`` of sockets are set.
 
     Raises:
         OSError: the port is taken, or the address is none of this computer.
+        OverflowError: there is no such port.
     """
     server = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -104,7 +111,7 @@ def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> 
             server.setsockopt(socket.SOL_SOCKET, option, 1)
         server.bind(address)
         server.listen(_BACKLOG)
-    except OSError:
+    except (OSError, OverflowError):
         server.close()
         raise
     return server

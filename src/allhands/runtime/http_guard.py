@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allhands.errors import ConfigError
+from allhands.runtime.callers import listen_at
 from allhands.runtime.ports import PortSettings, cannot_listen
 
 LEAST_TOKEN = 8
@@ -266,17 +267,11 @@ def _addresses() -> list[str]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    listener: socket.socket | None = None
     try:
         every = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         found = min(every, key=lambda one: one[0] != socket.AF_INET)  # a name may have both kinds
-        listener = socket.socket(found[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
-        listener.listen(128)
+        return listen_at(found[0], found[4], (socket.SO_REUSEADDR,))
     except (OSError, OverflowError, UnicodeError) as error:
-        if listener is not None:
-            listener.close()
         trouble = cannot_listen(error, host, port, _SETTINGS)
         raise ConfigError(
             f"cannot listen: {trouble.message}",
@@ -284,4 +279,3 @@ def _bound(host: str, port: int) -> socket.socket:
             where=f"{host}:{port}",
             hint=trouble.hint,
         ) from None
-    return listener

@@ -418,7 +418,4 @@ class Cluster(Fact):
         Raises:
             KeyError: there is none.
         """
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        raise KeyError(name)
+        return {host.name: host for host in self.hosts}[name]

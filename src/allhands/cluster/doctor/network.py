@@ -412,6 +412,10 @@ def check_latency(cluster: Cluster) -> Iterator[Found]:
             )
 
 
+def _connected(cluster: Cluster) -> bool:
+    return bool(cluster.reached)
+
+
 def _several(cluster: Cluster) -> bool:
     return len(list(cluster.answered())) > 1
 
@@ -423,9 +427,9 @@ CHECKS = (
         check_address,
         lambda cluster: any(host.addresses for host in cluster.hosts),
     ),
-    Check("ports", "ports", check_ports, lambda cluster: bool(cluster.reached)),
-    Check("packets", "large packets", check_packets, lambda cluster: bool(cluster.reached)),
-    Check("latency", "latency", check_latency, lambda cluster: bool(cluster.reached)),
+    Check("ports", "ports", check_ports, _connected),
+    Check("packets", "large packets", check_packets, _connected),
+    Check("latency", "latency", check_latency, _connected),
     Check("route", "routes", check_route, _several),
     Check("mtu", "packet sizes (MTU)", check_mtu, _several),
     Check(

@@ -1,4 +1,4 @@
-"""The examination of all computers, in phases with deadlines.
+"""The examination of all computers, in phases with deadlines, and the list of all checks.
 
 A computer that cannot be asked, or stops answering, is a fact like any other and delays no other
 computer.
@@ -11,9 +11,10 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from pydantic import ValidationError
 
 from allhands.cluster import ssh
 from allhands.cluster.addresses import remote_address
+from allhands.cluster.doctor import access, devices, network, storage
 from allhands.cluster.doctor.access import ssh_trouble
-from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import (
     Cluster,
     FactTrouble,
@@ -33,7 +34,7 @@ from allhands.cluster.doctor.facts import (
     Reach,
     Tree,
 )
-from allhands.cluster.doctor.findings import Finding
+from allhands.cluster.doctor.findings import ORDER, Check, Finding
 from allhands.cluster.doctor.measured import measured
 from allhands.cluster.doctor.session import (
     NOT_UNDERSTOOD,
@@ -46,6 +47,7 @@ from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
 from allhands.io.formatting import counted
+from allhands.runtime.threads import in_background
 
 _CONNECT_S = 4.0  # for a connection between two computers
 _LOGIN_S = 8.0  # for an ssh between them
@@ -160,10 +162,8 @@ def _patients(hosts: Sequence[Host]) -> Generator[list[Patient]]:
 
 def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> None:
     """Call a function for all computers at the same time."""
-    pool = ThreadPoolExecutor(max(1, len(patients)))
-    asked: list[Future[Any]] = []
+    asked = [in_background(partial(function, patient)) for patient in patients]
     try:
-        asked.extend(pool.submit(function, patient) for patient in patients)
         for future in asked:
             future.result()
     except BaseException:
@@ -173,8 +173,6 @@ def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> No
                 if patient.session is not None:
                     patient.session.kill()
         raise
-    finally:
-        pool.shutdown()
 
 
 def _ask_each(
@@ -358,3 +356,22 @@ def _together(
         logins=tuple(login for patient in patients for login in patient.logins),
         network=network,
     )
+
+
+# --- all checks, in the order in which their findings are reported --------------------------------
+
+CHECKS: tuple[Check, ...] = (*access.CHECKS, *storage.CHECKS, *network.CHECKS, *devices.CHECKS)
+
+
+def findings_of(cluster: Cluster) -> list[Finding]:
+    """Return all findings, the worst first."""
+    found = [
+        finding for check in CHECKS if check.applies(cluster) for finding in check.findings(cluster)
+    ]
+    return sorted(found, key=lambda finding: ORDER.index(finding.severity))
+
+
+def well(cluster: Cluster) -> list[Check]:
+    """Return the checks that were made and passed."""
+    made = [check for check in CHECKS if check.applies(cluster) and check.clean(cluster)]
+    return [check for check in made if not check.findings(cluster)]

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from allhands.cluster import probe, ssh
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.facts import FactTrouble
 from allhands.cluster.hosts import Host
+from allhands.cluster.reaper import end_group
 from allhands.io.strict_json import (
     Check,
     integer,
@@ -200,10 +200,7 @@ class Session:
 
     def kill(self) -> None:
         """End the probe at once; may be called again, and from any thread."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_group(self._process)
 
     # --- what happens in other threads ------------------------------------------------------------
 

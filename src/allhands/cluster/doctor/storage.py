@@ -258,9 +258,7 @@ CHECKS = (
         "model",
         "model",
         check_model,
-        lambda cluster: any(host.tree("model") for host in cluster.hosts),
+        lambda cluster: bool(_copies(cluster, "model")),
     ),
-    Check(
-        "data", "data", check_data, lambda cluster: any(host.tree("data") for host in cluster.hosts)
-    ),
+    Check("data", "data", check_data, lambda cluster: bool(_copies(cluster, "data"))),
 )

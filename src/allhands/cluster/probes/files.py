@@ -19,14 +19,15 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from allhands.cluster.probes.computer import user_name
 from allhands.cluster.probes.tools import program_environment
 from allhands.cluster.probes.trees import cache_place, hub_place
+from allhands.runtime.threads import in_background, side_by_side
 
 # Options that Samba's rsync (since the 2.6.9 of earlier Macs) and openrsync (macOS 15.4 and later)
 # both have.
@@ -136,31 +137,24 @@ def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]
     """Return status and hash of each file, or its OSError; ``beat`` gets the bytes read, twice a
     second.
     """
-    found: list[Any] = [None] * len(paths)
-    numbers, read = iter(range(len(paths))), [0] * _READERS
+    read = [0] * len(paths)
 
-    def work(reader: int) -> None:
+    def digest(number: int) -> Any:
         def told(count: int) -> None:
-            read[reader] += count
+            read[number] += count
 
-        for number in numbers:
-            try:
-                found[number] = cache.digest(paths[number], told)
-            except OSError as error:
-                found[number] = error
+        try:
+            return cache.digest(paths[number], told)
+        except OSError as error:
+            return error
 
-    threads = [
-        threading.Thread(target=work, args=(reader,), daemon=True) for reader in range(_READERS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_BEAT_S)
-            beat(sum(read))
+    reading = in_background(lambda: side_by_side(digest, range(len(paths)), _READERS))
+    while not reading.done():
+        beat(sum(read))
+        wait([reading], _BEAT_S)
     beat(sum(read))
     cache.save()
-    return found
+    return reading.result()
 
 
 def program_path(name: str) -> str | None:
@@ -361,8 +355,11 @@ def _check_space(lacking: Sequence[WantedFile]) -> None:
         device = os.stat(_nearest(root)).st_dev
         left = free[device] = free.get(device, shutil.disk_usage(_nearest(root)).free) - needed
         if left < 0:
-            reason = f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed"
-            raise OSError(errno.ENOSPC, reason, root)
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed",
+                root,
+            )
         for file in these:
             if left < file.waiting() < file.size:
                 os.unlink(file.staged)

@@ -33,7 +33,7 @@ def linux_interfaces() -> list[dict[str, Any]]:
     entries = parse_ip_addr(text) if text else kernels_interfaces()
     for entry in entries:
         entry["kind"] = linux_kind(entry["name"], entry.pop("info_kind", ""))
-        speed = (text_of("{}/{}/speed".format(_NET, entry["name"])) or "").strip()
+        speed = (text_of(f"{_NET}/{entry['name']}/speed") or "").strip()
         entry["speed_mbps"] = int(speed) if speed.isdigit() and int(speed) > 0 else None
         entry["members"] = bridge_members(entry["name"])
     return entries
@@ -69,7 +69,7 @@ def kernels_interfaces() -> list[dict[str, Any]]:
         mtu = (text_of(f"{_NET}/{name}/mtu") or "").strip()
         state = (text_of(f"{_NET}/{name}/operstate") or "").strip()
         address, mask = asked_address(name, SIOCGIFADDR), asked_address(name, SIOCGIFNETMASK)
-        prefix = ipaddress.ip_network("0.0.0.0/" + mask).prefixlen if mask else 32
+        prefix = ipaddress.ip_network(f"0.0.0.0/{mask}").prefixlen if mask else 32
         addresses = [{"ip": address, "prefix": prefix}] if address else []
         mtu_value = int(mtu) if mtu.isdigit() else None
         found.append(

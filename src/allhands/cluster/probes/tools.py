@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
+
+from allhands.runtime.threads import in_background
 
 # A command over ssh gets a short PATH, without what administrators and Homebrew have.
 _MORE_PATH = "/usr/sbin:/sbin:/usr/local/bin:/opt/homebrew/bin"
@@ -63,32 +65,14 @@ def gathered(
 
     A function that fails or hangs does not delay the others.
     """
-    values: dict[str, Any] = {}
-    errors: dict[str, str] = {}
-
-    def collect(name: str, function: Callable[[], Any]) -> None:
-        try:
-            values[name] = function()
-        except (
-            Exception
-        ) as error:  # whatever is odd about this computer: it is told, and the rest goes on
-            errors[name] = f"{type(error).__name__}: {error}"
-
-    threads = [
-        threading.Thread(target=collect, args=(name, function), name=name, daemon=True)
-        for name, function in collectors.items()
-    ]
-    for thread in threads:
-        thread.start()
-    waiter = threading.Event()
-    slice_s = 0.02
-    for _ in range(int(timeout_s / slice_s)):
-        if not any(thread.is_alive() for thread in threads):
-            break
-        waiter.wait(slice_s)
-    late = [thread.name for thread in threads if thread.is_alive()]
-    # Copies: what is late may still come.
-    return {n: v for n, v in values.copy().items() if n not in late}, {
-        **errors,
-        **dict.fromkeys(late, "no answer"),
+    calls = {name: in_background(function) for name, function in collectors.items()}
+    wait(calls.values(), timeout_s)
+    done = {name: call for name, call in calls.items() if call.done()}
+    # Whatever is odd about this computer: it is told, and the rest goes on.
+    errors = {
+        name: f"{type(error).__name__}: {error}"
+        for name, call in done.items()
+        if (error := call.exception()) is not None
     }
+    errors.update((name, "no answer") for name in calls if name not in done)
+    return {name: call.result() for name, call in done.items() if name not in errors}, errors

@@ -84,7 +84,7 @@ def hub_place() -> str:
 def hub_directory(role: str, name: str) -> str | None:
     """Return the snapshot of a Hub repository that a program would open."""
     kind = "models" if role == "model" else "datasets"
-    repository = os.path.join(hub_place(), "{}--{}".format(kind, name.replace("/", "--")))
+    repository = os.path.join(hub_place(), f"{kind}--{name.replace('/', '--')}")
     try:
         with open(os.path.join(repository, "refs", "main"), encoding="ascii") as stream:
             revision = stream.read(200).strip()
@@ -138,10 +138,7 @@ def add_digests(path: str, files: list[dict[str, Any]], progress: Callable[[int]
     for entry in files:
         digest = hashlib.sha256()
         with open(os.path.join(path, entry["name"]) if entry["name"] else path, "rb") as stream:
-            while True:
-                block = stream.read(BLOCK)
-                if not block:
-                    break
+            while block := stream.read(BLOCK):
                 digest.update(block)
                 done += len(block)
                 progress(done)

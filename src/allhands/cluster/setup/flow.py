@@ -11,10 +11,9 @@ from typing import Any
 from allhands.cluster.doctor.paths import choose
 from allhands.cluster.hosts import host_from_name
 from allhands.cluster.setup import hostfile, plan, thunderbolt
-from allhands.cluster.setup.execute import Failed, run_step
 from allhands.cluster.setup.outcome import Person, SetupOutcome, SetupReport, Wishes
 from allhands.cluster.setup.plan import Step
-from allhands.cluster.setup.shell import Shell, access_of
+from allhands.cluster.setup.shell import Failed, Shell, access_of, run_step
 from allhands.cluster.setup.source import find_source
 from allhands.cluster.setup.state import Access, CannotSetUp, Installed, SetupHostState, SetupSource
 from allhands.cluster.setup.survey import facts_of, installed_in

@@ -124,12 +124,11 @@ def _copy_id_options() -> list[str]:
     program, *options = words = ssh.program()
     known = all(option in ("-F", "-o", "-p") for option in options[::2]) and len(options) % 2 == 0
     if PurePosixPath(program).name != "ssh" or not known:
-        hint = "put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p"
         raise ConfigError(
             f"ssh-copy-id cannot use {shlex.join(words)}",
             code="ssh-command-invalid",
             where="ALLHANDS_SSH",
-            hint=hint,
+            hint="put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p",
         )
     return options
 
@@ -262,9 +261,8 @@ def _check_place(state: SetupHostState) -> None:
             hint="name another one with --env-dir",
         )
     if state.place == "foreign":
-        message = f"{state.env_dir} is there, but was not made by allhands"
         raise CannotSetUp(
-            message,
+            f"{state.env_dir} is there, but was not made by allhands",
             code="environment-place-unusable",
             hint="name another place with --env-dir, or remove it yourself",
         )

@@ -1,9 +1,13 @@
-"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`."""
+"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`.
+
+They are those of steps, with the reasons why they fail, and those that find out how ssh gets there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from allhands.cluster import ssh
+from allhands.cluster.reaper import end_group, signal_group
+from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
+from allhands.errors import AllhandsError
 
 _QUERY_S = 15.0
-_TAIL = 4  # "-T", "--", the host, the command
 _MOST_SHOWN = 200
 _ERRORS = ("error", "\u00d7")  # pip's and uv's marks; hints follow them
 _FOLLOWS = "failing command"  # venv's last line, after what was wrong
@@ -48,13 +54,13 @@ class CommandDone:
         return "no answer in time" if self.code is None else f"it ended with code {self.code}"
 
 
-def on(target: str | None, argv: Sequence[str]) -> list[str]:
+def on(target: str | None, argv: Sequence[str], options: ssh.SshOptions | None = None) -> list[str]:
     """Return the command line that runs ``argv`` on a computer; ``None`` is this one.
 
     Raises:
         ConfigError: as :func:`allhands.cluster.ssh.command`.
     """
-    return list(argv) if target is None else ssh.command(target, argv)
+    return list(argv) if target is None else ssh.command(target, argv, options)
 
 
 class Shell:
@@ -76,20 +82,26 @@ class Shell:
         with tempfile.TemporaryFile() as stream:
             stream.write(text.encode())
             stream.seek(0)
-            return self.run(on(target, argv), stream, timeout_s, remote=target is not None)
+            return self.run(target, argv, stream, timeout_s)
 
     def run(
-        self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool
+        self,
+        target: str | None,
+        argv: Sequence[str],
+        stdin: IO[bytes] | int,
+        timeout_s: float,
+        options: ssh.SshOptions | None = None,
     ) -> CommandDone:
-        """Run a command line and wait for it.
+        """Run a command and wait for it.
 
         Args:
             stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until
                 the end.
 
         Raises:
-            ConfigError: it is an ssh (``remote``), and there is none.
+            ConfigError: as :func:`on`, or there is no ssh.
         """
+        words = on(target, argv, options)
         # Files and no pipes: the children of a command may keep their ends open.
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             try:
@@ -97,11 +109,11 @@ class Shell:
                     if self._stopped:
                         return CommandDone(130, errors="interrupted")
                     process = subprocess.Popen(
-                        argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True
+                        words, stdin=stdin, stdout=said, stderr=errors, start_new_session=True
                     )
                     self._running.add(process)
             except OSError as error:
-                if remote:
+                if target is not None:
                     raise ssh.missing(error) from None
                 return CommandDone(127, errors=f"{argv[0]}: {error.strerror}")
             try:
@@ -119,12 +131,12 @@ class Shell:
             self._stopped = True
             running = list(self._running)
         for process in running:
-            _signal(process, signal.SIGTERM)
+            signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            _signal(process, signal.SIGKILL)
+            signal_group(process.pid)
 
 
 def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -134,14 +146,8 @@ def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(left, _SLICE_S))
-    _signal(process, signal.SIGKILL)
-    process.wait()
+    end_group(process)
     return None
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def _text(stream: IO[bytes]) -> str:
@@ -163,7 +169,7 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     found = ssh.trouble(target, timeout_s)
     if found is None:
         return Access("ok")
-    reason, settings = found.reason or "no answer in time", settings_of(shell, target)
+    reason, settings = found.reason or "no answer in time", ssh.settings_of(target)
     if found.kind == "unknown-key":
         keys, file = offered_keys(shell, target, timeout_s), known_hosts_of(settings)
         if keys and file is not None:
@@ -171,21 +177,6 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     elif found.kind == "auth":
         return Access("denied", reason, found.hint, identity=identity_of(settings))
     return Access("failed", reason, found.hint)
-
-
-def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the settings that ssh uses for a host: lower-case names to values.
-
-    Raises:
-        ConfigError: as :meth:`Shell.ask`.
-    """
-    words = ssh.command(target, ())
-    argv = [*words[:-_TAIL], *extra, "-G", "--", target]
-    found: dict[str, list[str]] = {}
-    for line in shell.run(argv, subprocess.DEVNULL, _QUERY_S, remote=True).output.splitlines():
-        name, _, value = line.partition(" ")
-        found.setdefault(name.lower(), []).append(value)
-    return found
 
 
 def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
@@ -236,17 +227,12 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
     """
     with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
         notes = Path(scratch) / "known_hosts"
-        extra = _noting_in(notes)
+        noting = ssh.SshOptions(max(1, round(timeout_s)), _noting_in(notes))
         # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for
         # good.
-        if known_hosts_of(settings_of(shell, target, extra)) != notes:
+        if known_hosts_of(ssh.settings_of(target, noting)) != notes:
             return ()
-        words = ssh.command(
-            target, ("true",), ssh.SshOptions(connect_timeout_s=max(1, round(timeout_s)))
-        )
-        shell.run(
-            [*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True
-        )
+        shell.run(target, ("true",), subprocess.DEVNULL, timeout_s, noting)
         if not notes.exists():
             return ()
         prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)
@@ -254,8 +240,8 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
         return tuple(HostKey(line, text) for line, text in zip(lines, prints, strict=False))
 
 
-def _noting_in(notes: Path) -> list[str]:
-    settings = {
+def _noting_in(notes: Path) -> dict[str, str]:
+    return {
         "StrictHostKeyChecking": "accept-new",
         "UserKnownHostsFile": f'"{notes}"',
         "HashKnownHosts": "no",
@@ -263,4 +249,99 @@ def _noting_in(notes: Path) -> list[str]:
         # Not to log in: a key that nobody has compared yet gets to know nothing.
         "PreferredAuthentications": "none",
     }
-    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+# On another computer a command outlives its ssh. This one ends with its input, which this process
+# holds.
+_WATCHED = (
+    'exec 3<&0; "$@" </dev/null 3<&- & work=$!; '
+    '{ cat <&3; pkill -P "$work"; kill "$work"; } >/dev/null 2>&1 & watch=$!; exec 3<&-; '
+    'wait "$work"; code=$?; kill "$watch" 2>/dev/null; exit "$code"'
+)
+_NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (for uv: uv.toml)"
+_MEND = "mend that Python, install uv there, or name another Python with --python"
+# Words of pip and uv. A connection may break and come back, so the last line has to say that
+# nothing was found.
+_BROKEN = re.compile(
+    r"connection broken by|Max retries exceeded|error sending request|Failed to fetch|dns error"
+)
+_NOT_FOUND = re.compile(
+    r"No matching distribution|Could not find a version|Max retries|Request failed|Failed to fetch"
+)
+_WHY_BROKEN = re.compile(
+    r"Temporary failure in name resolution|Name or service not known|nodename nor servname provided|"
+    r"Network is unreachable|No route to host|Connection refused|(?:connection|connect|read) timed out|"
+    r"certificate verify failed|Tunnel connection failed[^')]*",
+    re.IGNORECASE,
+)
+_DEBIANS_PACKAGE = re.compile(r"apt install (\S+-venv)")
+
+
+class Failed(AllhandsError):
+    """A step that failed; ``hint`` tells the person what to do."""
+
+    def __init__(self, step: Step, done: CommandDone) -> None:
+        cause, mend = cause_of(done)
+        by_hand = f"by hand: {shown(step)}"
+        super().__init__(
+            f"{step.why}: {cause}",
+            code="setup-step-failed",
+            hint=f"{mend}, then run this again; {by_hand}" if mend else f"run it {by_hand}",
+        )
+
+
+def cause_of(done: CommandDone) -> tuple[str, str]:
+    """Return the cause of a command's failure, and a hint; an empty one if it is best to try by
+    hand.
+    """
+    said, last = f"{done.errors}\n{done.output}", done.last_line
+    if _BROKEN.search(said) and _NOT_FOUND.search(last):
+        why = _WHY_BROKEN.search(said)
+        return (
+            f"it cannot reach the package index{f': {why.group()}' if why else ''} ({last})",
+            _NO_NETWORK,
+        )
+    if "ensurepip is not" in said:
+        package = _DEBIANS_PACKAGE.search(said)
+        hint = f"install it there: sudo apt install {package.group(1)}" if package else _MEND
+        return "its Python has no ensurepip, which puts pip into an environment", hint
+    if "'ensurepip'" in last:
+        return "ensurepip of its Python does not work, which puts pip into an environment", _MEND
+    return last, ""
+
+
+def run_step(shell: Shell, step: Step) -> None:
+    """Run a step.
+
+    Raises:
+        Failed: it did not work, or the shell was stopped.
+        ConfigError: there is no ssh.
+    """
+    done = _with_terminal(step) if step.terminal else _quietly(shell, step)
+    if done.code != 0:
+        raise Failed(step, done)
+
+
+def _quietly(shell: Shell, step: Step) -> CommandDone:
+    if step.feed is not None:
+        with step.feed.open("rb") as feed:
+            return shell.run(step.ssh, step.argv, feed, step.timeout_s)
+    if step.ssh is None:
+        return shell.run(None, step.argv, subprocess.DEVNULL, step.timeout_s)
+    argv = ("sh", "-c", _WATCHED, "sh", *step.argv)
+    return shell.run(step.ssh, argv, subprocess.PIPE, step.timeout_s)
+
+
+def _with_terminal(step: Step) -> CommandDone:
+    """Run a step in the foreground, on the person's own terminal: passwords go to the program,
+    never through us.
+    """
+    try:
+        done = subprocess.run(on(step.ssh, step.argv), timeout=step.timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return CommandDone(None)
+    except OSError as error:
+        return CommandDone(127, errors=f"{step.argv[0]}: {error.strerror}")
+    return CommandDone(done.returncode)

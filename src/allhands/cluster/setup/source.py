@@ -66,12 +66,11 @@ def _own(store: Path) -> SetupSource:
     try:
         found = importlib.metadata.distribution("allhands")
     except importlib.metadata.PackageNotFoundError:
-        hint = "give the directory of its checkout, or a version: --from"
         raise ConfigError(
             "allhands runs here without being installed",
             code="install-source-invalid",
             where="--from",
-            hint=hint,
+            hint="give the directory of its checkout, or a version: --from",
         ) from None
     if found.read_text("direct_url.json") is None:
         return SetupSource(found.version, code=fingerprint(str(package_root())))

@@ -156,9 +156,8 @@ def state_from(
     """
     said = dict(lines)
     if not {"home", "place", "end"} <= said.keys():
-        message = "its shell does not run commands as a POSIX shell does"
         raise CannotSetUp(
-            message,
+            "its shell does not run commands as a POSIX shell does",
             code="host-shell-unusable",
             hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`",
         )
@@ -281,12 +280,11 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     elif python is not None and re.fullmatch(r"3\.\d+", python):
         version = version_of(python)
     elif python is not None:
-        hint = "give for example 3.12 or /usr/bin/python3.12"
         raise ConfigError(
             f"{python!r} is neither a version nor a path",
             code="value-invalid",
             where="--python",
-            hint=hint,
+            hint="give for example 3.12 or /usr/bin/python3.12",
         )
     if version < _OLDEST:
         raise ConfigError(

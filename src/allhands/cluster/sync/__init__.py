@@ -6,11 +6,3 @@ and nothing else. It compares its files with the list of :mod:`plan <allhands.cl
 Those that it lacks come from this computer, or from a host that has them and can log in there by
 ssh (:mod:`run <allhands.cluster.sync.run>`).
 """
-
-from __future__ import annotations
-
-from allhands.cluster.sync.plan import SyncPlan, make_plan
-from allhands.cluster.sync.run import synchronise
-from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
-
-__all__ = ["HostState", "SyncOptions", "SyncPlan", "SyncState", "make_plan", "synchronise"]

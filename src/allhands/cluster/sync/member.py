@@ -72,13 +72,12 @@ class Member:
                 if trouble.kind in ("no-python", "old-python", "login")
                 else "cannot be reached"
             )
-            hint = trouble_remedy(
-                HostReport(name=name, ssh=self.host.ssh, addresses=self.host.ips), trouble
-            )
             raise DistributedError(
                 f"host {name} {way}: {trouble.reason or 'no answer'}",
                 code="host-unreachable",
-                hint=hint,
+                hint=trouble_remedy(
+                    HostReport(name=name, ssh=self.host.ssh, addresses=self.host.ips), trouble
+                ),
             ) from None
         threading.Thread(
             target=self._keep, args=(self.session,), name=f"sync-keep-{name}", daemon=True
@@ -95,9 +94,10 @@ class Member:
             with self._lock:
                 answer = self.session.ask(kind, silence_s, **request)
         except Untold as untold:
-            hint = f"look whether it is switched on and connected, then {RETRY}"
             raise DistributedError(
-                f"host {self.host.name} has been lost: {untold.reason}", code="host-lost", hint=hint
+                f"host {self.host.name} has been lost: {untold.reason}",
+                code="host-lost",
+                hint=f"look whether it is switched on and connected, then {RETRY}",
             ) from None
         if (error := answer.get("error")) is not None:
             raise self.storage_error(error["path"], error["number"], error["reason"])

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from allhands.cluster import ssh
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import HERE, Host
 from allhands.cluster.probes.files import (
     RECEIVE,
     STAGING,
@@ -180,12 +180,11 @@ class _SyncRun:
         )
         for path, each in zip(self._state.names, found, strict=True):
             if isinstance(each, OSError):
-                hint = "check its rights, then sync again"
                 raise DataError(
                     f"cannot be read: {each.strerror}",
                     code="data-unreadable",
                     where=path,
-                    hint=hint,
+                    hint="check its rights, then sync again",
                 )
             self._entries.append(each)
         self._state.sizes = tuple(status.st_size for status, _ in self._entries)
@@ -205,15 +204,14 @@ class _SyncRun:
             status.paths = tuple(self._path(member, file) for file in status.lacking)
             if status.lacking and member.told["rsync"] is None:
                 command = member.told["install"]
-                remedy = (
-                    f"ssh -t {shlex.quote(str(member.host.ssh))} {shlex.quote(command)}"
-                    if command
-                    else _BY_HAND
-                )
                 raise DistributedError(
                     f"there is no rsync on host {member.host.name}",
                     code="host-without-rsync",
-                    hint=remedy,
+                    hint=(
+                        f"ssh -t {shlex.quote(str(member.host.ssh))} {shlex.quote(command)}"
+                        if command
+                        else _BY_HAND
+                    ),
                 )
         except AllhandsError as error:
             member.fail(error)
@@ -306,7 +304,7 @@ class _SyncRun:
         ways = [(str(host.ssh), ssh.SshOptions())]
         if sender is None:
             return ways[0]
-        port = ssh.SshOptions(port=told["port"])
+        port = ssh.SshOptions(settings={"Port": told["port"]})
         ways += [
             (f"{told['user']}@{ip}", port)
             for ip in dict.fromkeys([*host.ips, told["address"]])
@@ -370,7 +368,7 @@ class _SyncRun:
         Raises:
             AllhandsError: the sender cannot, or is lost.
         """
-        own = sender or Member(Host("localhost"))
+        own = sender or Member(HERE)
         try:
             if sender is None:
                 self._senders.append(own)
