@@ -341,16 +341,17 @@ def test_options_that_cannot_take_effect_are_refused(
     tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
     source, out = str(tiny[0]), tmp_path / "out"
-    for options, kind, says in (
-        ({"quantize_bits": 4}, ModelError, "quantized already"),
-        ({"quantize_bits": 7}, ConfigError, "7 bits"),
-        ({"quantize_bits": 4, "group_size": 48}, ConfigError, "no group size 48"),
-        ({"group_size": 64}, ConfigError, "does nothing"),
-        ({"dtype": "float64"}, ConfigError, "float64"),
-        ({"dtype": "bfloat16"}, ModelError, "finer than bfloat16"),
+    for options, kind, code in (
+        ({"quantize_bits": 4}, ModelError, "model-is-quantised"),
+        ({"quantize_bits": 7}, ConfigError, "value-unknown"),
+        ({"quantize_bits": 4, "group_size": 48}, ConfigError, "value-unknown"),
+        ({"group_size": 64}, ConfigError, "option-without-effect"),
+        ({"dtype": "float64"}, ConfigError, "value-unknown"),
+        ({"dtype": "bfloat16"}, ModelError, "dtype-loses-precision"),
     ):
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind) as raised:
             get_model(source, out, Conversion(**options))  # type: ignore[arg-type]
+        assert raised.value.code == code
     dense = str(get_model(source, tmp_path / "dense", Conversion(dequantize=True)))
     with pytest.raises(ModelError) as caught:
         get_model(dense, out, Conversion(dequantize=True))

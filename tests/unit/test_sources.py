@@ -301,7 +301,7 @@ class Gated(FileNotFoundError):
         ),
         (
             Gated("Dataset 'a/b' is a gated dataset on the Hub."),
-            "asked for",
+            "requested",
             "huggingface.co/datasets/a/b",
         ),
         (

@@ -262,8 +262,8 @@ class MlxGroup:
         return part
 
 
-class Exchange(NamedTuple):
-    """An exchange that is still to be handed out, by :func:`start`.
+class Collective(NamedTuple):
+    """A collective that is still to be handed out, by :func:`start`.
 
     Attributes:
         sent: the collective itself.
@@ -274,19 +274,19 @@ class Exchange(NamedTuple):
     array: mx.array
 
 
-def exchange(
-    communicator: Communicator, collective: Callable[[mx.array], mx.array], array: mx.array
-) -> Exchange:
-    """Return the exchange of ``array`` by a ``collective`` of the communicator."""
-    sent = collective(array)
+def collective(
+    communicator: Communicator, call: Callable[[mx.array], mx.array], array: mx.array
+) -> Collective:
+    """Return a collective of ``array`` that is not handed out; ``call`` is the communicator's."""
+    sent = call(array)
     if getattr(communicator, "nccl", None) is None:
-        return Exchange(sent, sent)
+        return Collective(sent, sent)
     # On the stream of the exchange, behind it; it keeps what is sent until then.
-    return Exchange(sent, mx.depends([sent], [array])[0])
+    return Collective(sent, mx.depends([sent], [array])[0])
 
 
-def start(communicator: Communicator, exchanges: Sequence[Exchange]) -> list[mx.array]:
-    """Hand out exchanges, in the same order on all ranks; returns their results.
+def start(communicator: Communicator, exchanges: Sequence[Collective]) -> list[mx.array]:
+    """Hand out collectives, in the same order on all ranks; returns their results.
 
     Over NCCL they may become one kernel. A product takes all multiprocessors of a GPU, so that each
     kernel of an exchange waits for the end of one, and is then in the way of the next one.

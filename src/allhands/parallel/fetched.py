@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
-from allhands.distributed.backend import Exchange
+from allhands.distributed.backend import Collective
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused.again import FrozenLinear, FrozenQuantizedLinear, give_again
 from allhands.kernels.fused.linear import DenseQuantizedLinear, Product, TrainedLinear, products_of
@@ -252,7 +252,7 @@ class _Block:
                 module.update(mine)
 
 
-def _arrays(fetched: Sequence[Sequence[Exchange]]) -> list[list[mx.array]]:
+def _arrays(fetched: Sequence[Sequence[Collective]]) -> list[list[mx.array]]:
     """The rows of each block that exchanges fetch."""
     return [[each.array for each in rows] for rows in fetched]
 
@@ -354,8 +354,8 @@ class FetchedPasses:
         ahead: blocks at the end that the host does not wait for.
     """
 
-    wholes: list[list[Exchange]]
-    again: list[list[Exchange]]
+    wholes: list[list[Collective]]
+    again: list[list[Collective]]
     graph: _Graph
     begun: int = 0
     ahead: int = 0
@@ -438,11 +438,11 @@ class FetchedGraph:
             found.add(at)
         return found
 
-    def first_rows(self) -> list[list[Exchange]]:
+    def first_rows(self) -> list[list[Collective]]:
         """Return the first blocks' rows, which are still to be fetched by :meth:`begin_first`."""
         return [self._sharding.wholes(unit.rows) for unit in self._units[:-1][:_FIRST]]
 
-    def begin_first(self, rows: list[list[Exchange]], prepared: FetchedPasses | None) -> None:
+    def begin_first(self, rows: list[list[Collective]], prepared: FetchedPasses | None) -> None:
         """Begin to fetch the first blocks' rows, and to compute them, where their passes are
         prepared; called on all ranks together.
         """
@@ -455,7 +455,7 @@ class FetchedGraph:
         self,
         arguments: tuple[mx.array, ...] | None,
         tokens: int,
-        first_rows: Sequence[list[Exchange]] = (),
+        first_rows: Sequence[list[Collective]] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> FetchedPasses:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
@@ -528,11 +528,11 @@ class FetchedGraph:
 
     def _next(
         self,
-        fetched: list[list[Exchange]],
+        fetched: list[list[Collective]],
         at: int,
         wanted: list[mx.array],
         before: list[mx.array],
-        following: list[Exchange],
+        following: list[Collective],
         push: Callable[[], None] = lambda: None,
         *,
         waits: bool = True,

@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Exchange, on_stream
+from allhands.distributed.backend import Collective, on_stream
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.regions import Box, Region, Shape
@@ -208,7 +208,7 @@ class FullySharded(Strategy):
         self._compute: FetchedStage | FetchedGraph | None = None
         self._flat: FlatWeights | None = None
         self._ahead: tuple[MicroBatch, FetchedPasses] | None = None
-        self._first_rows: list[list[Exchange]] = []
+        self._first_rows: list[list[Collective]] = []
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)

@@ -18,7 +18,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.distributed.backend import Communicator, Exchange, exchange, start, sum_scatter
+from allhands.distributed.backend import (
+    Collective,
+    Communicator,
+    collective,
+    start,
+    sum_scatter,
+)
 from allhands.io.regions import Region, Shape
 from allhands.io.trees import flatten, number, unflatten
 from allhands.model.stages import Blocks, Stage, cut
@@ -133,7 +139,7 @@ class Sharding:
     world: Communicator
     fetching: BetweenPasses = BetweenPasses()
     held: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
-    _kept: dict[int, Exchange] = field(default_factory=dict[int, Exchange])
+    _kept: dict[int, Collective] = field(default_factory=dict[int, Collective])
 
     @property
     def rows(self) -> list[DividedRow]:
@@ -196,15 +202,15 @@ class Sharding:
             finally:
                 unit.remove()
 
-    def wholes(self, rows: Sequence[DividedRow]) -> list[Exchange]:
+    def wholes(self, rows: Sequence[DividedRow]) -> list[Collective]:
         """Return whole rows, which are still to be fetched: by :meth:`begin`, in the same order on
         all ranks.
         """
-        found: list[Exchange] = []
+        found: list[Collective] = []
         for row in rows:
             if (whole := self._kept.get(id(row))) is None:
                 part = row.part(self.parts, self.held.get(id(row)))
-                whole = exchange(self.shard, self.shard.all_gather, part)
+                whole = collective(self.shard, self.shard.all_gather, part)
                 if self.fetching.keeps:
                     self._kept[id(row)] = whole
             found.append(whole)
@@ -223,7 +229,7 @@ class Sharding:
     ) -> list[mx.array]:
         """:meth:`push` of the gradients of several whole rows."""
         scatter = partial(sum_scatter, self.shard)
-        sums = self.begin([exchange(self.shard, scatter, gradient) for gradient in gradients])
+        sums = self.begin([collective(self.shard, scatter, gradient) for gradient in gradients])
         if self.scatters:
             # A stream that computes would wait for what is made of sums.
             return [each[: row.kept] for row, each in zip(rows, sums, strict=True)]
@@ -238,7 +244,7 @@ class Sharding:
         """True if the back-end adds up parts of arrays, and gives each rank its own."""
         return bool(getattr(self.shard, "scatters", False))
 
-    def begin(self, exchanges: Sequence[Exchange]) -> list[mx.array]:
+    def begin(self, exchanges: Sequence[Collective]) -> list[mx.array]:
         """Hand out exchanges, in the same order on all ranks; returns what comes of them."""
         if self.scatters:
             # Together: what NCCL is handed out by itself waits for what was handed out before it,
