@@ -96,7 +96,7 @@ def test_what_training_says_is_typed_and_it_trains(sick: Broken, tmp_path: Path,
     train += f" --iters {ITERS} --batch-size 6 --num-layers 2 --steps-per-report 1 --val-batches 1 --max-restarts 0"
     refused = sick.type(f"{train}; echo ended with $?")
     assert "ended with 7" in refused
-    assert "node1 does not fit" in refused
+    assert "node1 does not match" in refused
     (remedy,) = re.findall(r"what to do: (allhands cluster init [^\r\n]*)", refused)
     shown = sick.type(remedy)
     entries = {entry["ssh"]: entry for entry in _hosts(sick.work / hostfile)}
@@ -113,7 +113,7 @@ def test_what_training_says_is_typed_and_it_trains(sick: Broken, tmp_path: Path,
     ]
     sick.type(f"{commands[0]} --no-bench {' '.join(sick.trees)}")
     trained = sick.type(train)
-    assert "does not fit" not in trained
+    assert "does not match" not in trained
     shutil.copytree(sick.files("node0") / "run", tmp_path / "run")
     assert len(read_run(tmp_path / "run").losses) == ITERS
     # Once more there is nothing to do.

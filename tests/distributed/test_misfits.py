@@ -481,7 +481,7 @@ def test_another_minor_version_of_python_does_not(
     job = hosts.start(trial, [], hostfile=hostfile)
     job.fails(
         7,
-        "node1 does not fit",
+        "node1 does not match",
         f"Python 3.{sys.version_info[1] + 1}",
         "allhands cluster init --hosts node1",
     )
