@@ -24,15 +24,20 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ANY_VOCABULARY = 256
 
 
-def require_divisible(config: TrainConfig, num_ranks: int) -> None:
+def require_divisible(
+    config: TrainConfig, num_ranks: int, values: Mapping[str, Any] | None = None
+) -> None:
     """Refuse options that do not fit the numbers of the model, as far as its files are here.
+
+    Args:
+        values: the model's config.json, where it is known.
 
     Raises:
         ConfigError: there are fewer blocks than asked for, or other ones than ``--pp-split`` says;
             or the ranks do not divide the heads or the experts.
         ModelError: the experts of a model without any are to be divided.
     """
-    values = _values_here(config)
+    values = _values_here(config) if values is None else values
     blocks = _number(values, "num_hidden_layers")
     if blocks is not None:
         if config.train and pretraining(config) is None:

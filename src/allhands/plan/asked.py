@@ -8,7 +8,7 @@ from typing import Any
 from allhands.config.combinations import is_sharded
 from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import Mesh
-from allhands.model.divisible import split_given
+from allhands.model.divisible import require_divisible, split_given
 from allhands.model.skeleton import skeleton
 from allhands.model.stages import check_cut
 from allhands.parallel.costs import Work
@@ -48,6 +48,7 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
         ConfigError: ranks, back-end, optimizer or sizes do not allow it.
         ModelError: the architecture does not.
     """
+    require_divisible(config, ranks, values)
     mesh = piped(config, Mesh(0, ranks))
     require_fit(config, TrainingNeeds(config.optimizer, cpu_native=False))
     if backend:
