@@ -79,7 +79,9 @@ def test_twice_the_row_fits_on_two_ranks() -> None:
     assert two["bytes"] < 1.2 * one["bytes"]
 
 
-# Milliseconds of attention: other processes on the computer can change them.
+# Milliseconds of attention: other processes on the computer can change them. That ranks have as
+# many pairs of queries and keys, test_pieces counts.
+@pytest.mark.long
 @pytest.mark.flaky(reruns=2, reruns_delay=2)
 def test_attention_costs_all_ranks_the_same() -> None:
     times = found(1, "seconds=2048")["seconds=2048"].values()
