@@ -27,7 +27,7 @@ from allhands.errors import ConfigError, DistributedError
 from allhands.runtime.accelerator import nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly
 
-# Whether NCCL's exchanges are joined where MLX launches kernels by itself; off until it is measured.
+# True: NCCL makes one kernel of several exchanges. It has not run on a GPU yet.
 _JOINS = False
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word

@@ -15,7 +15,7 @@ from rich.text import Text
 from allhands.io.formatting import format_bytes, format_duration, format_memory, format_rate
 from allhands.observe.metrics import RunHistory, RunStarted, typical
 
-# As many as a table of 80 columns has room for. What tells two names apart is often at their end.
+# Characters of a name that fit into a table of 80 columns. Names often differ at their end.
 _LONGEST_NAME = 24
 _NONE = "-"
 # Of a run that went on with others each number once, since all have a part in its figures.

@@ -37,7 +37,7 @@ _OUTCOMES: dict[Outcome, str] = {
     "context parallel": "rows divided, each with a part",
     "framework": "more computers, or more memory",
 }
-# What usually follows on yes and on no, the questions from top to bottom.
+# The next question or outcome after yes and after no, for the questions from top to bottom.
 _FOLLOWS: dict[str, tuple[str, str]] = {
     chart.AGAIN: (chart.LONG, "one machine"),
     chart.LONG: (chart.FITS, "one machine"),

@@ -133,7 +133,7 @@ class LoadedRun:
 
     @property
     def divided(self) -> bool:
-        """Whether this rank has only a part of the model."""
+        """True if this rank has only a part of the model."""
         return bool(self.stages) or any((self.sharding, self.matrices, self.experts))
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
