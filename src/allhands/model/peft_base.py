@@ -47,6 +47,7 @@ class PeftBase:
         proved: modules whose weights a checkpoint of transformers holds under the very names that
             mlx_lm has.
         tables: weights of embeddings and output layer.
+        can_untie: whether mlx_lm reads this model also with an output layer of its own.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PeftBase:
     tied: bool = False
     proved: Collection[str] = ()
     tables: Mapping[str, mx.array] = field(default_factory=dict[str, mx.array])
+    can_untie: bool = False
 
     @classmethod
     def of(cls, loaded: LoadedModel, name: str) -> PeftBase:
@@ -83,6 +85,7 @@ class PeftBase:
             tied=not any(shapes[n][0] in rows for n in outside),
             proved=frozenset() if architecture else _same_in_checkpoint(found, loaded.path),
             tables={n: _dense(m) for n, m in found.items() if n in embeddings or n in outside},
+            can_untie=hasattr(getattr(model, "args", None), "tie_word_embeddings"),
         )
 
     @cached_property

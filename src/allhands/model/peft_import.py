@@ -151,15 +151,19 @@ _REASONS = {
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
-def _merge(base: PeftBase) -> str | None:
-    """Return advice for an adapter that mlx_lm cannot hold; ``None`` if mlx_lm would not read the
-    merged model.
+def _merge(base: PeftBase, first: str = "") -> str | None:
+    """Return advice for an adapter that mlx_lm cannot hold, after what is to be done ``first``;
+    ``None`` if mlx_lm would not read the merged model.
     """
     if base.architecture is None or base.architecture.modules:
         return None
-    return "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
+    return f"{first}merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
 
 
+_UNTIE = (
+    "part them in Python, model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()) "
+    "and model.config.tie_word_embeddings = False, before PeftModel.from_pretrained; then "
+)
 _TIE = (
     "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
 )
@@ -255,7 +259,7 @@ def _without_tied_head(
         "alone (no ensure_weight_tying); in MLX one adapter reaches both",
         code="peft-weights-tied",
         where=CONFIG_FILE,
-        hint=_TIE,
+        hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
     )
 
 
