@@ -1,5 +1,5 @@
-"""Two ways of dividing at once, on four ranks, against one process: losses, norms, validation,
-weights, checkpoints.
+"""Two ways of dividing at once, or three, against one process: losses, norms, validation, weights,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import write_model
 from trained import assert_same, assert_same_samples, told, train, write_models, write_poisoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -19,6 +20,23 @@ WAYS = {
     "pipe x tensor": (*FOUR, "--strategy", "pipeline", "--tp", "2"),
     "pipe x shard": (*FOUR, "--strategy", "pipeline", "--dp-shard", "2"),
 }
+# Token positions are divided, and something else.
+TWO, EIGHT, ROWS = ("-n", "2", "--backend", "ring"), ("-n", "8", "--backend", "mpi"), ("--cp", "2")
+OF_ROWS = {
+    "shard x context": (*TWO, *ROWS, "--strategy", "fsdp"),
+    "shard x context of four": (*FOUR, *ROWS, "--strategy", "fsdp"),
+    "tensor x context": (*FOUR, *ROWS, "--tp", "2"),
+    "pipe x context": (*FOUR, *ROWS, "--strategy", "pipeline"),
+}
+OF_EIGHT = {
+    "shard x context, copies": (*EIGHT, *ROWS, "--strategy", "fsdp", "--dp-shard", "2"),
+    "shard x tensor x context": (*EIGHT, *ROWS, "--strategy", "fsdp", "--tp", "2"),
+    "pipe x tensor x context": (*EIGHT, *ROWS, "--strategy", "pipeline", "--tp", "2"),
+    "pipe x shard x context": (*EIGHT, *ROWS, "--strategy", "pipeline", "--dp-shard", "2"),
+}
+EVERY = WAYS | OF_ROWS | OF_EIGHT
+LONG = [pytest.param(way, marks=pytest.mark.long) for way in OF_EIGHT]
+DROPPED = '{"rank": 4, "scale": 4.0, "dropout": 0.3}'
 ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
 
 
@@ -33,10 +51,21 @@ def alone(place: Path) -> Path:
     return place / "alone"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *OF_ROWS, *LONG])
 def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
-    train(place, way, "--fine-tune-type", "full", *WAYS[way])
+    train(place, way, "--fine-tune-type", "full", *EVERY[way])
     assert_same(alone, place / way)
+
+
+@pytest.mark.parametrize("way", ["expert x context", "experts in matrices x context"])
+def test_ranks_with_experts_train_as_one_process(place: Path, way: str) -> None:
+    """Some ranks have no rows, and take part with nothing."""
+    write_model(place / "experts", layers=2, hidden=64, experts=4)
+    full = ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64")
+    train(place, "experts alone", *full, model="experts")
+    more = ("--tp", "2") if "matrices" in way else ()
+    train(place, way, *full, *FOUR, *ROWS, "--ep", "2", *more, model="experts")
+    assert_same(place / "experts alone", place / way)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +140,39 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
             ("--fine-tune-type", "full", "--compile", "on"),
             marks=pytest.mark.long,
         ),
+        (
+            "shard x context",
+            "quantised",
+            ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}'),
+        ),
+        (
+            "shard x context of four",
+            "untied",
+            ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64"),
+        ),
+        *(
+            pytest.param(way, model, more, marks=pytest.mark.long)
+            for way, model, more in (
+                ("shard x context", "model", ("--fine-tune-type", "full", "--compile", "on")),
+                ("shard x context", "model", ("--packing", "--isolate-documents")),
+                ("shard x context", "model", ("--fine-tune-type", "full", "--grad-checkpoint")),
+                ("tensor x context", "quantised", ("--lora-parameters", DROPPED)),
+                ("tensor x context", "model", ("--packing", "--isolate-documents")),
+                ("pipe x context", "quantised", ("--lora-parameters", DROPPED)),
+                ("pipe x context", "model", ("--num-layers", "1", "--batch-size", "1")),
+                ("pipe x context", "model", ("--fine-tune-type", "full", "--compile", "on")),
+                (
+                    "pipe x context",
+                    "untied",
+                    ("--fine-tune-type", "full", "--pp-schedule", "interleaved"),
+                ),
+                (
+                    "pipe x context",
+                    "model",
+                    ("--num-layers", "1", "--pp-schedule", "zb", "--compile", "on"),
+                ),
+            )
+        ),
     ],
 )
 def test_every_way_of_training_does(
@@ -120,7 +182,7 @@ def test_every_way_of_training_does(
     one, other = f"one {words}"[:80], f"{way} {words}"[:80]
     if not (place / one).exists():
         train(place, one, *_of_one(more), model=model)
-    train(place, other, *WAYS[way], *more, model=model)
+    train(place, other, *EVERY[way], *more, model=model)
     assert_same(place / one, place / other)
 
 
@@ -135,41 +197,52 @@ def _of_one(more: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(OF_ROWS, marks=pytest.mark.long)])
+def test_checkpoints_are_those_of_any_other_division(
+    place: Path, ways: dict[str, tuple[str, ...]]
+) -> None:
     """Each goes on under another one, and as one process; what one process saved goes on under
     each.
     """
-    train(place, "adam", *ADAM)
-    train(place, "half", *ADAM, "--iters", "2")
-    names = list(WAYS)
+    if not (place / "adam").exists():
+        train(place, "adam", *ADAM)
+        train(place, "half", *ADAM, "--iters", "2")
+    names = list(ways)
     for at, name in enumerate(names):
-        train(place, f"{name} half", *ADAM, *WAYS[name], "--iters", "2")
+        train(place, f"{name} half", *ADAM, *ways[name], "--iters", "2")
         other = names[(at + 1) % len(names)]
         for copy in ("alone", "other", "again"):
             shutil.copytree(place / f"{name} half", place / f"{name} {copy}")
         shutil.copytree(place / "half", place / f"from one {name}")
         train(place, f"{name} alone", *ADAM, "--resume", "auto")
-        train(place, f"{name} other", *ADAM, *WAYS[other], "--resume", "auto")
-        train(place, f"{name} again", *ADAM, *WAYS[name], "--resume", "auto")
-        train(place, f"from one {name}", *ADAM, *WAYS[name], "--resume", "auto")
+        train(place, f"{name} other", *ADAM, *ways[other], "--resume", "auto")
+        train(place, f"{name} again", *ADAM, *ways[name], "--resume", "auto")
+        train(place, f"from one {name}", *ADAM, *ways[name], "--resume", "auto")
         for run in (f"{name} alone", f"{name} other", f"{name} again", f"from one {name}"):
             assert_same(place / "adam", place / run)
 
 
 @pytest.mark.parametrize(
-    "way", ["pipe x shard", pytest.param("shard x tensor", marks=pytest.mark.long)]
+    "way",
+    [
+        "pipe x shard",
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in ("shard x tensor", "shard x context", "tensor x context", "pipe x context")
+        ),
+    ],
 )
 def test_samples_are_those_of_one_process(place: Path, way: str) -> None:
-    assert_same_samples(place, WAYS[way])
+    assert_same_samples(place, EVERY[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *OF_ROWS])
 def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, way: str) -> None:
     if not (place / "poisoned").exists():
         write_poisoned(place)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
     found: list[Any] = []
-    for name, ranks in (("one", ()), (way, WAYS[way])):
+    for name, ranks in (("one", ()), (way, EVERY[way])):
         train(place, f"skipped {name}", *more, *ranks, model="poisoned")
         found.append(told(place / f"skipped {name}", "skipped", "step", "examples"))
     assert found[0] == found[1]
@@ -190,7 +263,9 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, w
         ),
         (("-n", "4", "--strategy", "pipeline", "--reshard", "off"), "--reshard"),
         (("-n", "4", "--strategy", "zero1", "--tp", "2"), "--tp 2"),
-        (("-n", "4", "--strategy", "fsdp", "--cp", "2"), "--cp 2"),
+        (("-n", "3", "--strategy", "fsdp", "--cp", "2"), "--cp 2"),
+        (("-n", "4", "--backend", "ring", "--strategy", "fsdp", "--cp", "2"), "--backend ring"),
+        (("-n", "4", "--strategy", "pipeline", "--pp", "4", "--cp", "2"), "--pp 4 --cp 2"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -114,7 +114,9 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
     if form == "forgotten":
         matrices = replace(matrices, partial=frozenset())
     loss, found = gradients(model)
-    strategy = TensorParallel(Exchanging(world, cpu_native=True, matrices=matrices))
+    strategy = TensorParallel(
+        Exchanging(world, cpu_native=True, matrices=matrices, same_rows=matrices.tensor)
+    )
     reduced = strategy.reduce(
         Gradients(loss, found, {"targets": 1, "tokens": 1}), [float(world.rank == 0)]
     )

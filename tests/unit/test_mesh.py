@@ -261,7 +261,7 @@ def test_messages_of_a_pipeline_travel_where_its_groups_exchange(
     before = world.stream
     stages: Any = ()
     strategy = pipeline(
-        Exchanging(world, piping=Piping(stages, pipe, SingleProcess(), pipe)), overlap=False
+        Exchanging(world, piping=Piping(stages, pipe, SingleProcess())), overlap=False
     )
     moved = strategy.communicator
     assert isinstance(moved, MlxGroup)

@@ -159,10 +159,6 @@ def _refuse_divided_matrices(config: Any) -> None:
             f"{what}, by equal parts: not with --rank-weights",
         ),
         (
-            config.cp > 1,
-            f"{what}, --cp {config.cp} rows among ranks that have them all: leave one of the two out",
-        ),
-        (
             config.fine_tune_type == "dora",
             f"{what}; DoRA needs whole ones: take --fine-tune-type lora",
         ),
@@ -188,10 +184,6 @@ def _refuse_divided_experts(config: Any) -> None:
             f"{what}, so that ranks wait for each other and their speeds are not known: not with --rank-weights auto",
         ),
         (
-            config.cp > 1,
-            f"{what} among ranks with rows of their own: not with --cp; leave one of the two out",
-        ),
-        (
             config.tp not in (1, config.ep),
             f"--tp {config.tp} with --ep {config.ep}: the same ranks divide matrices and experts, so give one number",
         ),
@@ -207,11 +199,6 @@ def _refuse_context(config: Any) -> None:
         return
     given = f"--cp {config.cp}"
     refuse_where(
-        (
-            config.strategy not in ("auto", "data", "zero1"),
-            f"{given} divides rows among ranks that each have the whole model: not with --strategy {config.strategy}; "
-            "take data or zero1, or leave one of the two out",
-        ),
         (
             config.sync_every > 1 or config.sync_delay,
             f"{given} needs ranks with the same weights: not with --sync-every or --sync-delay; leave one of them out",
@@ -254,13 +241,18 @@ def require_groups(config: Any, num_ranks: int) -> None:
             )
 
 
+def ranks_of_stage(config: Any) -> int:
+    """Return the number of ranks that compute one stage of a pipeline together."""
+    return config.tp * config.cp * (config.dp_shard or 1)
+
+
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     """Return the error if so many ranks do not make whole pipelines; ``None`` if they do, or if no
     pipeline is requested.
     """
     if config.strategy != "pipeline":
         return None
-    beside = config.tp * (config.dp_shard or 1)
+    beside = ranks_of_stage(config)
     stages, interleaved = config.pp or num_ranks // beside, config.pp_schedule == "interleaved"
     if num_ranks == 1:
         what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
@@ -290,6 +282,7 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
     given = {
         "--pp": config.pp,
         "--tp": config.tp if config.tp > 1 else None,
+        "--cp": config.cp if config.cp > 1 else None,
         "--dp-shard": config.dp_shard,
     }
     where = (

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from allhands.config.combinations import ranks_of_stage
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, ModelError
@@ -43,7 +44,7 @@ def require_divisible(
         if config.train and pretraining(config) is None:
             resolve_layers(blocks, config)
         if config.strategy == "pipeline" and num_ranks > 1:
-            stages = config.pp or num_ranks // (config.tp * (config.dp_shard or 1))
+            stages = config.pp or num_ranks // ranks_of_stage(config)
             given = split_given(config, blocks, stages)
             stages_per_rank(config, len(given), blocks, stages)
     if config.tp > 1:

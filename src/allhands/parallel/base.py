@@ -53,7 +53,8 @@ class Exchanging:
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
             divides its matrices.
         experts: the same for one that divides experts alone.
-        context: the ranks that have the same rows, of which each computes its own token positions.
+        same_rows: the ranks that compute the same rows together.
+        pieces: number of ranks that divide the token positions of each row.
     """
 
     communicator: Communicator
@@ -67,7 +68,8 @@ class Exchanging:
     sharding: Sharding | None = None
     matrices: Matrices | None = None
     experts: Experts | None = None
-    context: Communicator = field(default_factory=SingleProcess)
+    same_rows: Communicator = field(default_factory=SingleProcess)
+    pieces: int = 1
 
     @property
     def size(self) -> int:

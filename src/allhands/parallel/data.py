@@ -240,7 +240,7 @@ class DataParallel(Strategy):
         return Times(handed_out.compute_s + time.perf_counter() - started, handed_out.comm_s)
 
     def one_by_one(self, passes: Passes) -> OneByOne:
-        return OneByOne(passes.one_by_one(), self._exchanging.context)
+        return OneByOne(passes.one_by_one(), self._exchanging.same_rows)
 
     def forget(self) -> None:
         self.ahead = None

@@ -178,6 +178,10 @@ class StageCompute:
                 mx.compile(self._outputs, **how),
             )
 
+    def tokens(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Return the shape of a micro-batch's tokens, as this rank computes them."""
+        return self._objective.places(batch.inputs).shape
+
     def trained(self) -> list[mx.array]:
         """Return the trained arrays, in the order of their gradients."""
         if self._flat is not None:
@@ -403,8 +407,9 @@ class _Step:
 
     def _hidden(self, stage: int, batch: int) -> tuple[tuple[int, ...], mx.Dtype]:
         """Shape and type of the hidden states between stages."""
-        compute = self._engine.compute[stage].stage
-        return (*self._batch(batch).inputs.shape, compute.features), compute.dtype
+        compute = self._engine.compute[stage]
+        tokens, own = compute.tokens(self._batch(batch)), compute.stage
+        return (*tokens, own.features), own.dtype
 
     def _send(self, action: Action) -> None:
         self._messages.send(

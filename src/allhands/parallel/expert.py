@@ -92,22 +92,21 @@ class ExpertParallel(Strategy):
             done = passes.run(batch)
             return done.sums, done.grads
 
-        return Computed(
-            *self._pass(
-                run, self._of_experts if self._leaves is None else self._of_experts_flat, batch
-            )
-        )
+        kept = self._of_experts if self._leaves is None else self._of_experts_flat
+        return Computed(*self._pass(run, kept, passes.objective, batch))
 
     def _pass(
         self,
         run: Callable[[MicroBatch], tuple[mx.array, Any]],
         kept: Callable[[Any], Any],
+        objective: Objective,
         batch: MicroBatch,
     ) -> tuple[mx.array, Any]:
         """Compute a micro-batch with the other ranks; of :data:`NOTHING` the gradients that
         ``kept`` leaves.
         """
-        dispatch, tokens = self._experts.dispatch, 0 if batch is NOTHING else batch.inputs.size
+        tokens = 0 if batch is NOTHING else objective.places(batch.inputs).size
+        dispatch = self._experts.dispatch
         now = self._wait(lambda: dispatch.agree(tokens))
         assert now is not None
         with dispatch.passing(now):
@@ -170,10 +169,12 @@ class ExpertParallel(Strategy):
         alone = passes.one_by_one()
 
         def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
-            return self._pass(alone, self._of_experts, NOTHING if batch is None else batch)
+            given = NOTHING if batch is None else batch
+            return self._pass(alone, self._of_experts, passes.objective, given)
 
-        together = self._experts.dispatch.in_step
-        return OneByOne(gradient, together, share=together.rank)
+        together = self._experts.together
+        # Ranks that divide token positions have the same rows.
+        return OneByOne(gradient, together, share=together.rank // self._exchanging.pieces)
 
 
 class ExpertSums:

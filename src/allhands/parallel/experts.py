@@ -202,13 +202,16 @@ class Experts(OwnedParts):
     Attributes:
         model: with this rank's experts.
         dispatch: the exchange with the ranks that have the other experts.
-        data: the ranks that have the same experts, for other rows.
+        data: the ranks that have the same experts, for other rows or other token positions.
+        together: all ranks that compute at the same time: those of ``dispatch``, each with those
+            that have the same rows.
         mixtures: all of the model.
     """
 
     model: nn.Module
     dispatch: Dispatch
     data: Communicator
+    together: Communicator
     mixtures: tuple[OwnExperts, ...]
 
 
@@ -273,7 +276,12 @@ def check_experts(model: nn.Module, ranks: int) -> None:
         check_layers(path, module, mixture, ranks)
 
 
-def divide_experts(model: nn.Module, group: Communicator, data: Communicator) -> Experts:
+def divide_experts(
+    model: nn.Module,
+    group: Communicator,
+    data: Communicator,
+    together: Communicator | None = None,
+) -> Experts:
     """Leave this rank with its part of every mixture's experts, which are read for it array by
     array.
 
@@ -282,6 +290,7 @@ def divide_experts(model: nn.Module, group: Communicator, data: Communicator) ->
 
     Args:
         group: the ranks that divide the experts; ``data``: those that have the same ones.
+        together: see :class:`Experts`; default: those that are in step with ``group``.
 
     Raises:
         ModelError: the architecture has no experts that can be divided.
@@ -295,4 +304,5 @@ def divide_experts(model: nn.Module, group: Communicator, data: Communicator) ->
         mixtures.append(own)
         own.compute_as(_Dispatched, _dispatch=dispatch)
         parts |= {name: place for name, place in taken.items() if name in trained}
-    return Experts(trained, parts, model, dispatch, data, tuple(mixtures))
+    in_step = dispatch.in_step if together is None else together
+    return Experts(trained, parts, model, dispatch, data, in_step, tuple(mixtures))

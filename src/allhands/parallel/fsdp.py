@@ -84,7 +84,7 @@ class FetchedStage(StageCompute):
         goes_on: bool = False,
         pushes: Callable[[], object] = lambda: None,
     ) -> None:
-        self.stage = stage
+        self.stage, self._objective = stage, objective
         self._units = units
         self._sharding, self._wait, self._pushes = sharding, wait, pushes
         self._goes_on = goes_on
@@ -373,9 +373,9 @@ class FullySharded(Strategy):
             )
             return sums[0] if sums else mx.zeros(()), parts
 
-        return OneByOne(
-            gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank
-        )
+        # Ranks that divide token positions have the same rows.
+        share = sharding.data.rank * sharding.shard.size + sharding.shard.rank
+        return OneByOne(gradient, sharding.world, share // self._exchanging.pieces)
 
     def reduce(
         self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()

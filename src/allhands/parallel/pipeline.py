@@ -193,7 +193,7 @@ class Pipeline(Strategy):
 
         sharding = self._sharding
         if sharding is None:
-            return OneByOne(gradient, self._piping.same_rows)
+            return OneByOne(gradient, self._exchanging.same_rows)
         return OneByOne(
             gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank
         )

@@ -17,13 +17,11 @@ class Piping:
         stages: of this rank, in the model's order.
         pipe: the ranks that make up a copy of the model; ``data`` those that compute the same
             blocks.
-        same_rows: those of ``pipe``, each with all ranks that have divided its matrices.
     """
 
     stages: tuple[Stage, ...]
     pipe: Communicator
     data: Communicator
-    same_rows: Communicator
     schedule: ScheduleName = "1f1b"
 
     @property

@@ -84,7 +84,7 @@ class TensorParallel(Strategy):
         return exchanging.reduced(grads, numbers, squares, extra)
 
     def one_by_one(self, passes: Passes) -> OneByOne:
-        return OneByOne(passes.one_by_one(), self._matrices.tensor)
+        return OneByOne(passes.one_by_one(), self._exchanging.same_rows)
 
 
 class WholeArrays:

@@ -54,7 +54,7 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
     if backend:
         require_back_end(mesh, backend)
     model: Any = skeleton(values)
-    if mesh.pipe > 1 or mesh.shard > 1:
+    if mesh.pipe > 1 or mesh.parts > 1:
         check_cut(model)
     if mesh.pipe > 1:
         split_given(config, len(model.layers), mesh.pipe)

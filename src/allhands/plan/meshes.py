@@ -16,7 +16,15 @@ from allhands.config.schema import TrainConfig
 from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
-from allhands.parallel.costs import DividedOptimizerCosts, Memory, TensorCosts, Traffic, Work
+from allhands.parallel.costs import (
+    ContextCosts,
+    DividedOptimizerCosts,
+    ExpertCosts,
+    Memory,
+    TensorCosts,
+    Traffic,
+    Work,
+)
 from allhands.plan.computers import Computer
 from allhands.plan.dividing import strategy_name
 from allhands.plan.job import Job
@@ -27,6 +35,7 @@ from allhands.plan.strategies import Way, launch_flags
 from allhands.run.divided_costs import (
     Divided,
     Fetching,
+    context_costs,
     expert_costs,
     memory_of_experts,
     memory_of_matrices,
@@ -36,7 +45,6 @@ from allhands.run.divided_costs import (
     part_of_matrices,
     tensor_costs,
 )
-from allhands.run.divided_costs import context_costs as costs_of_rows
 from allhands.run.divided_costs import sharded_costs as costs_of_shards
 from allhands.run.model_sizes import block_weights
 from allhands.run.piping import keeps_fetched, piped, shares_by_memory
@@ -237,7 +245,7 @@ class MeshWay:
     def form(self) -> tuple[float, float] | None:
         """The form of quantised weights: what travels, and experts, are packed."""
         forms = self.job.forms
-        return None if not forms else forms[-1 if self.mesh.shard > 1 else 0]
+        return None if not forms else forms[-1 if self.mesh.parts > 1 else 0]
 
     @cached_property
     def of(self) -> Callable[[DecoderShape, Work], Memory]:
@@ -248,7 +256,8 @@ class MeshWay:
         if self.config.ep > 1:
             of = partial(memory_of_experts, of, word=self.word, alike=self.mesh.expert == 1)
         if self.mesh.context > 1:
-            of = partial(memory_of_rows, of, ranks=self.mesh.context, word=self.word)
+            how = {"ranks": self.mesh.context, "word": self.word, "heads": self.mesh.tensor}
+            of = partial(memory_of_rows, of, **how)
         return of
 
     @cached_property
@@ -272,13 +281,13 @@ class MeshWay:
         """Return the part of every array that each rank has; ranks of unlike memory have unlike
         parts.
         """
-        places = [self.mesh.coordinates(rank).shard for rank in range(self.ranks)]
+        places = [self.mesh.part_of(rank) for rank in range(self.ranks)]
         rooms: dict[int, list[int]] = {}
         for each, place in zip(self.team, places, strict=True):
             rooms.setdefault(place, []).append(each.usable_bytes or 0)
-        least = [min(rooms[place]) for place in range(self.mesh.shard)]
+        least = [min(rooms[place]) for place in range(self.mesh.parts)]
         unlike = shares_by_memory(least) if min(least) and self.mesh.tensor == 1 else ()
-        parts = [part / sum(unlike) for part in unlike] or [1.0 / self.mesh.shard] * self.mesh.shard
+        parts = [part / sum(unlike) for part in unlike] or [1.0 / self.mesh.parts] * self.mesh.parts
         return [parts[place] for place in places]
 
     def memory(self, part: float, rows: float) -> Memory:
@@ -287,16 +296,21 @@ class MeshWay:
         whole = divided.memory(divided.work)
         if self.config.strategy == "zero1":
             return DividedOptimizerCosts().memory(whole, self.ranks)
-        if self.mesh.shard > 1:
+        if self.mesh.parts > 1:
             return costs_of_shards(divided, self.fetching()).memory_of(whole, part)
         return whole
 
     def fetching(self, *, last: bool = True) -> Fetching:
         """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""
-        keeps, copies = keeps_fetched(self.config), self.mesh.size_of("data")
-        slots = self.group(self.mesh.shard).slots
+        keeps, copies = keeps_fetched(self.config), self.mesh.copies
+        slots = self.group(self.mesh.parts).slots
         return Fetching(
-            keeps=keeps, boxed=self.mesh.tensor > 1, copies=copies, slots=slots, turns=last
+            keeps=keeps,
+            boxed=self.mesh.tensor > 1,
+            copies=copies,
+            slots=slots,
+            turns=last,
+            pieces=self.mesh.context,
         )
 
     def group(self, size: int) -> ExchangeGroup:
@@ -308,11 +322,11 @@ class MeshWay:
         """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a
         step.
         """
-        alone = self.mesh.size_of("data") * self.mesh.context * self.mesh.expert == 1
-        if self.mesh.shard > 1 or alone:
+        alone = self.mesh.copies * self.mesh.expert == 1
+        if self.mesh.parts > 1 or alone:
             return 0
         trained = self.divided.work.trained_bytes // self.mesh.pipe
-        if self.mesh.expert > 1 and self.mesh.size_of("data") == 1:
+        if self.mesh.expert > 1 and self.mesh.copies == 1:
             own = self.divided.model.blocks
             trained = outside_experts(trained, own, self.blocks, self.work, self.mesh.expert)
         return 2 * min(self.held.bucket_bytes, trained)
@@ -326,36 +340,38 @@ class MeshWay:
     def _traffic(self) -> Iterable[tuple[ExchangeGroup, Traffic]]:
         """Yield what a rank exchanges in a step, and within which group."""
         mesh, divided, scatters = self.mesh, self.divided, self.scatters
-        trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
-        if mesh.shard > 1:
+        trained, data = divided.work.trained_bytes, self.group(mesh.copies)
+        if mesh.parts > 1:
             # Parts travel as long as the largest.
-            times = mesh.shard * max(self.parts())
+            times = mesh.parts * max(self.parts())
             found = costs_of_shards(divided, self.fetching()).traffic(
                 trained, trained, scatters=scatters
             )
-            yield self.group(mesh.shard), _times(found, times)
-            yield data, Traffic(all_reduced=int(trained / mesh.shard * times))
+            yield self.group(mesh.parts), _times(found, times)
+            yield data, Traffic(all_reduced=int(trained / mesh.parts * times))
         elif mesh.expert > 1:
-            whole = expert_costs(self._of_all_experts(), mesh.expert)
+            whole = self._experts_costs()
             inside = int(self.work.trained_bytes * whole.expert_share / mesh.expert)
             exchanged = whole.traffic(0, 0, scatters=scatters)
             yield self.group(mesh.expert), exchanged
             yield data, Traffic(all_reduced=inside)
             yield ExchangeGroup(self.ranks), Traffic(all_reduced=trained - inside)
         elif mesh.context > 1:
-            rows = costs_of_rows(self._of_whole_rows()).traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.context), rows
             zero1 = self.config.strategy == "zero1"
             found = DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
-            yield ExchangeGroup(self.ranks), found if zero1 else Traffic(all_reduced=trained)
+            yield data, found if zero1 else Traffic(all_reduced=trained)
         else:
             yield data, Traffic(all_reduced=trained)
+        if mesh.context > 1:
+            yield self.group(mesh.context), self._rows_costs().traffic(0, 0, scatters=scatters)
         if mesh.tensor > 1:
             sums = self._sums().traffic(0, 0, scatters=scatters)
             yield self.group(mesh.tensor), sums
 
-    def _of_whole_rows(self) -> Divided:
-        return replace(self.divided, of=self.job.of)
+    def _rows_costs(self) -> ContextCosts:
+        blocks = replace(self.blocks, keys=self.blocks.keys // self.mesh.tensor)
+        divided = replace(self.divided, blocks=blocks, of=self.job.of)
+        return context_costs(divided, fetched=self.mesh.parts > 1)
 
     def _of_all_experts(self) -> Divided:
         """The training with whole blocks."""
@@ -363,8 +379,13 @@ class MeshWay:
         work = replace(self.work, batch_tokens=max(self.work.tokens, self.work.batch_tokens))
         return Divided(model, self.blocks, work, self.job.of, self.job.tied, self.on_cpu)
 
+    def _experts_costs(self) -> ExpertCosts:
+        costs = expert_costs(self._of_all_experts(), self.mesh.expert)
+        return replace(costs, hidden_bytes=costs.hidden_bytes // self.mesh.context)
+
     def _sums(self) -> TensorCosts:
-        return tensor_costs(self._of_all_experts(), fetched=self.mesh.shard > 1)
+        costs = tensor_costs(self._of_all_experts(), fetched=self.mesh.parts > 1)
+        return replace(costs, hidden_bytes=costs.hidden_bytes // self.mesh.context)
 
     # --- seconds ----------------------------------------------------------------------------------
 
@@ -373,7 +394,7 @@ class MeshWay:
         compute = self.compute_s()
         exchanged = self.link_s()
         if (
-            self.mesh.shard > 1
+            self.mesh.parts > 1
         ):  # weights travel beside the passes, but for those of the first block
             divided = self.divided
             fetches = divided.blocks.layers - 1 + divided.work.trained_layers
@@ -381,11 +402,12 @@ class MeshWay:
                 exchanged / max(1, fetches * divided.micro_batches), exchanged - compute
             )
         serial_s = self.plain.step_s - self.plain.compute_s - self.plain.exposed_s
-        return serial_s + compute + exchanged + self.sums_s() + self.gradients_s(compute)
+        waited = exchanged + self.rows_s() + self.sums_s()
+        return serial_s + compute + waited + self.gradients_s(compute)
 
     def compute_s(self) -> float:
         """Return the seconds of the passes."""
-        again = self.job.fetched_s if self.mesh.shard > 1 else 1.0
+        again = self.job.fetched_s if self.mesh.parts > 1 else 1.0
         if self.mesh.data_size == self.ranks:
             return again * self.plain.compute_s
         step, mesh = self.job.step, self.mesh
@@ -411,8 +433,8 @@ class MeshWay:
     def link_s(self) -> float:
         """Return the seconds of what passes exchange besides sums of hidden states."""
         mesh, half = self.mesh, 0.5 if self.scatters else 1.0
-        if mesh.shard > 1:
-            group, divided = self.group(mesh.shard), self.divided
+        if mesh.parts > 1:
+            group, divided = self.group(mesh.parts), self.divided
             costs = costs_of_shards(divided, self.fetching())
             fetches = divided.blocks.layers - 1 + divided.work.trained_layers
             times = 1 if costs.keeps else divided.micro_batches
@@ -422,31 +444,35 @@ class MeshWay:
                 self.link, costs.pushed_bytes / units
             )
         if mesh.expert > 1:
-            divided, group = self._of_all_experts(), self.group(mesh.expert)
-            costs, batches = expert_costs(divided, mesh.expert), divided.micro_batches
+            group, costs = self.group(mesh.expert), self._experts_costs()
+            batches = self.divided.micro_batches
             each = costs.hidden_bytes / batches
             both = group.gather_s(self.link, each) + half * group.sum_s(self.link, each)
             return 2 * costs.mixtures * batches * both
-        if mesh.context > 1:
-            divided, group = self._of_whole_rows(), self.group(mesh.context)
-            costs, times = costs_of_rows(divided), divided.micro_batches * self.blocks.layers
-            fetched = times * group.gather_s(self.link, costs.fetched_bytes / times)
-            return fetched + half * times * group.sum_s(self.link, costs.pushed_bytes / times)
         return 0.0
+
+    def rows_s(self) -> float:
+        """Return the seconds of the exchange of keys and values of ranks with parts of rows."""
+        if self.mesh.context == 1:
+            return 0.0
+        return self._exchange_s(self._rows_costs(), self.divided.micro_batches * self.blocks.layers)
+
+    def _exchange_s(self, costs: ContextCosts, times: int) -> float:
+        """Seconds of the exchange of keys and values, so many times."""
+        group, half = self.group(self.mesh.context), 0.5 if self.scatters else 1.0
+        fetched = times * group.gather_s(self.link, costs.fetched_bytes / times)
+        return fetched + half * times * group.sum_s(self.link, costs.pushed_bytes / times)
 
     def gradients_s(self, compute: float) -> float:
         """Return the seconds of the exchange of gradients at the end of a step, as far as it is
         waited for.
         """
         mesh, trained = self.mesh, self.divided.work.trained_bytes
-        if mesh.shard > 1:
-            return self.group(mesh.size_of("data")).sum_s(self.link, trained / mesh.shard)
-        world = mesh.expert > 1 or mesh.context > 1
-        whole = (ExchangeGroup(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(
-            self.link, trained
-        )
+        if mesh.parts > 1:
+            return self.group(mesh.copies).sum_s(self.link, trained / mesh.parts)
+        whole = self.group(mesh.copies * mesh.expert).sum_s(self.link, trained)
         least = 0.0
-        if mesh.context > 1:  # call by call, and packed if they are to be
+        if mesh.context > 1 and mesh.tensor == 1:  # call by call, and packed if they are to be
             whole = exchange_s(self.job.step, self.link, self.ranks)
             least = min(whole, self.plain.exposed_s)  # that of the last call
         return max(least, whole - compute / 2) if self.job.step.overlapped else whole

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from allhands.parallel.costs import Memory, PipelineCosts, Traffic
+from allhands.parallel.costs import ContextCosts, Memory, PipelineCosts, Traffic
 from allhands.parallel.splitting import Split
 from allhands.plan.computers import Computer
 from allhands.plan.job import Job
 from allhands.plan.meshes import MeshWay
 from allhands.plan.pipelines import PipelineStep, cut_step, largest_update, message_s, split_model
 from allhands.plan.strategies import Way
-from allhands.run.divided_costs import Divided, sharded_costs
+from allhands.run.divided_costs import Divided, context_costs, sharded_costs
 from allhands.run.piping import keeps_fetched
 from allhands.run.stage_costs import Model, Weights, alive, on_the_way
 
@@ -27,7 +27,7 @@ class StagedWay(MeshWay):
         mesh, stages = self.mesh, self._stages()
         job = self._job_of_a_copy()
         cut = cut_step(job, mesh.pipe)
-        hidden_bytes = cut.work.tokens * self.blocks.dims * self.word
+        hidden_bytes = self._hidden_bytes(cut)
         models = [self.model_in(form, cut.work) for form in job.forms or (None,)]
         keeps = keeps_fetched(self.config)
         shared = [each.divided(1, mesh.shard, keeps=keeps) for each in models]
@@ -52,7 +52,7 @@ class StagedWay(MeshWay):
             ]
         whole = sum(part.cost for part in layers.blocks) + layers.head.cost
         stage_s = [
-            slower * self.turns * cut.pass_s * each / whole / mesh.tensor + extra
+            slower * self.turns * cut.pass_s * each / whole / mesh.tensor / mesh.context + extra
             for each, extra in zip(
                 found.seconds, self._extra_s(cut, model, found.sizes), strict=True
             )
@@ -64,6 +64,10 @@ class StagedWay(MeshWay):
         largest = needed.index(max(needed))
         shown = self._shown(cut, shared[form], found.sizes, largest)
         return self.told(shown, by_rank, buckets, step_s, sent_bytes)
+
+    def _hidden_bytes(self, cut: PipelineStep) -> int:
+        """Bytes of a micro-batch's hidden states on a rank."""
+        return cut.work.tokens // self.mesh.context * self.blocks.dims * self.word
 
     def _given(self) -> list[int]:
         """The blocks of each stage that a person has asked for; of several stages a rank has
@@ -146,10 +150,11 @@ class StagedWay(MeshWay):
     def _sent(self, cut: PipelineStep, model: Model, sizes: Sequence[int], place: int) -> int:
         """Bytes that a rank of a stage sends in a step."""
         mesh, pipe = self.mesh, self.mesh.pipe
-        hidden = cut.batches * cut.work.tokens * self.blocks.dims * self.word
+        hidden = cut.batches * self._hidden_bytes(cut)
         sent = hidden * (min(place, 1) + min(pipe - 1 - place, 1))
         divided = self._divided_stage(cut, model, sizes, place)
-        trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
+        trained = divided.work.trained_bytes
+        data = self.group(mesh.copies)
         if mesh.shard > 1:
             costs = replace(
                 sharded_costs(divided, self.fetching(last=place == pipe - 1)),
@@ -161,7 +166,20 @@ class StagedWay(MeshWay):
         if mesh.tensor > 1:
             sums = self._sums_of(cut, sizes, place)
             sent += self.group(mesh.tensor).sent(Traffic(all_reduced=sums * hidden))
+        if mesh.context > 1:
+            rows = self._rows_of(cut, divided, last=place == pipe - 1)
+            sent += self.group(mesh.context).sent(rows.traffic(0, 0, scatters=self.scatters))
         return sent + data.sent(Traffic(all_reduced=trained // mesh.shard))
+
+    def _rows_of(self, cut: PipelineStep, divided: Divided, *, last: bool) -> ContextCosts:
+        """The keys and values of a stage that ranks exchange in a step.
+
+        A CPU computes forward passes twice, but for those of the last stage.
+        """
+        work = replace(divided.work, batch_tokens=cut.batches * cut.work.tokens)
+        if self.on_cpu and not last:
+            work = replace(work, recomputed=True)
+        return context_costs(replace(divided, work=work))
 
     def _sums_of(self, cut: PipelineStep, sizes: Sequence[int], place: int) -> int:
         """Sums of hidden states of a stage: twice a block in each pass.
@@ -174,7 +192,7 @@ class StagedWay(MeshWay):
     def _extra_s(self, cut: PipelineStep, model: Model, sizes: Sequence[int]) -> list[float]:
         """Seconds of a micro-batch that each stage's ranks exchange among each other."""
         mesh, extra = self.mesh, list[float]()
-        hidden = cut.work.tokens * self.blocks.dims * self.word
+        hidden = self._hidden_bytes(cut)
         for place in range(len(sizes)):
             seconds = 0.0
             if mesh.tensor > 1:
@@ -190,5 +208,9 @@ class StagedWay(MeshWay):
                 seconds += (0.5 if self.scatters else 1.0) * group.sum_s(
                     self.link, costs.pushed_bytes
                 )
+            if mesh.context > 1:
+                divided = self._divided_stage(cut, model, sizes, place)
+                rows = self._rows_of(cut, divided, last=place == len(sizes) - 1)
+                seconds += self._exchange_s(rows, cut.batches * sizes[place]) / cut.batches
             extra.append(seconds)
         return extra

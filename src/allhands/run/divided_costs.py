@@ -136,6 +136,7 @@ class Fetching:
             groups; 1: it has.
         turns: True if the backward pass follows a forward pass at once, with the block that is
             there: not so in the stages of a pipeline but the last one.
+        pieces: number of ranks that divide the token positions of each row.
     """
 
     keeps: bool = False
@@ -143,6 +144,7 @@ class Fetching:
     copies: int = 1
     slots: int = 1
     turns: bool = True
+    pieces: int = 1
 
 
 def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> ShardedCosts:
@@ -206,7 +208,9 @@ def _part_of_shards(
         update=int(whole.update * share),
         renewed=int(whole.renewed * share),
         trained=int(trained * share),
-        activations=int(one.activations + _inputs(divided, first, len(units) - 1)),
+        activations=int(
+            one.activations + _inputs(divided, first, len(units) - 1) / fetching.pieces
+        ),
         logits=one.logits,
         beside=one.beside + int(kept),
     )
@@ -270,7 +274,8 @@ class _Passes:
         summing = unit.copies + unit.trained * self.share + 2.0 * (slots - 1) * unit.trained
         if self.fetching.boxed:  # columns of parts, filled up and put together
             summing += 2.0 * unit.trained
-        there = self._fetched(place) + _inputs(divided, self.first, place)
+        inputs = _inputs(divided, self.first, place) / self.fetching.pieces
+        there = self._fetched(place) + inputs
         return there + max(unit.trained + max(self.one.activations, self._loss(place)), summing)
 
     def _fetched(self, place: int) -> float:
@@ -474,13 +479,19 @@ def memory_of_experts(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def context_costs(divided: Divided) -> ContextCosts:
-    """Return the costs of ranks with a part of each row."""
+def context_costs(divided: Divided, *, fetched: bool = False) -> ContextCosts:
+    """Return the costs of ranks with a part of each row.
+
+    Args:
+        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but
+            for the last one.
+    """
     work, blocks = divided.work, divided.blocks
     of_layer = _keys_and_values(divided, divided.step_tokens)
+    again = work.trained_layers - fetched if work.recomputed or fetched else 0
     return ContextCosts(
         part=lambda ranks: _part_of_rows(divided, ranks),
-        fetched_bytes=of_layer * (blocks.layers + (work.trained_layers if work.recomputed else 0)),
+        fetched_bytes=of_layer * (blocks.layers + again),
         pushed_bytes=of_layer * work.trained_layers,
     )
 
@@ -501,11 +512,13 @@ def memory_of_rows(
     work: Work,
     ranks: int,
     word: int,
+    heads: int = 1,
 ) -> Memory:
     """Return the arrays of one of so many ranks with parts of rows; ``work`` is of whole rows.
 
     Args:
         word: bytes of a number of activations.
+        heads: number of ranks that divide the heads of attention, too.
     """
     own = replace(
         work,
@@ -513,7 +526,8 @@ def memory_of_rows(
         batch_tokens=math.ceil(work.batch_tokens / ranks),
     )
     layers = (1 if work.recomputed else work.trained_layers) + _ROWS_PASSING
-    return _with_more(of(blocks, own), int(layers * 2 * work.tokens * blocks.keys * word))
+    whole = layers * 2 * work.tokens * blocks.keys * word
+    return _with_more(of(blocks, own), int(whole / heads))
 
 
 def _with_more(memory: Memory, activations: int) -> Memory:

@@ -30,6 +30,7 @@ from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
 from allhands.model.stages import Stage, blocks_of_stages, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Part, Seat, Split, divide, even_speeds, split_as
+from allhands.run.divided_costs import memory_of_rows
 from allhands.run.expecting import Device, has_masters
 from allhands.run.piping import keeps_fetched, micro_batch_tokens
 from allhands.run.stage_costs import (
@@ -387,6 +388,8 @@ def _part_costs(
     work, batches = _work(config, divided, models[0], mesh, accelerator)
     blocks = blocks_of(divided.config)
     of = None if blocks is None else partial(computes, blocks)
+    if blocks is not None and mesh.context > 1:
+        of = partial(memory_of_rows, computes, blocks, ranks=mesh.context, word=word)
     found = [
         layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile))
         for model in models
@@ -395,7 +398,7 @@ def _part_costs(
     once, hidden = found[0][1], 0
     once += models[0].fetched_bytes(mesh.shard, keeps=keeps)
     if work is not None and blocks is not None:
-        hidden = work.tokens * blocks.dims * word
+        hidden = work.tokens // mesh.context * blocks.dims * word
         once += summing_bytes(mesh, work.trained_bytes // mesh.pipe, 0, BUCKET_BYTES)
     return _PartCosts([layers for layers, _ in found], weights, once, batches, hidden)
 

@@ -74,8 +74,8 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         if ready.stages
         else None
     )
-    together = sums_together(piping, ready, CAUSAL_LM)
-    context = context_of(ready.communicator, surroundings.mesh)
+    objective = CAUSAL_LM.across(context_of(ready.communicator, surroundings.mesh))
+    together = sums_together(piping, ready, objective)
     group = same_rows(ready.communicator, surroundings.mesh)
     tokens = micro_batch_tokens(config, windows.work, surroundings.mesh)
     evaluator = Evaluator(
@@ -89,7 +89,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         cpu_native=ready.accelerator.cpu_native,
         stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
-        objective=CAUSAL_LM.across(context),
+        objective=objective,
         together=together,
         same_rows=group,
     )

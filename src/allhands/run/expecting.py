@@ -207,7 +207,8 @@ def _arrays_of(config: TrainConfig, device: Device) -> Callable[[DecoderShape, W
     if config.ep > 1:
         of = partial(memory_of_experts, of, word=word, alike=mesh.expert == 1)
     if mesh.context > 1:
-        of = partial(memory_of_rows, of, ranks=mesh.context, word=word)
+        how = {"ranks": mesh.context, "word": word, "heads": mesh.tensor}
+        of = partial(memory_of_rows, of, **how)
     return of
 
 
@@ -226,9 +227,10 @@ def _own_parts(
     fetching = Fetching(
         keeps=sharding.fetching.keeps,
         boxed=mesh.tensor > 1,
-        copies=sharding.data.size,
-        slots=mesh.size // mesh.shard if isinstance(sharding.shard, GroupWithinWorld) else 1,
+        copies=mesh.copies,
+        slots=mesh.size // mesh.parts if isinstance(sharding.shard, GroupWithinWorld) else 1,
         turns=not stages or any(stage.blocks.is_last for stage in stages),
+        pieces=mesh.context,
     )
     divided = Divided(
         held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native

@@ -59,25 +59,32 @@ def _of_whole_arrays(mesh: Mesh) -> bool:
     return mesh.pipe == mesh.tensor == 1
 
 
+def _of_whole_rows(mesh: Mesh) -> bool:
+    # Between two exchanges, ranks with parts of rows have others of their own.
+    return mesh.context == 1
+
+
 # Groups in which ranks exchange, by what they have divided: the axes along which these ranks
 # differ, and whether all groups exchange the same shapes at the same time, so that the whole world
 # can do it for them.
 _Groups = Mapping[str, tuple[tuple[Axis, ...], Callable[[Mesh], bool]]]
 _STAGES: _Groups = {
     "pipe": (("pipe",), _never),
-    "data": (("data",), _never),
-    "rows": (("pipe", "tensor"), _never),
+    "data": (("data", "context"), _never),
 }
 _ARRAYS: _Groups = {"shard": (("shard",), _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
+# Between two exchanges of arrays, ranks with other rows exchange others of their own.
+_ARRAYS_AND_ROWS: _Groups = {"shard": (("shard", "context"), _never), "data": (("data",), _never)}
 # Ranks with other rows exchange other shapes at the same time.
 _MATRICES: _Groups = {
     "tensor": (("tensor",), _never),
-    "data": (("data",), lambda mesh: mesh.pipe == 1),
+    "data": (("data", "context"), lambda mesh: mesh.pipe == 1),
 }
 # Ranks agree on the shapes, and on the number of passes.
 _EXPERTS: _Groups = {
-    "expert": (("expert",), lambda mesh: True),
-    "data": (("data",), lambda mesh: True),
+    "expert": (("expert",), _of_whole_rows),
+    "data": (("data", "context"), _of_whole_rows),
+    "together": (("expert", "context"), _of_whole_rows),
 }
 _ROWS: _Groups = {
     "context": (("context",), _never),
@@ -95,7 +102,7 @@ def require_back_end(mesh: Mesh, backend: str) -> None:
     for divided, groups in (
         (mesh.tensor, _MATRICES),
         (mesh.expert, _EXPERTS),
-        (mesh.shard, _ARRAYS),
+        (mesh.parts, _arrays(mesh)),
         (mesh.pipe, _STAGES),
         (together, _ROWS),
     ):
@@ -103,6 +110,11 @@ def require_back_end(mesh: Mesh, backend: str) -> None:
             require_groups(backend, mesh, *axes, alike=alike(mesh))
     if mesh.pipe > 1 and not can(backend, "split"):
         require_neighbours(backend, mesh, "pipe")
+
+
+def _arrays(mesh: Mesh) -> _Groups:
+    """The groups of ranks that divide arrays."""
+    return _ARRAYS_AND_ROWS if mesh.context_stores_parts else _ARRAYS
 
 
 def _group(communicator: Communicator, mesh: Mesh, groups: _Groups, name: str) -> Communicator:
@@ -117,7 +129,7 @@ def divides(config: TrainConfig) -> bool:
 
 def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
     """Return true if each rank reads a part of the model alone."""
-    return divides(config) or mesh.shard > 1 or mesh.tensor > 1 or mesh.expert > 1
+    return divides(config) or mesh.parts > 1 or mesh.tensor > 1 or mesh.expert > 1
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
@@ -134,7 +146,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     problem = unfit_stages(config, mesh.size)
     if problem is None:
         return config
-    changed: dict[str, Any] = {"pp": None, "pp_split": "auto", "tp": 1, "dp_shard": None}
+    changed: dict[str, Any] = {"pp": None, "pp_split": "auto", "tp": 1, "cp": 1, "dp_shard": None}
     told = f"{problem.message} ({problem.where}): the remaining ranks are one pipeline with a new division of the blocks"
     if mesh.size == 1:
         changed |= {"strategy": "auto", "pp_schedule": "1f1b"}
@@ -185,13 +197,15 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
         sizes |= {"pipe": config.pp or together // shards, "shard": shards}
     elif is_sharded(config):
         sizes["shard"] = config.dp_shard or together
+    stores = is_sharded(config) and config.cp > 1
     divided = math.prod(sizes.values())
     if divided == 1:
         return mesh
     # A batch is divided by speeds among ranks that each have all of the rest, and rows of their
     # own.
     weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
-    return replace(mesh, data=mesh.size // divided, weights=weights, **sizes)
+    data = mesh.size // divided
+    return replace(mesh, data=data, weights=weights, context_stores_parts=stores, **sizes)
 
 
 def require_pipelines(
@@ -224,15 +238,13 @@ def piping_of(
     """
     if communicator.size > 1 and not can(communicator.backend, "split"):
         require_neighbours(communicator.backend, mesh, "pipe")
-    pipe, data, rows = (
-        _group(communicator, mesh, _STAGES, name) for name in ("pipe", "data", "rows")
-    )
+    pipe, data = (_group(communicator, mesh, _STAGES, name) for name in ("pipe", "data"))
     # As the first stage has it now: a CPU computes in float32 what is stored in other types.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])
     dtype = DTYPES[next(code for code in told if code is not None)]
     return Piping(
-        tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, rows, config.pp_schedule
+        tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule
     )
 
 
@@ -256,15 +268,15 @@ def parts_by_memory(
     Args:
         room: bytes that this rank may have; 0: not known.
     """
-    if mesh.shard == 1 or mesh.tensor > 1:
+    if mesh.parts == 1 or mesh.tensor > 1:
         return (), []
     rooms: list[int] = gather_json(communicator, room)
     if len(rooms) < mesh.size or not min(rooms):  # a rank on trial, alone
         return (), []
-    places = [mesh.coordinates(rank).shard for rank in range(mesh.size)]
+    places = [mesh.part_of(rank) for rank in range(mesh.size)]
     least = [
         min(room for room, at in zip(rooms, places, strict=True) if at == place)
-        for place in range(mesh.shard)
+        for place in range(mesh.parts)
     ]
     shares = shares_by_memory(least)
     told = ", ".join(f"{part / sum(least):.0%}" for part in least)
@@ -297,9 +309,10 @@ def sharded(
         ConfigError: the back-end has no groups of some ranks.
         ModelError: the architecture cannot be cut.
     """
-    if mesh.shard == 1:
+    if mesh.parts == 1:
         return None
-    together, copies = (_group(communicator, mesh, _ARRAYS, name) for name in ("shard", "data"))
+    groups = _arrays(mesh)
+    together, copies = (_group(communicator, mesh, groups, name) for name in ("shard", "data"))
     fetching = BetweenPasses(keeps_fetched(config), twice=config.grad_checkpoint)
     how: Any = {"fetching": fetching, "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
     return shard(model, together, copies, communicator, **how)
@@ -318,9 +331,10 @@ def experts_divided(
     if mesh.expert == 1:
         return None
     assert communicator is not None
-    return divide_experts(
-        model, *(_group(communicator, mesh, _EXPERTS, name) for name in ("expert", "data"))
-    )
+    expert, data = (_group(communicator, mesh, _EXPERTS, name) for name in ("expert", "data"))
+    if mesh.context == 1:
+        return divide_experts(model, expert, data)
+    return divide_experts(model, expert, data, _group(communicator, mesh, _EXPERTS, "together"))
 
 
 def divided(

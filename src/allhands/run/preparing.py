@@ -212,7 +212,7 @@ def prepare(
     with _busy(surroundings):
         matrices = divided(model, communicator, mesh, whole_experts=config.ep > 1)
         experts = experts_divided(model, communicator, mesh)
-        if mesh.shard == 1:
+        if mesh.parts == 1:
             read_weights(model)
         context, applied = _passes_checked(
             config, loaded, accelerator, kernels, data, surroundings, notes, stages
@@ -430,7 +430,7 @@ def _passes_checked(
     )
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
-    if mesh.shard > 1:
+    if mesh.parts > 1:
         context = replace(context, short=True, fetched=True)  # weights travel packed
     elif accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
@@ -453,7 +453,7 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
         not mx.cuda.is_available()
     ):  # for the other back-ends the variables would only be a trace left behind
         return []
-    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1 or mesh.shard > 1}
+    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1 or mesh.parts > 1}
     has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
     if not has_order:
         raise ConfigError(

@@ -388,7 +388,8 @@ class _RankRun:
             non_finite=config.non_finite,
             packed=config.packing,
             objective=self._objective,
-            context=self._context,
+            same_rows=self._same_rows,
+            pieces=self.mesh.context,
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
@@ -582,7 +583,7 @@ class _RankRun:
             weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
-            together=sums_together(self._piping, self.ready, self.objective),
+            together=sums_together(self._piping, self.ready, self._objective),
             same_rows=self._same_rows,
         )
 

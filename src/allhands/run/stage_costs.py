@@ -141,7 +141,7 @@ def summing_bytes(mesh: Mesh, trained: int, shared: int, bucket_bytes: int) -> i
     """
     if mesh.pipe == 1 and mesh.expert == 1:
         return 0
-    summed = trained if mesh.size_of("data") > 1 else shared if mesh.expert > 1 else 0
+    summed = trained if mesh.copies > 1 else shared if mesh.expert > 1 else 0
     return 2 * min(bucket_bytes, summed)
 
 

@@ -49,7 +49,8 @@ class StepOptions:
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
             divides its matrices.
         experts: the same for one that divides experts alone.
-        context: the ranks that have the same rows, of which each computes its own token positions.
+        same_rows: the ranks that compute the same rows together.
+        pieces: number of ranks that divide the token positions of each row.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
@@ -71,7 +72,8 @@ class StepOptions:
     sharding: Sharding | None = None
     matrices: Matrices | None = None
     experts: Experts | None = None
-    context: Communicator = field(default_factory=SingleProcess)
+    same_rows: Communicator = field(default_factory=SingleProcess)
+    pieces: int = 1
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -92,14 +94,15 @@ def make_step(
         "piping": options.piping,
         "sharding": options.sharding,
         "matrices": options.matrices,
+        "experts": options.experts,
+        "same_rows": options.same_rows,
+        "pieces": options.pieces,
     }
     how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
-    exchanging = Exchanging(
-        communicator, *how, **parts, experts=options.experts, context=options.context
-    )
+    exchanging = Exchanging(communicator, *how, **parts)
     # Gradients and what ranks exchange within a pass would be on two streams, in an order of their
     # own on each rank.
-    overlap = False if options.context.size > 1 else options.overlap
+    overlap = False if options.pieces > 1 else options.overlap
     strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts
