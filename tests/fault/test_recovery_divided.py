@@ -19,9 +19,11 @@ WAYS = {
     "pipe x shard": ("--backend", "mpi", "--strategy", "pipeline", "--dp-shard", "2"),
     "shard x tensor": ("--backend", "mpi", "--strategy", "fsdp", "--tp", "2"),
     "expert": ("--ep", "2"),
+    "shard and context": ("--cp", "2", "--strategy", "fsdp"),
+    "shard and expert": ("--ep", "2", "--strategy", "fsdp"),
 }
 HAVE_PARTS = [name for name in WAYS if name != "context"]
-HAVE_MESSAGES = ("pipeline", "fsdp", "pipe x shard", "shard x tensor")
+HAVE_MESSAGES = tuple(name for name, flags in WAYS.items() if "--strategy" in flags)
 
 
 class Way(NamedTuple):
@@ -37,7 +39,7 @@ class Way(NamedTuple):
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Way:
     name, flags = request.param, WAYS[request.param]
-    bench = Bench(tmp_path_factory.mktemp(name), experts=4 if name == "expert" else 0)
+    bench = Bench(tmp_path_factory.mktemp(name), experts=4 if "expert" in name else 0)
     ranks = 4 if " x " in name else 2
     with bench.trial("undisturbed") as trial:
         trial.run(*flags, ranks=ranks)

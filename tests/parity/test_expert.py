@@ -284,7 +284,7 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
         (("-n", "3", "--ep", "2"), "--ep 2"),
         (("-n", "3", "--ep", "3"), "has 4 experts"),
         (("-n", "2", "--ep", "2", "--optimizer", "muon"), "--ep 2"),
-        (("-n", "2", "--ep", "2", "--strategy", "pipeline"), "--strategy pipeline"),
+        (("-n", "2", "--ep", "2", "--strategy", "pipeline"), "--tp 2"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:

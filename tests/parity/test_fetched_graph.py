@@ -26,7 +26,7 @@ from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
 from allhands.parallel.fetched import FetchedGraph
 from allhands.parallel.gradient import Computing
-from allhands.parallel.sharding import BetweenPasses, Sharding, shard
+from allhands.parallel.sharding import BetweenPasses, Layout, Sharding, shard
 from allhands.train.optimizers import SGD, KernelAdamW
 from allhands.train.step import StepOptions, make_step
 
@@ -251,7 +251,7 @@ def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: 
     model = wide()
     if fused:
         fuse(model, 64, joins=False)
-    sharding = sharded(model, scatters=True, boxed=boxed)
+    sharding = sharded(model, scatters=True, layout=Layout(boxed=boxed))
     of_a_block = len(sharding.units[1].rows)
     assert_same(expected, found_by(passes(sharding), tokens))
     # Gate with up, and each other large array; with queries go keys and values.

@@ -108,10 +108,12 @@ MIXTURE = "--shape mixtral --experts 4 --experts-per-token 2"
 WAYS = [
     *("--strategy data", "--strategy zero1", "--strategy pipeline", "--tp 2", "--cp 2"),
     *("--strategy fsdp", "--strategy zero2", "--strategy fsdp --grad-checkpoint"),
+    "--strategy fsdp --cp 2",
 ]
 CASES = [
     *(("", way) for way in WAYS),
     *(("--optimizer sgd", "--strategy fsdp"), (MIXTURE, "--strategy fsdp"), (MIXTURE, "--ep 2")),
+    (MIXTURE, "--strategy fsdp --ep 2"),
 ]
 
 

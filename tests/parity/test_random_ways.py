@@ -36,8 +36,18 @@ WAYS = [
     (*FOUR, *PIPELINE, "--dp-shard", "2"),
     (*FOUR, "--strategy", "fsdp", "--tp", "2"),
     (*FOUR, "--cp", "2"),
+    (*TWO, "--strategy", "fsdp", "--cp", "2"),
+    (*FOUR, "--tp", "2", "--cp", "2"),
+    (*FOUR, *PIPELINE, "--cp", "2"),
 ]
-WITH_EXPERTS = [(*TWO, "--ep", "2"), (*FOUR, "--tp", "2", "--ep", "2")]
+WITH_EXPERTS = [
+    (*TWO, "--ep", "2"),
+    (*FOUR, "--tp", "2", "--ep", "2"),
+    (*FOUR, "--ep", "2", "--cp", "2"),
+    (*TWO, "--strategy", "fsdp", "--ep", "2"),
+    (*FOUR, "--strategy", "fsdp", "--tp", "2", "--ep", "2"),
+    (*FOUR, *PIPELINE, "--tp", "2", "--ep", "2"),
+]
 
 pytestmark = pytest.mark.long
 

@@ -34,7 +34,21 @@ OF_EIGHT = {
     "pipe x tensor x context": (*EIGHT, *ROWS, "--strategy", "pipeline", "--tp", "2"),
     "pipe x shard x context": (*EIGHT, *ROWS, "--strategy", "pipeline", "--dp-shard", "2"),
 }
-EVERY = WAYS | OF_ROWS | OF_EIGHT
+EXPERTS, ALL_IN_ONE = ("--ep", "2"), ("--ep", "2", "--tp", "2")
+OF_EXPERTS = {
+    "shard x expert": (*TWO, *EXPERTS, "--strategy", "fsdp"),
+    "expert x context": (*FOUR, *EXPERTS, *ROWS),
+    "shard x experts in matrices": (*FOUR, *ALL_IN_ONE, "--strategy", "fsdp"),
+    "pipe x experts in matrices": (*FOUR, *ALL_IN_ONE, "--strategy", "pipeline"),
+}
+OF_MORE_EXPERTS = {
+    "shard x expert, copies": (*FOUR, *EXPERTS, "--strategy", "fsdp"),
+    "shard x expert, copies over a ring": ("-n", "4", *TWO[2:], *EXPERTS, "--strategy", "fsdp"),
+    "experts in matrices x context": (*FOUR, *ALL_IN_ONE, *ROWS),
+    "shard x experts in matrices x context": (*EIGHT, *ALL_IN_ONE, *ROWS, "--strategy", "fsdp"),
+}
+EVERY = WAYS | OF_ROWS | OF_EIGHT | OF_EXPERTS | OF_MORE_EXPERTS
+LONG_EXPERTS = [pytest.param(way, marks=pytest.mark.long) for way in OF_MORE_EXPERTS]
 LONG = [pytest.param(way, marks=pytest.mark.long) for way in OF_EIGHT]
 DROPPED = '{"rank": 4, "scale": 4.0, "dropout": 0.3}'
 ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
@@ -42,7 +56,9 @@ ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_models(tmp_path_factory.mktemp("together"))
+    folder = write_models(tmp_path_factory.mktemp("together"))
+    write_model(folder / "experts", layers=4, hidden=64, experts=4)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +73,69 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
     assert_same(alone, place / way)
 
 
-@pytest.mark.parametrize("way", ["expert x context", "experts in matrices x context"])
+@pytest.mark.parametrize("way", [*OF_EXPERTS, *LONG_EXPERTS])
 def test_ranks_with_experts_train_as_one_process(place: Path, way: str) -> None:
     """Some ranks have no rows, and take part with nothing."""
-    write_model(place / "experts", layers=2, hidden=64, experts=4)
     full = ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64")
-    train(place, "experts alone", *full, model="experts")
-    more = ("--tp", "2") if "matrices" in way else ()
-    train(place, way, *full, *FOUR, *ROWS, "--ep", "2", *more, model="experts")
+    if not (place / "experts alone").exists():
+        train(place, "experts alone", *full, model="experts")
+    train(place, way, *full, *EVERY[way], model="experts")
     assert_same(place / "experts alone", place / way)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--num-layers", "1", "--lora-parameters", DROPPED),
+        *(
+            pytest.param(more, marks=pytest.mark.long)
+            for more in (
+                ("--fine-tune-type", "full", "--compile", "on"),
+                ("--fine-tune-type", "full", "--grad-checkpoint", "--batch-size", "1"),
+                ("--fine-tune-type", "full", "--reshard", "off"),
+                ("--packing", "--isolate-documents"),
+            )
+        ),
+    ],
+)
+def test_every_way_of_training_experts_does(place: Path, more: tuple[str, ...]) -> None:
+    words = " ".join(more)
+    one, other = f"one of experts {words}"[:80], f"shard x expert {words}"[:80]
+    train(place, one, *_of_one(more), model="experts")
+    train(place, other, *EVERY["shard x expert"], *more, model="experts")
+    assert_same(place / one, place / other)
+
+
+def test_checkpoints_of_experts_are_those_of_any_other_division(place: Path) -> None:
+    train(place, "adam of experts", *ADAM, model="experts")
+    way = EVERY["shard x expert"]
+    train(place, "half of experts", *ADAM, *way, "--iters", "2", model="experts")
+    train(place, "one half of experts", *ADAM, "--iters", "2", model="experts")
+    shutil.copytree(place / "half of experts", place / "again of experts")
+    train(place, "half of experts", *ADAM, "--resume", "auto", model="experts")
+    for name in ("one half of experts", "again of experts"):
+        train(place, name, *ADAM, *way, "--resume", "auto", model="experts")
+    for name in ("half of experts", "one half of experts", "again of experts"):
+        assert_same(place / "adam of experts", place / name)
+
+
+def test_samples_and_ruined_updates_of_experts_are_those_of_one_process(place: Path) -> None:
+    write_poisoned(place, experts=4)
+    more = (
+        "--data",
+        str(place / "with-z"),
+        "--non-finite",
+        "skip",
+        "--sample-prompts",
+        '["hello"]',
+    )
+    seen: list[Any] = []
+    for name, ranks in (("one", ()), ("two", EVERY["shard x expert"])):
+        run = place / f"ruined {name}"
+        train(place, run.name, *more, *ranks, "--sample-tokens", "12", model="poisoned")
+        seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
+    assert seen[0] == seen[1]
+    assert {each for examples in seen[0][0][1::2] for each in examples} == {5, 12}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +233,7 @@ def test_ranks_with_experts_train_as_one_process(place: Path, way: str) -> None:
                 ("pipe x context", "model", ("--fine-tune-type", "full", "--compile", "on")),
                 (
                     "pipe x context",
-                    "untied",
+                    "model",
                     ("--fine-tune-type", "full", "--pp-schedule", "interleaved"),
                 ),
                 (
@@ -264,6 +334,10 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, w
         (("-n", "4", "--strategy", "pipeline", "--reshard", "off"), "--reshard"),
         (("-n", "4", "--strategy", "zero1", "--tp", "2"), "--tp 2"),
         (("-n", "3", "--strategy", "fsdp", "--cp", "2"), "--cp 2"),
+        (("-n", "4", "--strategy", "pipeline", "--ep", "2"), "--tp 2"),
+        (("-n", "4", "--strategy", "zero1", "--ep", "2"), "--strategy zero1"),
+        (("-n", "4", "--strategy", "fsdp", "--ep", "2", "--dp-shard", "2"), "--dp-shard"),
+        (("-n", "4", "--strategy", "fsdp", "--ep", "2", "--cp", "2"), "--cp"),
         (("-n", "4", "--backend", "ring", "--strategy", "fsdp", "--cp", "2"), "--backend ring"),
         (("-n", "4", "--strategy", "pipeline", "--pp", "4", "--cp", "2"), "--pp 4 --cp 2"),
     ],

@@ -71,14 +71,14 @@ def test_divided_matrices_refuse_what_they_have_not(flags: dict[str, Any], word:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ({"strategy": "fsdp"}, "--strategy fsdp"),
-        ({"strategy": "pipeline"}, "--strategy pipeline"),
+        ({"strategy": "fsdp", "dp_shard": 2}, "--dp-shard"),
+        ({"strategy": "fsdp", "cp": 2}, "--cp"),
+        ({"strategy": "pipeline"}, "--tp 2"),
         ({"strategy": "zero1"}, "--strategy zero1"),
         ({"sync_every": 4}, "--sync-every"),
         ({"sync_delay": 1}, "--sync-delay"),
         ({"compress": "int8"}, "--compress"),
         ({"rank_weights": "auto"}, "--rank-weights"),
-        ({"cp": 2}, "--cp"),
         ({"tp": 4}, "--tp 4"),
         ({"fine_tune_type": "dora"}, "DoRA"),
     ],
@@ -103,6 +103,33 @@ def test_ranks_make_up_groups_that_divide_experts() -> None:
         assert (left.ep, len(left.notes)) == (parts, parts != 4)
         left = as_left(build_config({"ep": 4, "tp": 4, "min_ranks": 2}), Mesh(0, ranks))
         assert (left.ep, left.tp) == (parts, parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "parts", "copies", "rows"),
+    [
+        ({"strategy": "fsdp"}, 4, 4, 1, 4),
+        ({"strategy": "fsdp", "dp_shard": 2}, 4, 2, 2, 4),
+        ({"strategy": "fsdp", "cp": 2}, 2, 2, 1, 1),
+        ({"strategy": "fsdp", "cp": 2}, 8, 8, 1, 4),
+        ({"strategy": "fsdp", "cp": 2, "dp_shard": 2}, 8, 4, 2, 4),
+        ({"strategy": "fsdp", "ep": 2}, 4, 2, 2, 4),
+        ({"strategy": "fsdp", "ep": 2, "tp": 2}, 4, 2, 1, 2),
+        ({"strategy": "pipeline", "cp": 2}, 4, 1, 2, 1),
+        ({"strategy": "pipeline", "dp_shard": 2, "cp": 2}, 8, 2, 2, 2),
+        ({"tp": 2, "cp": 2}, 8, 1, 4, 2),
+        ({"ep": 2, "cp": 2}, 4, 1, 2, 2),
+    ],
+)
+def test_parts_and_copies_of_arrays_that_go_together(
+    flags: dict[str, Any], ranks: int, parts: int, copies: int, rows: int
+) -> None:
+    mesh = piped(build_config(flags), Mesh(0, ranks))
+    assert (mesh.parts, mesh.copies, mesh.data_size) == (parts, copies, rows)
+    # Each part is on equally many ranks.
+    every = [mesh.part_of(rank) for rank in range(ranks)]
+    assert sorted(set(every)) == list(range(parts))
+    assert len({every.count(part) for part in range(parts)}) == 1
 
 
 def test_ranks_make_up_groups_that_divide_matrices() -> None:

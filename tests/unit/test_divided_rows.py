@@ -84,7 +84,7 @@ def test_parts_of_a_row_are_all_of_it(
                     tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
                 ] += 1
     assert all((each == 1).all() for each in seen)
-    joined = rows[0].joined([mx.array(array) for array in whole], ranks)
+    joined = rows[0].joined([mx.array(array) for array in whole])
     trees: list[Any] = [{} for _ in rows]
     for row, tree in zip(rows, trees, strict=True):
         for name, array in row.take().items():

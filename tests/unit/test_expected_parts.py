@@ -16,7 +16,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.kernels import native
 from allhands.model.adapters import make_trainable
 from allhands.model.load import load_model
-from allhands.parallel.sharding import BetweenPasses, shard
+from allhands.parallel.sharding import BetweenPasses, Layout, shard
 from allhands.run.expecting import Device, estimated_bytes
 from allhands.run.model_sizes import all_weights
 from allhands.run.training_memory import blocks_of
@@ -76,7 +76,7 @@ def test_parts_that_follow_memory_count_as_they_are(path: Path) -> None:
     gradients.
     """
     equal = [expected(path, rank) for rank in range(2)]
-    more, less = (expected(path, rank, shares=(3.0, 1.0)) for rank in range(2))
+    more, less = (expected(path, rank, layout=Layout(shares=(3.0, 1.0))) for rank in range(2))
     assert equal[0] == pytest.approx(equal[1], rel=0.01)
     assert less < equal[0] < more
     assert more - less == pytest.approx(0.5 * 4 * weights_of(path), rel=0.15)

@@ -170,7 +170,24 @@ def _refuse_divided_experts(config: Any) -> None:
         return
     what = f"--ep {config.ep} divides the experts of blocks"
     refuse_where(
-        (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
+        (
+            config.strategy == "zero1",
+            f"{what}: not with --strategy zero1",
+        ),
+        (
+            config.strategy == "pipeline" and config.tp == 1,
+            f"{what} among ranks with rows of their own, which the stages of a pipeline have not: add --tp {config.ep}, "
+            "so that the same ranks divide matrices and experts",
+        ),
+        (
+            is_sharded(config) and config.cp > 1 and config.tp == 1,
+            f"{what}: not with --strategy {config.strategy} and --cp; leave one of the three out",
+        ),
+        (
+            is_sharded(config) and config.dp_shard and config.tp == 1,
+            f"{what}, and with --strategy {config.strategy} the same ranks divide all other arrays: leave --dp-shard "
+            "out",
+        ),
         (
             config.sync_every > 1 or config.sync_delay,
             f"{what}: not with --sync-every or --sync-delay",

@@ -35,7 +35,7 @@ class Mesh:
     Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard``
     the rows *and* the stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the
     matrices, ``expert`` the rows *and* the experts, and ``context`` the token positions of a row;
-    ranks along ``context`` may divide the stored parameters, too.
+    ranks along the last two may divide the stored parameters, too.
     Rank numbers increase along the last axis first, like the indices of a C array. Without sizes
     all ranks are on ``data``.
 
@@ -48,8 +48,7 @@ class Mesh:
             equal.
         data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks
             that the others leave.
-        context_stores_parts: True if ranks along ``context`` have different parts of the stored
-            parameters, as those along ``shard`` have.
+        storing: the axes along which ranks have different parts of the stored parameters.
 
     Raises:
         ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not
@@ -67,7 +66,7 @@ class Mesh:
     tensor: int = 1
     expert: int = 1
     context: int = 1
-    context_stores_parts: bool = False
+    storing: tuple[Axis, ...] = ("shard",)
 
     def __post_init__(self) -> None:
         self._check_places()
@@ -101,11 +100,6 @@ class Mesh:
         return self.size_of("data") * self.shard * self.expert
 
     @property
-    def storing(self) -> tuple[Axis, ...]:
-        """The axes along which ranks have different parts of the stored parameters."""
-        return ("shard", "context") if self.context_stores_parts else ("shard",)
-
-    @property
     def parts(self) -> int:
         """Number of parts into which every stored array is divided; 1: a rank has all of them."""
         return math.prod(map(self.size_of, self.storing))
@@ -113,7 +107,7 @@ class Mesh:
     @property
     def copies(self) -> int:
         """Number of ranks with the same weights, and gradients of other tokens to be added up."""
-        return self.size_of("data") * (1 if self.context_stores_parts else self.context)
+        return self.size_of("data") * (1 if "context" in self.storing else self.context)
 
     def part_of(self, rank: int) -> int:
         """Return the number of the part of every stored array that ``rank`` has."""

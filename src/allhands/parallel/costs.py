@@ -386,11 +386,13 @@ class ExpertCosts:
         hidden_bytes: bytes of the hidden states of all ranks' tokens of a step.
         mixtures: number of blocks with experts; each gathers hidden states and scatters sums, in
             both passes.
+        again: number of those whose forward pass is computed again in the backward pass.
     """
 
     expert_share: float = 0.0
     hidden_bytes: int = 0
     mixtures: int = 0
+    again: int = 0
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         """Activations within experts stay as they are: a rank computes as many places, of all
@@ -412,7 +414,7 @@ class ExpertCosts:
         scatters: bool,
         packed: Traffic | None = None,
     ) -> Traffic:
-        exchanged = 2 * self.mixtures * self.hidden_bytes
+        exchanged = (2 * self.mixtures + self.again) * self.hidden_bytes
         rest = round(gradient_bytes * (1 - self.expert_share))
         if scatters:
             return Traffic(all_reduced=rest, gathered=exchanged, scattered=exchanged)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CausalLM
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import unheard
-from allhands.parallel.experts import ALIKE, Experts
+from allhands.parallel.experts import ALIKE, Dispatch, Experts
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Computed, Passes
@@ -175,6 +176,15 @@ class ExpertParallel(Strategy):
         together = self._experts.together
         # Ranks that divide token positions have the same rows.
         return OneByOne(gradient, together, share=together.rank // self._exchanging.pieces)
+
+
+def in_step(dispatch: Dispatch, objective: Objective, tokens: int) -> AbstractContextManager[None]:
+    """Return a block for a pass of all ranks in step, in which this rank has so many tokens; of
+    none it computes :data:`NOTHING`. Called on all of them together.
+    """
+    now = dispatch.agree(tokens, objective.places(NOTHING.inputs).size)
+    assert now is not None
+    return dispatch.passing(now)
 
 
 class ExpertSums:

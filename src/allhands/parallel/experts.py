@@ -92,15 +92,18 @@ class Dispatch:
         """Return the largest of all ranks' numbers; called on all ranks in step together."""
         return int(self._gathered(mine).max())
 
-    def agree(self, tokens: int) -> ExpertPass | None:
+    def agree(self, tokens: int, least: int = 0) -> ExpertPass | None:
         """Return the next pass, in which this rank has so many tokens; ``None`` if no rank has any.
 
         Called on all ranks in step together.
+
+        Args:
+            least: tokens of a pass without rows, if there is a next pass in any case.
         """
         told = self._gathered(tokens)
-        if not told.any():
+        if not (most := max(int(told.max()), least)):
             return None
-        return ExpertPass(tuple(told[self._members].tolist()), int(told.max()))
+        return ExpertPass(tuple(told[self._members].tolist()), most)
 
     def _gathered(self, mine: int) -> NDArray[Any]:
         return gather_rows(self.in_step, np.array([mine], dtype=np.int32))[:, 0]
@@ -213,6 +216,12 @@ class Experts(OwnedParts):
     data: Communicator
     together: Communicator
     mixtures: tuple[OwnExperts, ...]
+
+    @property
+    def modules(self) -> frozenset[int]:
+        """The identities of all modules with arrays of experts."""
+        experts: list[Any] = [own.module[own.mixture.experts] for own in self.mixtures]
+        return frozenset(id(module) for each in experts for module in each.modules())
 
 
 def let_experts_compute(experts: Experts | None) -> None:

@@ -215,12 +215,12 @@ class _Block:
         mine = [array for own, array in zip(trained, arrays, strict=True) if own]
         return [with_vjp(lambda *primals: run(primals, arrays), backward)(*before, *mine)]
 
-    def gradients(self, found: Sequence[mx.array], ranks: int) -> list[mx.array]:
+    def gradients(self, found: Sequence[mx.array]) -> list[mx.array]:
         """The gradients of the trained rows, of those of their segments."""
         rest, rows = list(found), list[mx.array]()
         for row, segments in zip(self.unit.rows, self.segments, strict=True):
             if row.trained:
-                rows.append(row.joined(rest[: len(segments)], ranks))
+                rows.append(row.joined(rest[: len(segments)]))
                 del rest[: len(segments)]
         return rows
 
@@ -565,8 +565,8 @@ class FetchedGraph:
     def _push(
         self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]
     ) -> None:
-        rows, ranks = unit.trained_rows, self._sharding.shard.size
-        given = [row.joined(None, ranks) for row in rows] if gradients is None else gradients
+        rows = unit.trained_rows
+        given = [row.joined(None) for row in rows] if gradients is None else gradients
         for _ in rows:
             self._pushes()
         # The gradient of a table of tokens is the last that is computed.
@@ -629,8 +629,8 @@ class FetchedGraph:
         finally:
             for block in blocks:
                 block.unit.remove()
-        count, ranks = len(blocks) - 1, self._sharding.shard.size
+        count = len(blocks) - 1
         gradients = [
-            block.gradients(each, ranks) for block, each in zip(blocks[first:], found, strict=True)
+            block.gradients(each) for block, each in zip(blocks[first:], found, strict=True)
         ]
         return [loss, *rest[count:]], rest[:count], gradients

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,6 +33,8 @@ from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute, unheard
+from allhands.parallel.expert import NOTHING, in_step
+from allhands.parallel.experts import ALIKE, Experts
 from allhands.parallel.fetched import FetchedGraph, FetchedPasses
 from allhands.parallel.gradient import Computing, FlatWeights
 from allhands.parallel.named import by_name, with_changed
@@ -125,9 +127,14 @@ class FetchedStage(StageCompute):
         received: mx.array | None,
         cotangent: mx.array | None,
         arguments: tuple[mx.array, ...] | None,
+        *,
+        counts: bool = True,
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
         """See :meth:`StageCompute.begin`; everything is computed, and gradients are this rank's
         parts.
+
+        Args:
+            counts: whether this rank's gradients of arrays that ranks divide count.
         """
         last = len(self._units) - 1
         outputs: list[mx.array] = []
@@ -147,7 +154,7 @@ class FetchedStage(StageCompute):
                 )
                 mx.eval(found, gradients, [] if cotangent is None else cotangent)
                 outputs = found if place == last else outputs
-            self._push(unit, gradients, parts)
+            self._push(unit, gradients, parts, counts=counts)
         return outputs, cotangent, [parts[id(row)] for row in self.rows]
 
     def idle(self, *, backward: bool) -> list[mx.array]:
@@ -178,7 +185,12 @@ class FetchedStage(StageCompute):
         return outputs, inputs
 
     def _push(
-        self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]
+        self,
+        unit: Unit,
+        gradients: list[mx.array] | None,
+        parts: dict[int, mx.array],
+        *,
+        counts: bool,
     ) -> None:
         rest = gradients
         for row in unit.trained_rows:
@@ -186,7 +198,8 @@ class FetchedStage(StageCompute):
             if rest is not None:
                 own, rest = rest[: len(row.places)], rest[len(row.places) :]
             self._pushes()
-            new, before = self._sharding.push(row, own), parts.get(id(row))
+            given = own if counts or row.alone else None
+            new, before = self._sharding.push(row, given), parts.get(id(row))
             parts[id(row)] = new if before is None else before + new
 
 
@@ -211,7 +224,8 @@ class FullySharded(Strategy):
         self._first_rows: list[list[Collective]] = []
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
-        self.regions = regions_within(self._sharding, exchanging.matrices)
+        self._experts = exchanging.experts
+        self.regions = regions_within(self._sharding, exchanging.matrices or self._experts)
         # Arrays have the layout of the exchanged parts, so that an exchange need not join arrays.
         self._laid = [row for row in self._sharding.rows if row.trained and any(row.regions())]
         if not exchanging.cpu_native and self._laid:
@@ -219,7 +233,8 @@ class FullySharded(Strategy):
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         self._flat = passes.flat
-        if passes.computing.cpu_native:
+        # Routers choose a rank's tokens block by block, which a graph of all blocks cannot know.
+        if passes.computing.cpu_native or self._experts is not None:
             self._compute = self._passes_of(passes, passes.computing)
         else:
             room = None if passes.run_ahead is None else self._room
@@ -295,10 +310,24 @@ class FullySharded(Strategy):
                 self._first_rows = ahead[1].wholes[: ahead[1].begun]
             return self._compute.begin(self._prepared(passes, batch))
         assert self._compute is not None
-        outputs, _, new = self._compute.begin(
-            None, None, None if batch is None else passes.arguments(batch)
-        )
-        return outputs, new
+        return self._computed_at_once(self._compute, passes, batch)
+
+    def _computed_at_once(
+        self, compute: FetchedStage, passes: Passes, batch: MicroBatch | None
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """:meth:`_begin` of passes that are computed block by block."""
+        if self._experts is None:
+            arguments = None if batch is None else passes.arguments(batch)
+            outputs, _, parts = compute.begin(None, None, arguments)
+            return outputs, parts
+        began = time.perf_counter()
+        tokens = 0 if batch is None else passes.objective.places(batch.inputs).size
+        passing = in_step(self._experts.dispatch, passes.objective, tokens)
+        self._waited_s += time.perf_counter() - began
+        with passing:
+            arguments = passes.arguments(NOTHING if batch is None else batch)
+            outputs, _, parts = compute.begin(None, None, arguments, counts=batch is not None)
+        return [] if batch is None else outputs, parts
 
     def _prepared(self, passes: Passes, batch: MicroBatch | None) -> FetchedPasses:
         assert isinstance(self._compute, FetchedGraph)
@@ -368,9 +397,7 @@ class FullySharded(Strategy):
         )
 
         def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
-            sums, _, parts = compute.begin(
-                None, None, None if batch is None else passes.arguments(batch)
-            )
+            sums, parts = self._computed_at_once(compute, passes, batch)
             return sums[0] if sums else mx.zeros(()), parts
 
         # Ranks that divide token positions have the same rows.
@@ -433,24 +460,25 @@ def fetched_stage(
     return FetchedStage(stage, units_of(stage, sharding), sharding, objective, computing, **more)
 
 
-def regions_within(
-    sharding: Sharding, matrices: OwnedParts | None
-) -> dict[str, tuple[Shape, Region]]:
+def regions_within(sharding: Sharding, owned: OwnedParts | None) -> dict[str, tuple[Shape, Region]]:
     """Return by name the shape of each trained array of the whole model, and this rank's place in
     it, if it keeps a part.
 
     Args:
-        matrices: the division by tensor parallelism, which ``sharding`` divides again.
+        owned: the division of matrices or experts, which ``sharding`` divides again or leaves.
     """
-    if matrices is None:
+    if owned is None:
         return sharding.regions
     found: dict[str, tuple[Shape, Region]] = {}
     for name, (_, inner) in sharding.regions.items():
-        outer = matrices.places[name]
+        if owned.is_whole(name):
+            found[name] = owned.shapes[name], inner
+            continue
+        outer = owned.places[name]
         assert isinstance(inner, Box)
         assert isinstance(outer, Box)
         start = tuple(a + b for a, b in zip(outer.start, inner.start, strict=True))
-        found[name] = matrices.shapes[name], Box(start, inner.shape)
+        found[name] = owned.shapes[name], Box(start, inner.shape)
     return found
 
 
@@ -459,22 +487,33 @@ class FetchedSums:
 
     counts = True
 
-    def __init__(self, sharding: Sharding, objective: Objective) -> None:
+    def __init__(
+        self, sharding: Sharding, objective: Objective, experts: Experts | None = None
+    ) -> None:
         self.heartbeat: Callable[[str], None] = unheard
-        self._sharding, self._further = sharding, len(objective.further)
+        self._sharding, self._objective, self._experts = sharding, objective, experts
         self._compute = whole_model(
             sharding, objective, Computing(False, compiled=False), wait=self._wait
         )
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         self._sharding.anyone(True)
-        return tuple(self._compute.forward(None, arrays))
+        return tuple(self._forward(arrays, arrays[0].size))
 
     def finish(self) -> None:
         """Take part in the passes that others still have to do."""
+        nothing = None
+        if self._experts is not None:
+            nothing = tuple(map(mx.array, self._objective.values(NOTHING)))
         while self._sharding.anyone(False):
-            self._compute.idle(backward=False)
+            self._forward(nothing, 0)
         self._sharding.forget()
+
+    def _forward(self, arrays: tuple[mx.array, ...] | None, tokens: int) -> list[mx.array]:
+        if self._experts is None:
+            return self._compute.forward(None, arrays)
+        with in_step(self._experts.dispatch, self._objective, tokens):
+            return self._compute.forward(None, arrays)
 
     def _wait(self, arrays: list[mx.array]) -> None:
         _wait_for(arrays, self.heartbeat)
@@ -490,10 +529,10 @@ class FetchedModel:
             afterwards.
     """
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: Sharding, experts: Experts | None = None) -> None:
         self.heartbeat: Callable[[str], None] = unheard
         self.model: Any = sharding.model
-        self._sharding = sharding
+        self._sharding, self._experts = sharding, experts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -502,9 +541,10 @@ class FetchedModel:
         """(B, 1, V) float32 logits of what follows (B, T) tokens."""
         if cache is not None:
             more["cache"] = cache
-        return logits_or_hidden(
-            self._sharding, self._sharding.units, None, inputs, more, self._wait
-        )
+        with nullcontext() if self._experts is None else self._experts.dispatch.passing(ALIKE):
+            return logits_or_hidden(
+                self._sharding, self._sharding.units, None, inputs, more, self._wait
+            )
 
     def _wait(self, arrays: list[mx.array]) -> None:
         _wait_for(arrays, self.heartbeat)

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.distributed.backend import Communicator
-from allhands.io.regions import Box, Flat, Region
+from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.io.regions import Box, Flat, Region, everything
 from allhands.io.trees import part_of
 from allhands.kernels.fused.flat_params import Laid
 
@@ -45,7 +45,10 @@ class DividedRow:
         places: the arrays.
         trained: True if all of them are trained; otherwise none is.
         each: numbers that a rank exchanges: of the largest part; zeros follow a smaller one.
+        alone: True if this rank has all of it, and nothing is exchanged.
     """
+
+    alone = False
 
     def __init__(
         self,
@@ -147,16 +150,16 @@ class DividedRow:
         row = self.row(whole)
         return [row[p.start : p.start + p.size].reshape(p.shape) for p in self.places]
 
-    def joined(self, arrays: Sequence[mx.array] | None, size: int) -> mx.array:
-        """Return the row of these arrays, long enough for ``size`` parts; ``None``: of zeros."""
+    def joined(self, arrays: Sequence[mx.array] | None) -> mx.array:
+        """Return the row of these arrays, long enough for all parts; ``None``: of zeros."""
         if arrays is None:
-            return mx.zeros((size * self.each,), dtype=self.dtype)
+            return mx.zeros((self._ranks * self.each,), dtype=self.dtype)
         pieces = [array.astype(self.dtype).reshape(-1) for array in arrays]
         row = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
         if self._bounds:
             parts = [row[start:stop] for start, stop in pairwise(self._bounds)]
             return mx.concatenate([mx.pad(part, (0, self.each - part.size)) for part in parts])
-        missing = size * self.each - self.size
+        missing = self._ranks * self.each - self.size
         return mx.pad(row, (0, missing)) if missing else row
 
     def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
@@ -234,9 +237,9 @@ class BoxedRow(DividedRow):
             first += size
         return found
 
-    def joined(self, arrays: Sequence[mx.array] | None, size: int) -> mx.array:
+    def joined(self, arrays: Sequence[mx.array] | None) -> mx.array:
         if arrays is None:
-            return super().joined(None, size)
+            return super().joined(None)
         columns: list[mx.array] = []
         for place, array in zip(self.places, arrays, strict=True):
             most = self._most(place)
@@ -272,6 +275,19 @@ class BoxedRow(DividedRow):
     def _most(self, place: Slot) -> int:
         """The numbers of these rows."""
         return self._rows(place) * (place.size // place.shape[0])
+
+
+class KeptRow(DividedRow):
+    """:class:`DividedRow` that other ranks do not have: an array of this rank's own experts."""
+
+    alone = True
+
+    def __init__(self, places: Sequence[Slot], dtype: mx.Dtype, *, trained: bool) -> None:
+        super().__init__(places, dtype, SingleProcess(), trained=trained)
+
+    def regions(self) -> Iterator[tuple[Slot, Region]]:
+        for place in self.places:
+            yield place, everything(place.shape)
 
 
 def _aligned(count: int) -> int:

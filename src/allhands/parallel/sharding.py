@@ -9,7 +9,7 @@ afterwards. The next unit's rows travel meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from allhands.distributed.backend import (
 from allhands.io.regions import Region, Shape
 from allhands.io.trees import flatten, number, unflatten
 from allhands.model.stages import Blocks, Stage, cut
-from allhands.parallel.rows import BoxedRow, DividedRow, Slot
+from allhands.parallel.rows import BoxedRow, DividedRow, KeptRow, Slot
 from allhands.parallel.sums import places_of_all
 
 # Beside the numbers of blocks: the table of tokens, and what follows the last block.
@@ -113,6 +113,23 @@ class BetweenPasses:
 
     keeps: bool = False
     twice: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts into which arrays are divided.
+
+    Attributes:
+        boxed: True if each part has to be a box of the array, because other ranks have divided it
+            already.
+        shares: sizes of the parts of the ranks, in any unit; without them, and where parts are
+            boxes, all are equal.
+        kept: identities of modules whose arrays no other rank has.
+    """
+
+    boxed: bool = False
+    shares: Sequence[float] = ()
+    kept: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -210,7 +227,7 @@ class Sharding:
         for row in rows:
             if (whole := self._kept.get(id(row))) is None:
                 part = row.part(self.parts, self.held.get(id(row)))
-                whole = collective(self.shard, self.shard.all_gather, part)
+                whole = self._exchange(row, self.shard.all_gather, part)
                 if self.fetching.keeps:
                     self._kept[id(row)] = whole
             found.append(whole)
@@ -222,14 +239,14 @@ class Sharding:
 
         Called on all ranks together; a rank that has none gives ``None``.
         """
-        return self.push_rows([row], [row.joined(gradients, self.shard.size)])[0]
+        return self.push_rows([row], [row.joined(gradients)])[0]
 
     def push_rows(
         self, rows: Sequence[DividedRow], gradients: Sequence[mx.array]
     ) -> list[mx.array]:
         """:meth:`push` of the gradients of several whole rows."""
-        scatter = partial(sum_scatter, self.shard)
-        sums = self.begin([collective(self.shard, scatter, gradient) for gradient in gradients])
+        scatter, given = partial(sum_scatter, self.shard), zip(rows, gradients, strict=True)
+        sums = self.begin([self._exchange(row, scatter, gradient) for row, gradient in given])
         if self.scatters:
             # A stream that computes would wait for what is made of sums.
             return [each[: row.kept] for row, each in zip(rows, sums, strict=True)]
@@ -238,6 +255,12 @@ class Sharding:
         mine = [mx.contiguous(each[: row.kept]) for row, each in zip(rows, sums, strict=True)]
         mx.async_eval(mine)
         return mine
+
+    def _exchange(
+        self, row: DividedRow, call: Callable[[mx.array], mx.array], array: mx.array
+    ) -> Collective:
+        """A collective of an array of a row, or the array where no other rank has any of it."""
+        return Collective(array, array) if row.alone else collective(self.shard, call, array)
 
     @property
     def scatters(self) -> bool:
@@ -264,6 +287,9 @@ def first_trained(units: Sequence[Unit]) -> int:
     return next((at for at, unit in enumerate(units) if unit.trained_rows), len(units) - 1)
 
 
+_EQUAL = Layout()
+
+
 def shard(
     model: nn.Module,
     shard: Communicator,
@@ -272,24 +298,19 @@ def shard(
     *,
     fetching: BetweenPasses = BetweenPasses(),
     stages: Sequence[Stage] = (),
-    boxed: bool = False,
-    shares: Sequence[float] = (),
+    layout: Layout = _EQUAL,
 ) -> Sharding:
     """Leave this rank with its part of every array of ``model``, whose arrays may not have been
     read.
 
     Args:
         stages: of this rank, where ``model`` has their blocks alone.
-        boxed: True if each part has to be a box of the array, because other ranks have divided it
-            already.
-        shares: sizes of the parts of the ranks of ``shard``, in any unit; without them, and where
-            parts are boxes, all are equal.
+        layout: of the parts of the ranks of ``shard``.
 
     Raises:
         ModelError: the architecture cannot be cut into stages.
     """
-    make = BoxedRow if boxed else partial(DividedRow, shares=shares)
-    units = _units(model, shard, stages, make)
+    units = _units(model, shard, stages, layout)
     every = {id(row): row for unit in units for row in unit.rows}.values()
     taken = [pair for row in every for pair in row.take().items()]
     parts = nn.Module()
@@ -302,7 +323,7 @@ def _units(
     model: nn.Module,
     communicator: Communicator,
     stages: Sequence[Stage],
-    make: Callable[..., DividedRow],
+    layout: Layout,
 ) -> tuple[Unit, ...]:
     """All blocks of this rank, and the rows that they compute with."""
     blocks: Any = model
@@ -313,7 +334,7 @@ def _units(
     else:
         each = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
     owner |= dict.fromkeys(map(id, each[0].table.modules()), _TABLE)
-    rows = {at: _rows(named, communicator, make) for at, named in _groups(model, owner).items()}
+    rows = {at: _rows(named, communicator, layout) for at, named in _groups(model, owner).items()}
     return tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in each)
 
 
@@ -350,25 +371,33 @@ def _groups(
 def _rows(
     named: Sequence[tuple[str, nn.Module, str, bool]],
     communicator: Communicator,
-    make: Callable[..., DividedRow],
+    layout: Layout,
 ) -> list[DividedRow]:
-    """The rows of some arrays: one of each type, and of trained and other ones.
+    """The rows of some arrays: one of each type, and of trained and other ones. Those of modules
+    that are ``kept`` are rows by themselves, or stay in the model.
 
     Where ranks scatter sums, large trained arrays are rows by themselves, or with those that one
     product multiplies by: their gradients need not be joined. Elsewhere few exchanges are faster.
     """
     apart = getattr(communicator, "scatters", False)
     kinds: dict[tuple[bool, mx.Dtype, str], list[Slot]] = {}
+    own: list[DividedRow] = []
     for name, module, key, trained in _as_multiplied(named):
         array = module[key]
+        if id(module) in layout.kept:
+            place = Slot(name, module, key, tuple(array.shape), 0, array.size)
+            own += [KeptRow([place], array.dtype, trained=True)] if trained else []
+            continue
         group = _group_of(name) if apart and trained and array.size >= _LARGE else ""
         places = kinds.setdefault((trained, array.dtype, group), [])
         start = places[-1].start + places[-1].size if places else 0
         places.append(Slot(name, module, key, tuple(array.shape), start, array.size))
-    return [
+    make: Any = BoxedRow if layout.boxed else partial(DividedRow, shares=layout.shares)
+    shared = [
         make(places, dtype, communicator, trained=trained)
         for (trained, dtype, _), places in kinds.items()
     ]
+    return [*shared, *own]
 
 
 def _as_multiplied(

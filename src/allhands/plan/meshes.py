@@ -44,11 +44,12 @@ from allhands.run.divided_costs import (
     part_of_experts,
     part_of_matrices,
     tensor_costs,
+    without_experts,
 )
 from allhands.run.divided_costs import sharded_costs as costs_of_shards
 from allhands.run.model_sizes import block_weights
 from allhands.run.piping import keeps_fetched, piped, shares_by_memory
-from allhands.run.stage_costs import Model
+from allhands.run.stage_costs import Model, Weights
 from allhands.run.training_memory import DecoderShape
 
 _FLOAT, _HALF = 4, 2
@@ -266,7 +267,7 @@ class MeshWay:
         return self._divided(self.work)
 
     def _divided(self, work: Work) -> Divided:
-        model = self.model_in(self.form, work)
+        model, kept = self.model_in(self.form, work), Weights(0.0, 0)
         outside = [model.embedding] if self.job.tied else [model.embedding, model.head]
         counted = [*model.blocks, *outside]
         work = replace(
@@ -275,7 +276,9 @@ class MeshWay:
             trained_bytes=sum(each.trained_bytes for each in counted),
             batch_tokens=max(work.tokens, work.batch_tokens),
         )
-        return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu)
+        if self.mesh.parts > 1 and self.mesh.expert > 1:
+            model, kept = without_experts(model, self.blocks, work, self.mesh.expert)
+        return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu, kept)
 
     def parts(self) -> list[float]:
         """Return the part of every array that each rank has; ranks of unlike memory have unlike
@@ -286,7 +289,8 @@ class MeshWay:
         for each, place in zip(self.team, places, strict=True):
             rooms.setdefault(place, []).append(each.usable_bytes or 0)
         least = [min(rooms[place]) for place in range(self.mesh.parts)]
-        unlike = shares_by_memory(least) if min(least) and self.mesh.tensor == 1 else ()
+        even = max(self.mesh.tensor, self.mesh.expert) > 1
+        unlike = shares_by_memory(least) if min(least) and not even else ()
         parts = [part / sum(unlike) for part in unlike] or [1.0 / self.mesh.parts] * self.mesh.parts
         return [parts[place] for place in places]
 
@@ -348,12 +352,10 @@ class MeshWay:
                 trained, trained, scatters=scatters
             )
             yield self.group(mesh.parts), _times(found, times)
-            yield data, Traffic(all_reduced=int(trained / mesh.parts * times))
+            own = (trained - divided.kept.trained_bytes) / mesh.parts * times
+            yield data, Traffic(all_reduced=int(own) + divided.kept.trained_bytes)
         elif mesh.expert > 1:
-            whole = self._experts_costs()
-            inside = int(self.work.trained_bytes * whole.expert_share / mesh.expert)
-            exchanged = whole.traffic(0, 0, scatters=scatters)
-            yield self.group(mesh.expert), exchanged
+            inside = int(self.work.trained_bytes * self._experts_costs().expert_share / mesh.expert)
             yield data, Traffic(all_reduced=inside)
             yield ExchangeGroup(self.ranks), Traffic(all_reduced=trained - inside)
         elif mesh.context > 1:
@@ -362,6 +364,9 @@ class MeshWay:
             yield data, found if zero1 else Traffic(all_reduced=trained)
         else:
             yield data, Traffic(all_reduced=trained)
+        if mesh.expert > 1:
+            exchanged = self._experts_costs().traffic(0, 0, scatters=scatters)
+            yield self.group(mesh.expert), exchanged
         if mesh.context > 1:
             yield self.group(mesh.context), self._rows_costs().traffic(0, 0, scatters=scatters)
         if mesh.tensor > 1:
@@ -380,7 +385,8 @@ class MeshWay:
         return Divided(model, self.blocks, work, self.job.of, self.job.tied, self.on_cpu)
 
     def _experts_costs(self) -> ExpertCosts:
-        costs = expert_costs(self._of_all_experts(), self.mesh.expert)
+        fetched = self.mesh.parts > 1
+        costs = expert_costs(self._of_all_experts(), self.mesh.expert, fetched=fetched)
         return replace(costs, hidden_bytes=costs.hidden_bytes // self.mesh.context)
 
     def _sums(self) -> TensorCosts:
@@ -402,7 +408,7 @@ class MeshWay:
                 exchanged / max(1, fetches * divided.micro_batches), exchanged - compute
             )
         serial_s = self.plain.step_s - self.plain.compute_s - self.plain.exposed_s
-        waited = exchanged + self.rows_s() + self.sums_s()
+        waited = exchanged + self.experts_s() + self.rows_s() + self.sums_s()
         return serial_s + compute + waited + self.gradients_s(compute)
 
     def compute_s(self) -> float:
@@ -443,13 +449,17 @@ class MeshWay:
             return fetch_s + divided.micro_batches * units * half * group.sum_s(
                 self.link, costs.pushed_bytes / units
             )
-        if mesh.expert > 1:
-            group, costs = self.group(mesh.expert), self._experts_costs()
-            batches = self.divided.micro_batches
-            each = costs.hidden_bytes / batches
-            both = group.gather_s(self.link, each) + half * group.sum_s(self.link, each)
-            return 2 * costs.mixtures * batches * both
         return 0.0
+
+    def experts_s(self) -> float:
+        """Return the seconds of the exchange of tokens of ranks with parts of the experts."""
+        if self.mesh.expert == 1:
+            return 0.0
+        group, half = self.group(self.mesh.expert), 0.5 if self.scatters else 1.0
+        costs, batches = self._experts_costs(), self.divided.micro_batches
+        each = costs.hidden_bytes / batches
+        both = group.gather_s(self.link, each) + half * group.sum_s(self.link, each)
+        return (2 * costs.mixtures + costs.again) * batches * both
 
     def rows_s(self) -> float:
         """Return the seconds of the exchange of keys and values of ranks with parts of rows."""
@@ -469,7 +479,9 @@ class MeshWay:
         """
         mesh, trained = self.mesh, self.divided.work.trained_bytes
         if mesh.parts > 1:
-            return self.group(mesh.copies).sum_s(self.link, trained / mesh.parts)
+            kept = self.divided.kept.trained_bytes
+            own = (trained - kept) / mesh.parts + kept
+            return self.group(mesh.copies).sum_s(self.link, own)
         whole = self.group(mesh.copies * mesh.expert).sum_s(self.link, trained)
         least = 0.0
         if mesh.context > 1 and mesh.tensor == 1:  # call by call, and packed if they are to be

@@ -46,6 +46,9 @@ _PLACES_KEPT = {False: 50_000_000, True: 33_000_000}
 _FLOAT, _HALF = 4, 2
 
 
+_NOTHING = Weights(0.0, 0)
+
+
 @dataclass(frozen=True)
 class Divided:
     """A training whose model or rows are to be divided.
@@ -58,6 +61,7 @@ class Divided:
         of: function that returns the arrays of a rank's work: of a CPU or of a GPU.
         tied: True if the embedding is also the head.
         on_cpu: True if ranks compute on a CPU, in float32.
+        kept: weights besides ``model`` that a rank has alone, and that are not fetched.
     """
 
     model: Model
@@ -66,6 +70,7 @@ class Divided:
     of: Callable[[DecoderShape, Work], Memory]
     tied: bool
     on_cpu: bool
+    kept: Weights = _NOTHING
 
     @property
     def word(self) -> int:
@@ -183,36 +188,43 @@ def _part_of_shards(
         sum(each.held_bytes for each in counted),
         sum(each.trained_bytes for each in counted),
     )
-    whole = divided.memory(replace(work, weights_bytes=weights, trained_bytes=trained))
+    kept = divided.kept
+    every = replace(
+        work,
+        weights_bytes=weights + kept.held_bytes,
+        trained_bytes=trained + kept.trained_bytes,
+    )
+    whole, own = divided.memory(every), trained * share + kept.trained_bytes
+    updated = own / max(1, trained + kept.trained_bytes)
     one = divided.memory(replace(work, trained_layers=1, trained_bytes=0, alive=1.0))
     passes = _Passes(divided, units, first, one, share, fetching).peak(trained)
     largest = max((unit for unit in units), key=lambda unit: unit.block.held_bytes)
-    kept = 0.0
+    later = 0.0
     if divided.on_cpu:
         # Rows of a stage that come once a step are not there twice.
         rows = _ROWS_KEPT_ONCE if fetching.keeps and not fetching.turns else _ROWS_KEPT
         rows += (
             2.0 * fetching.boxed
         )  # whole arrays are copied out of what was fetched, and come and go, too
-        kept = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
+        later = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
-            kept += _GRADIENTS_KEPT * largest.block.trained_bytes
+            later += _GRADIENTS_KEPT * largest.block.trained_bytes
         # The allocator keeps the pages of a row of gradients that MLX does not keep.
-        more = largest.block.trained_bytes if kept > KEPT_BYTES else 0
-        kept = min(KEPT_BYTES, kept) + more
+        more = largest.block.trained_bytes if later > KEPT_BYTES else 0
+        later = min(KEPT_BYTES, later) + more
     return Memory(
-        weights=int(weights * share),
-        optimizer=int(whole.optimizer * share),
+        weights=int(weights * share + kept.held_bytes),
+        optimizer=int(whole.optimizer * updated),
         backward=int(passes),
         loss=0,
-        update=int(whole.update * share),
-        renewed=int(whole.renewed * share),
-        trained=int(trained * share),
+        update=int(whole.update * updated),
+        renewed=int(whole.renewed * updated),
+        trained=int(own),
         activations=int(
             one.activations + _inputs(divided, first, len(units) - 1) / fetching.pieces
         ),
         logits=one.logits,
-        beside=one.beside + int(kept),
+        beside=one.beside + int(later),
     )
 
 
@@ -254,17 +266,17 @@ class _Passes:
             trained: bytes of all gradients.
         """
         # A step's sums so far; of a first micro-batch only those of the blocks that are done.
-        accumulated = self.divided.work.accumulated
-        parts, peak = (trained * self.share if accumulated else 0.0), 0.0
+        accumulated, own = self.divided.work.accumulated, trained * self.share + self._kept
+        parts, peak = (own if accumulated else 0.0), 0.0
         for place in range(len(self.units) - 1, self.first - 1, -1):
             peak = max(peak, self._at(place) + parts)
             if not accumulated:
-                parts += self.units[place].trained * self.share
+                parts += self.units[place].trained * self.share + self._kept / len(self.units)
         if self.fetching.copies == 1:
             return peak
         # The sums of parts over the ranks that have the same ones, and what travels end to end,
         # with slots for others'.
-        own, slots = trained * self.share, self.fetching.slots
+        slots = self.fetching.slots
         slotted = slots * own if slots > 1 else 0
         return max(peak, 2 * own + slots * 2 * min(BUCKET_BYTES, own) + slotted)
 
@@ -276,7 +288,13 @@ class _Passes:
             summing += 2.0 * unit.trained
         inputs = _inputs(divided, self.first, place) / self.fetching.pieces
         there = self._fetched(place) + inputs
+        there += self._kept / len(self.units)
         return there + max(unit.trained + max(self.one.activations, self._loss(place)), summing)
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of the gradients of weights that a rank has alone."""
+        return self.divided.kept.trained_bytes
 
     def _fetched(self, place: int) -> float:
         """Bytes of whole weights while a unit is computed."""
@@ -384,12 +402,13 @@ def memory_of_matrices(
 # --- experts --------------------------------------------------------------------------------------
 
 
-def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
+def expert_costs(divided: Divided, ranks: int, *, fetched: bool = False) -> ExpertCosts:
     """Return the costs of ranks with some of the experts, and rows of their own; ``divided`` has
     all experts.
 
     Args:
         ranks: those that divide the experts.
+        fetched: see :func:`context_costs`.
     """
     blocks, work = divided.blocks, divided.work
     # The choices of routers travel with the hidden states, a weight and two digits of a number
@@ -400,7 +419,13 @@ def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
         expert_share=_in_experts(blocks, work),
         hidden_bytes=int(ranks * divided.step_tokens * width * divided.word),
         mixtures=blocks.layers,
+        again=_computed_again(work, fetched=fetched),
     )
+
+
+def _computed_again(work: Work, *, fetched: bool) -> int:
+    """Return the number of blocks whose forward pass is computed again in the backward pass."""
+    return work.trained_layers - fetched if work.recomputed or fetched else 0
 
 
 def _in_experts(blocks: DecoderShape, work: Work) -> float:
@@ -416,11 +441,15 @@ def _in_experts(blocks: DecoderShape, work: Work) -> float:
     return inside / (inside + outside)
 
 
+def _frozen_in_experts(blocks: DecoderShape) -> float:
+    """Return the part of a block's frozen weights that is in its experts."""
+    frozen = 3 * blocks.experts * blocks.dims * blocks.mlp_dims
+    return frozen / (frozen + block_weights(blocks, 0))
+
+
 def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
     """Return the weights of one of so many ranks that have divided the experts of a model."""
-    frozen = 3 * blocks.experts * blocks.dims * blocks.mlp_dims
-    frozen_share = frozen / (frozen + block_weights(blocks, 0))
-    share = _in_experts(blocks, work)
+    share, frozen_share = _in_experts(blocks, work), _frozen_in_experts(blocks)
 
     def of(block: Weights) -> Weights:
         trained = block.trained_bytes * (1.0 - share + share / ranks)
@@ -430,6 +459,38 @@ def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) 
         return Weights(block.numbers, round(held), round(trained))
 
     return replace(model, blocks=tuple(map(of, model.blocks)))
+
+
+def without_experts(
+    model: Model, blocks: DecoderShape, work: Work, ranks: int
+) -> tuple[Model, Weights]:
+    """Return a rank's weights without its experts, and these.
+
+    Args:
+        model: with one of ``ranks`` parts of the experts.
+    """
+    share, frozen_share = _in_experts(blocks, work), _frozen_in_experts(blocks)
+    own, rest = list[Weights](), list[Weights]()
+    for block in model.blocks:
+        trained = round(block.trained_bytes * _inside(share, ranks))
+        frozen = (block.held_bytes - block.trained_bytes) * _inside(frozen_share, ranks)
+        own.append(Weights(0.0, round(frozen) + trained, trained))
+        rest.append(
+            replace(
+                block,
+                held_bytes=block.held_bytes - own[-1].held_bytes,
+                trained_bytes=block.trained_bytes - trained,
+            )
+        )
+    kept = Weights(
+        0.0, sum(each.held_bytes for each in own), sum(each.trained_bytes for each in own)
+    )
+    return replace(model, blocks=tuple(rest)), kept
+
+
+def _inside(share: float, ranks: int) -> float:
+    """Return the part of a rank's block that is in its experts, of which ``share`` is of a whole one."""
+    return share / ranks / (1.0 - share + share / ranks)
 
 
 def outside_experts(
@@ -442,8 +503,7 @@ def outside_experts(
         trained: bytes of all of its trained weights.
         own: weights of its blocks, with one of ``ranks`` parts of the experts.
     """
-    share = _in_experts(blocks, work)
-    inside = share / ranks / (1.0 - share + share / ranks)
+    inside = _inside(_in_experts(blocks, work), ranks)
     return trained - int(inside * sum(each.trained_bytes for each in own))
 
 
@@ -488,7 +548,7 @@ def context_costs(divided: Divided, *, fetched: bool = False) -> ContextCosts:
     """
     work, blocks = divided.work, divided.blocks
     of_layer = _keys_and_values(divided, divided.step_tokens)
-    again = work.trained_layers - fetched if work.recomputed or fetched else 0
+    again = _computed_again(work, fetched=fetched)
     return ContextCosts(
         part=lambda ranks: _part_of_rows(divided, ranks),
         fetched_bytes=of_layer * (blocks.layers + again),

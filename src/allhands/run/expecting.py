@@ -42,6 +42,7 @@ from allhands.run.divided_costs import (
     memory_of_rows,
     outside_experts,
     sharded_costs,
+    without_experts,
 )
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
@@ -223,7 +224,9 @@ def _own_parts(
 ) -> Memory:
     """The arrays of a rank with a part of every array, also of stages and of matrices."""
     held, tied = _held(model, stages)
-    mesh = device.mesh
+    mesh, kept = device.mesh, Weights(0.0, 0)
+    if mesh.expert > 1:
+        held, kept = without_experts(held, blocks, work, mesh.expert)
     fetching = Fetching(
         keeps=sharding.fetching.keeps,
         boxed=mesh.tensor > 1,
@@ -233,7 +236,7 @@ def _own_parts(
         pieces=mesh.context,
     )
     divided = Divided(
-        held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native
+        held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native, kept
     )
     costs = sharded_costs(divided, fetching)
     return costs.memory_of(divided.memory(work), _share(sharding))
@@ -241,7 +244,8 @@ def _own_parts(
 
 def _share(sharding: Sharding) -> float:
     """This rank's part of all arrays, which may follow its memory."""
-    bytes_of = [(row.kept * row.dtype.size, row.size * row.dtype.size) for row in sharding.rows]
+    rows = [row for row in sharding.rows if not row.alone]
+    bytes_of = [(row.kept * row.dtype.size, row.size * row.dtype.size) for row in rows]
     return sum(kept for kept, _ in bytes_of) / max(1, sum(whole for _, whole in bytes_of))
 
 

@@ -42,7 +42,7 @@ from allhands.parallel.matrices import Matrices, divide
 from allhands.parallel.parts import OwnedParts
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
-from allhands.parallel.sharding import BetweenPasses, Sharding, shard
+from allhands.parallel.sharding import BetweenPasses, Layout, Sharding, shard
 from allhands.run.stage_costs import small_enough
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
@@ -55,8 +55,9 @@ def _never(mesh: Mesh) -> bool:
 
 
 def _of_whole_arrays(mesh: Mesh) -> bool:
-    # Ranks with other blocks, or other parts of matrices, fetch other arrays.
-    return mesh.pipe == mesh.tensor == 1
+    # Ranks with other blocks, or other parts of matrices, fetch other arrays; between two
+    # exchanges of arrays, ranks with parts of rows have others of their own.
+    return mesh.pipe == mesh.tensor == mesh.context == 1
 
 
 def _of_whole_rows(mesh: Mesh) -> bool:
@@ -72,9 +73,6 @@ _STAGES: _Groups = {
     "pipe": (("pipe",), _never),
     "data": (("data", "context"), _never),
 }
-_ARRAYS: _Groups = {"shard": (("shard",), _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
-# Between two exchanges of arrays, ranks with other rows exchange others of their own.
-_ARRAYS_AND_ROWS: _Groups = {"shard": (("shard", "context"), _never), "data": (("data",), _never)}
 # Ranks with other rows exchange other shapes at the same time.
 _MATRICES: _Groups = {
     "tensor": (("tensor",), _never),
@@ -114,7 +112,7 @@ def require_back_end(mesh: Mesh, backend: str) -> None:
 
 def _arrays(mesh: Mesh) -> _Groups:
     """The groups of ranks that divide arrays."""
-    return _ARRAYS_AND_ROWS if mesh.context_stores_parts else _ARRAYS
+    return {"shard": (mesh.storing, _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
 
 
 def _group(communicator: Communicator, mesh: Mesh, groups: _Groups, name: str) -> Communicator:
@@ -196,8 +194,11 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
         shards = config.dp_shard or 1
         sizes |= {"pipe": config.pp or together // shards, "shard": shards}
     elif is_sharded(config):
-        sizes["shard"] = config.dp_shard or together
-    stores = is_sharded(config) and config.cp > 1
+        # Ranks that divide experts divide all other arrays, too; groups of them are copies.
+        sizes["shard"] = 1 if sizes["expert"] > 1 else config.dp_shard or together
+    storing = list[Axis](["shard"])
+    if is_sharded(config):
+        storing += [axis for axis in ("expert", "context") if sizes[axis] > 1]
     divided = math.prod(sizes.values())
     if divided == 1:
         return mesh
@@ -205,7 +206,7 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     # own.
     weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
     data = mesh.size // divided
-    return replace(mesh, data=data, weights=weights, context_stores_parts=stores, **sizes)
+    return replace(mesh, data=data, weights=weights, storing=tuple(storing), **sizes)
 
 
 def require_pipelines(
@@ -268,7 +269,7 @@ def parts_by_memory(
     Args:
         room: bytes that this rank may have; 0: not known.
     """
-    if mesh.parts == 1 or mesh.tensor > 1:
+    if mesh.parts == 1 or max(mesh.tensor, mesh.expert) > 1:
         return (), []
     rooms: list[int] = gather_json(communicator, room)
     if len(rooms) < mesh.size or not min(rooms):  # a rank on trial, alone
@@ -297,6 +298,7 @@ def sharded(
     mesh: Mesh,
     stages: Sequence[Stage],
     shares: Sequence[float] = (),
+    experts: Experts | None = None,
 ) -> Sharding | None:
     """Leave this rank with its part of every array of ``model``, where ranks divide them; called on
     all together.
@@ -304,6 +306,7 @@ def sharded(
     Args:
         stages: of this rank, where it has some blocks alone.
         shares: as :func:`parts_by_memory` has them.
+        experts: which this rank keeps.
 
     Raises:
         ConfigError: the back-end has no groups of some ranks.
@@ -314,8 +317,11 @@ def sharded(
     groups = _arrays(mesh)
     together, copies = (_group(communicator, mesh, groups, name) for name in ("shard", "data"))
     fetching = BetweenPasses(keeps_fetched(config), twice=config.grad_checkpoint)
-    how: Any = {"fetching": fetching, "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
-    return shard(model, together, copies, communicator, **how)
+    kept = frozenset[int]() if experts is None else experts.modules
+    layout = Layout(boxed=mesh.tensor > 1, shares=shares, kept=kept)
+    return shard(
+        model, together, copies, communicator, fetching=fetching, stages=stages, layout=layout
+    )
 
 
 def experts_divided(
@@ -376,9 +382,11 @@ def sums_together(
     """
     if piping is not None:
         return PipedSums(piping, objective, ready.sharding)
+    if ready.sharding is not None:
+        return FetchedSums(ready.sharding, objective, ready.experts)
     if ready.experts is not None:
         return ExpertSums(ready.experts, objective, cpu_native=ready.accelerator.cpu_native)
-    return None if ready.sharding is None else FetchedSums(ready.sharding, objective)
+    return None
 
 
 def parts_of(

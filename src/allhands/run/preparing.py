@@ -229,7 +229,7 @@ def prepare(
     applied += apply_passes(model, context, "agreed")
     with _busy(surroundings):
         shares, told = parts_by_memory(communicator, mesh, Device(accelerator, mesh, 0).room)
-        sharding = sharded(config, model, communicator, mesh, stages, shares)
+        sharding = sharded(config, model, communicator, mesh, stages, shares, experts)
     notes += told
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))

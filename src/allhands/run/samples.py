@@ -30,9 +30,9 @@ def answering(
     """
     if piping is not None:
         return PipedModel(piping, sharding)
-    if experts is not None:
-        return AlikeModel(experts)
-    return model if sharding is None else FetchedModel(sharding)
+    if sharding is not None:
+        return FetchedModel(sharding, experts)
+    return model if experts is None else AlikeModel(experts)
 
 
 @dataclass(frozen=True)

@@ -79,16 +79,19 @@ def _asked_for(config: TrainConfig) -> tuple[str, str]:
     """The strategy that was asked for, and the flag that did."""
     if is_sharded(config):
         return "fsdp", f"--strategy {config.strategy}"
-    if config.tp > 1 and config.strategy != "pipeline":
-        return "tensor", f"--tp {config.tp}"
-    if config.ep > 1:
-        return "expert", f"--ep {config.ep}"
+    if config.strategy != "pipeline":
+        if config.tp > 1:
+            return "tensor", f"--tp {config.tp}"
+        if config.ep > 1:
+            return "expert", f"--ep {config.ep}"
     return config.strategy, f"--strategy {config.strategy}"
 
 
 def _beside(config: TrainConfig) -> list[tuple[str, str]]:
     """The strategies whose way of dividing is taken besides, each with its flag."""
     found = [("tensor", f"--tp {config.tp}")] if config.tp > 1 else []
+    if config.ep > 1 and config.tp == 1:
+        found += [("expert", f"--ep {config.ep}")]
     return found + ([("fsdp", f"--dp-shard {config.dp_shard}")] if config.dp_shard else [])
 
 
