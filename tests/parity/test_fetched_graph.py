@@ -168,8 +168,8 @@ def test_adapters_have_the_gradients_of_a_whole_model(
     "more",
     [
         {},
-        {"boxed": True},
-        {"shares": (1.0,)},
+        {"layout": Layout(boxed=True)},
+        {"layout": Layout(shares=(1.0,))},
         {"fetching": BetweenPasses(True)},
         {"fetching": BetweenPasses(False, True)},
     ],
