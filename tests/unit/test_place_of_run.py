@@ -16,6 +16,7 @@ from tiny import write_adapter
 from allhands.config.schema import build_config
 from allhands.errors import AllhandsError, ConfigError
 from allhands.observe.metrics import METRICS_FILE
+from allhands.observe.metrics.sinks import JsonlSink
 
 
 def trained(model: Path, data: Path, place: Path, **more: Any) -> tuple[int, str]:
@@ -122,6 +123,10 @@ def test_what_runs_and_people_leave_is_no_hindrance(
     assert trained(tiny_model, tiny_data, place)[0] == 0
     assert trained(tiny_model, tiny_data, place, iters=2, resume="auto")[0] == 0
     (place / METRICS_FILE).write_text('{"event": "trai')  # torn by a kill
+    assert trained(tiny_model, tiny_data, place)[0] == 0
+    # A run that ended before its first step.
+    (place / METRICS_FILE).unlink()
+    JsonlSink(place / METRICS_FILE).close()
     assert trained(tiny_model, tiny_data, place)[0] == 0
     # An adapter of mlx_lm's is kept as one of ours.
     theirs = write_adapter(tiny_model, tmp_path / "theirs")

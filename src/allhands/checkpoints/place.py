@@ -113,11 +113,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _is_ours(metrics: Path) -> bool:
     """True if a line of it is an event of a run, or there is none that is whole."""
-    from allhands.observe.metrics.events import decode_event
+    from allhands.observe.metrics.events import OPENED, decode_event
 
     with metrics.open(encoding="utf-8", errors="replace") as lines:
         first = [line for _, line in zip(range(20), lines, strict=False) if line.endswith("\n")]
-    return not first or any(decode_event(line) is not None for line in first)
+    ours = (line.strip() == OPENED or decode_event(line) is not None for line in first)
+    return not first or any(ours)
 
 
 def _has_checkpoints(directory: Path) -> bool:

@@ -457,12 +457,17 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
     device = Device(accelerator, mesh, 0)
     if device.holds(needed):
         return
+    hint = (
+        "divide the model among computers: with a second one (--hosts) --strategy auto takes --strategy fsdp or "
+        "--strategy pipeline; or quantise it"
+    )
+    if mesh.context > 1:
+        hint = "add --strategy fsdp: ranks then divide the arrays of the model, too; or quantise it"
     raise ModelError(
         f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
         code="memory-too-small",
         where=str(path),
-        hint="divide the model among computers: with a second one (--hosts) --strategy auto takes --strategy fsdp or "
-        "--strategy pipeline; or quantise it",
+        hint=hint,
     )
 
 

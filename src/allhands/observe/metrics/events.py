@@ -298,6 +298,8 @@ StepReport: TypeAlias = (
 )
 Event: TypeAlias = RunStarted | StepReport | Logged | Warned | RunEnded
 
+# The first line of a file, which no event follows if a run ends before it starts.
+OPENED = '{"event": "opened", "format": 1}'
 KINDS: dict[str, type[Event]] = {
     "started": RunStarted,
     "train": TrainReport,

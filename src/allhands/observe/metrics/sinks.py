@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from allhands.io.files import storage_error
 from allhands.observe.lines import LineFile
-from allhands.observe.metrics.events import Event, encode_event
+from allhands.observe.metrics.events import OPENED, Event, encode_event
 
 
 class Sink(Protocol):
@@ -61,7 +61,7 @@ class JsonlSink:
         try:
             self._lines = lines = LineFile(Path(path), "metrics")
             # Opening a file succeeds on a full disk; only a line written proves that there is room.
-            lines.append('{"event": "opened", "format": 1}')
+            lines.append(OPENED)
         except OSError as error:
             if lines is not None:
                 lines.close()
