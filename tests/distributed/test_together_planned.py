@@ -97,7 +97,7 @@ CASES = {
     ),
     "two copies of matrices": Case(4, {"tp": 2}),
     "arrays and rows": Case(2, {**FSDP, "cp": 2}, backend="ring"),
-    "arrays and rows, LoRA": Case(2, {**FSDP, "cp": 2}, "lora", backend="ring", tokens=256),
+    "arrays and rows, LoRA": Case(2, {**FSDP, "cp": 2}, "lora", backend="ring", hidden=768),
     "stages and rows": Case(4, {**PIPE, "cp": 2}),
     "matrices and rows": Case(4, {"tp": 2, "cp": 2}),
     "arrays and experts": Case(2, {**FSDP, "ep": 2}, backend="ring", **MIXED),
