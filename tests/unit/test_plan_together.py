@@ -197,6 +197,22 @@ def test_groups_of_some_ranks_over_a_ring_send_more() -> None:
     assert ExchangeGroup(1, slots=4).sent(traffic) == 0
 
 
+@pytest.mark.parametrize(
+    ("row", "full", "together"),
+    [(8192, False, False), (65536, False, True), (32768, True, False)],
+    ids=["arrays alone fit", "only both fit", "neither fits"],
+)
+def test_arrays_and_rows_are_divided_where_nothing_else_fits(
+    row: int, full: bool, together: bool
+) -> None:
+    found = planned(GPUS[:2], "nvlink", rows=2, row=row, full=full)
+    alone = [each for each in found.memory if each.ranks == 2 and "+" not in each.strategy]
+    both = [each for each in found.memory if each.strategy == "fsdp+context"]
+    assert bool(both) == all(each.fits is False for each in alone)
+    assert any(each.fits for each in both) == together
+    assert ("--strategy fsdp --cp 2" in found.advice.title) == together
+
+
 @pytest.mark.parametrize("backend", CAPABILITIES)
 @pytest.mark.parametrize(
     ("options", "needs"),

@@ -66,18 +66,26 @@ def require_asked(config: TrainConfig, values: Mapping[str, Any], ranks: int, ba
 
 
 def divided_ways(
-    job: Job, team: Sequence[Computer], link: ExchangeTimes, held: PlannedRanks
+    job: Job,
+    team: Sequence[Computer],
+    link: ExchangeTimes,
+    held: PlannedRanks,
+    *,
+    together: bool = False,
 ) -> Iterator[Way]:
     """Yield the requested way, and the ways that the model, the other options and the number of
     computers allow.
 
     Their memory is not checked yet.
+
+    Args:
+        together: True for the ways in which ranks divide two things at once.
     """
     ranks = len(team)
     if job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
         return
     told = set[str]()
-    for config in _wanted(job, job.work, ranks):
+    for config in _wanted(job, job.work, ranks, together=together):
         mesh, flags = asked_mesh(config, ranks), flags_of(config)
         if mesh is not None and mesh.pipe <= job.blocks.layers and flags not in told:
             told.add(flags)
@@ -85,15 +93,20 @@ def divided_ways(
             yield kind(job, team, link, held, mesh, config).way()
 
 
-def _wanted(job: Job, work: Work, ranks: int) -> Iterator[TrainConfig]:
+def _wanted(job: Job, work: Work, ranks: int, *, together: bool) -> Iterator[TrainConfig]:
     """The options of the training, where they ask for a way, and those by which so many ranks
-    divide arrays, matrices, experts or rows.
+    divide arrays, matrices, experts or rows; ``together``: those for arrays and something else.
     """
-    if job.asked is not None:
+    if job.asked is not None and not together:
         yield job.asked
     plain = TrainConfig.model_validate({})
-    for name in job.dividing.among(ranks, work.row_tokens) if job.dividing else ():
-        yield plain.model_copy(update=options_for(name, ranks))
+    names = job.dividing.among(ranks, work.row_tokens) if job.dividing else ()
+    for name in names:
+        options = options_for(name, ranks)
+        if not together:
+            yield plain.model_copy(update=options)
+        elif "fsdp" in names and name in ("expert", "context"):
+            yield plain.model_copy(update={**options, **options_for("fsdp", ranks)})
 
 
 def best_divided(ways: Sequence[Way]) -> Way | None:

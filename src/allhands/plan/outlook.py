@@ -387,14 +387,17 @@ class _Planner:
 
     def _divided(self, team: Team) -> list[Way]:
         """Return the ways in which these computers divide arrays, matrices or rows, and whether
-        each fits.
+        each fits. Two at once are looked at where none fits alone.
         """
         job = self.job
         if job.blocks is None or job.work is None:
             return []
         held = self._needs(team, job.blocks, job.work)
-        ways = divided_ways(job, team, self.link, held)
-        return [self._held_to(way, team) for way in ways]
+        ways = [self._held_to(way, team) for way in divided_ways(job, team, self.link, held)]
+        if ways and not any(way.fits for way in ways):
+            both = divided_ways(job, team, self.link, held, together=True)
+            ways += [self._held_to(way, team) for way in both]
+        return ways
 
     def _timed(self, way: Way, line: OutlookLine) -> Way:
         """Return a way of ranks that all have the model, with its time, where no flag changes that."""
