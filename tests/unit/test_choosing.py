@@ -26,6 +26,7 @@ from allhands.run.choosing import (
     strategy_by_memory,
 )
 from allhands.run.dividing import DividedModel
+from allhands.run.expecting import require_room_for_weights
 from allhands.run.piping import piped
 from allhands.runtime.accelerator import Accelerator
 
@@ -173,6 +174,17 @@ def test_gpus_read_at_once_what_fits(tmp_path: Path) -> None:
         device = replace(accelerator, memory_bytes=gigabytes * GIGABYTE)
         assert reads_later(asked.config, tmp_path, device, asked.mesh) == later
     assert not reads_later(choosing(12, strategy="data").config, tmp_path, CPU, asked.mesh)
+
+
+@pytest.mark.parametrize(("pieces", "remedy"), [(1, "--hosts"), (2, "add --strategy fsdp")])
+def test_weights_larger_than_a_rank_are_refused(tmp_path: Path, pieces: int, remedy: str) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10 * GIGABYTE)
+    device = replace(CPU, memory_bytes=8 * GIGABYTE)
+    with pytest.raises(ModelError) as refused:
+        require_room_for_weights(tmp_path, device, Mesh(0, pieces, context=pieces))
+    assert refused.value.code == "memory-too-small"
+    assert remedy in (refused.value.hint or "")
 
 
 def test_one_rank_has_no_choice() -> None:

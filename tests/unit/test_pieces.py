@@ -77,9 +77,7 @@ def test_an_objective_of_others_is_not_divided() -> None:
         Another().across(GroupWithinWorld(SingleProcess(), ((0, 1),)))
 
 
-@pytest.mark.parametrize(
-    "more", [{"sync_every": 2}, {"sync_delay": 1}, {"rank_weights": "[2, 1]"}]
-)
+@pytest.mark.parametrize("more", [{"sync_every": 2}, {"sync_delay": 1}, {"rank_weights": "[2, 1]"}])
 def test_rows_are_not_divided_beside_other_divisions(more: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         build_config({"cp": 2, **more})
