@@ -18,6 +18,8 @@ WAYS = {
     "tensor": ("--tp", "2"),
     "context": ("--cp", "2"),
     "expert": ("--ep", "2"),
+    "fsdp and context": ("--strategy", "fsdp", "--cp", "2"),
+    "fsdp and expert": ("--strategy", "fsdp", "--ep", "2"),
 }
 
 
@@ -34,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_train_as_one_process(place: Path, way: str) -> None:
-    model = "experts" if way == "expert" else "model"
+    model = "experts" if "expert" in way else "model"
     ranks = ("-n", "2", "--backend", "ring", *WAYS[way])
     train(place, way, "--fine-tune-type", "full", *ranks, model=model)
     assert_same(place / f"{model} alone", place / way)
