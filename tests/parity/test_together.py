@@ -320,6 +320,33 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, w
 
 
 @pytest.mark.parametrize(
+    "way",
+    [
+        "pipe x shard",
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in ("shard x tensor", "shard x context of four", "pipe x shard x context")
+        ),
+    ],
+)
+def test_examples_are_named_where_ranks_have_unlike_numbers_of_rows(place: Path, way: str) -> None:
+    if not (place / "poisoned").exists():
+        write_poisoned(place)
+    more = (
+        *("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0"),
+        *("--batch-size", "3", "--iters", "8", "--hang-timeout-s", "60"),
+    )
+    found: list[Any] = []
+    for name, ranks in (("one", ()), (way, EVERY[way])):
+        run = place / f"skipped of three {name}"
+        if not run.exists():
+            train(place, run.name, *more, *ranks, model="poisoned")
+        found.append(told(run, "skipped", "step", "examples"))
+    assert found[0] == found[1]
+    assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         (("-n", "4", "--backend", "ring", "--strategy", "fsdp", "--tp", "2"), "--backend ring"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_config import refused
 
-from allhands.config.combinations import unfit_stages
+from allhands.config.combinations import refuse_combinations, unfit_stages
 from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
@@ -130,6 +130,31 @@ def test_parts_and_copies_of_arrays_that_go_together(
     every = [mesh.part_of(rank) for rank in range(ranks)]
     assert sorted(set(every)) == list(range(parts))
     assert len({every.count(part) for part in range(parts)}) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"strategy": strategy, **more}
+        for strategy in ("fsdp", "pipeline", "data")
+        for more in (
+            {"cp": 2},
+            {"tp": 2},
+            {"tp": 2, "ep": 2},
+            {"tp": 2, "cp": 2},
+            {"tp": 2, "ep": 2, "cp": 2},
+            *([] if strategy == "data" else [{"dp_shard": 2}, {"dp_shard": 2, "cp": 2}]),
+            *([] if strategy == "pipeline" else [{"ep": 2}]),
+        )
+    ],
+)
+def test_ranks_that_are_left_make_up_a_mesh(flags: dict[str, Any]) -> None:
+    config = build_config({"min_ranks": 1, **flags})
+    for ranks in range(1, 9):
+        left = as_left(config, Mesh(0, ranks))
+        mesh = piped(left, Mesh(0, ranks))
+        assert mesh.size == ranks
+        refuse_combinations(left)
 
 
 def test_ranks_make_up_groups_that_divide_matrices() -> None:

@@ -120,16 +120,16 @@ class OneByOne:
 
     Attributes:
         gradient: returns loss sum and gradients of a micro-batch of one example; each rank of
-            ``together`` has its part of the gradients. If ranks compute their own rows but in step
-            (:attr:`Strategy.in_step`), it takes ``None`` for a rank without further rows.
+            ``together`` has its part of the gradients. If they have different shares, it takes
+            ``None`` for a rank without further rows.
         together: the ranks that compute each example together; all of them have to call.
         share: number of this rank's share of the rows among those of ``together``; several ranks may
-            have the same share.
+            have the same share. ``None``: all have the same.
     """
 
     gradient: Callable[..., tuple[mx.array, Any]]
     together: Communicator
-    share: int = 0
+    share: int | None = None
 
 
 class Strategy:
@@ -150,7 +150,6 @@ class Strategy:
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not
             only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
-        in_step: True if ranks exchange during their passes; then all do the same number of passes.
         last_norm: norm of the last update's mean gradient; NaN before the first update. The step
             sets it.
         regions: shape of each divided trained array, and this rank's place in it.
@@ -165,7 +164,6 @@ class Strategy:
     passes_wait = False
     sees_passes = False
     keeps_own_optimizer = False
-    in_step = False
     last_norm: float = math.nan
     regions: Mapping[str, tuple[Shape, Region]] = MappingProxyType({})
 

@@ -56,7 +56,6 @@ class ExpertParallel(Strategy):
 
     name = "expert"
     passes_wait = True
-    in_step = True
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.experts is not None

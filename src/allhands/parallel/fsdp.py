@@ -208,7 +208,6 @@ class FullySharded(Strategy):
 
     name = "fsdp"
     passes_wait = True
-    in_step = True
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.sharding is not None

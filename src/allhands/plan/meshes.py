@@ -376,7 +376,8 @@ class MeshWay:
     def _rows_costs(self) -> ContextCosts:
         blocks = replace(self.blocks, keys=self.blocks.keys // self.mesh.tensor)
         divided = replace(self.divided, blocks=blocks, of=self.job.of)
-        return context_costs(divided, fetched=self.mesh.parts > 1)
+        # A GPU computes a block once, if there is room.
+        return context_costs(divided, fetched=self.mesh.parts > 1 and self.on_cpu)
 
     def _of_all_experts(self) -> Divided:
         """The training with whole blocks."""

@@ -179,7 +179,8 @@ class StagedWay(MeshWay):
         work = replace(divided.work, batch_tokens=cut.batches * cut.work.tokens)
         if self.on_cpu and not last:
             work = replace(work, recomputed=True)
-        return context_costs(replace(divided, work=work))
+        blocks = replace(divided.blocks, keys=divided.blocks.keys // self.mesh.tensor)
+        return context_costs(replace(divided, blocks=blocks, work=work))
 
     def _sums_of(self, cut: PipelineStep, sizes: Sequence[int], place: int) -> int:
         """Sums of hidden states of a stage: twice a block in each pass.

@@ -389,7 +389,8 @@ def _part_costs(
     blocks = blocks_of(divided.config)
     of = None if blocks is None else partial(computes, blocks)
     if blocks is not None and mesh.context > 1:
-        of = partial(memory_of_rows, computes, blocks, ranks=mesh.context, word=word)
+        rows = {"ranks": mesh.context, "word": word, "heads": mesh.tensor}
+        of = partial(memory_of_rows, computes, blocks, **rows)
     found = [
         layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile))
         for model in models

@@ -144,7 +144,14 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     problem = unfit_stages(config, mesh.size)
     if problem is None:
         return config
-    changed: dict[str, Any] = {"pp": None, "pp_split": "auto", "tp": 1, "cp": 1, "dp_shard": None}
+    changed: dict[str, Any] = {
+        "pp": None,
+        "pp_split": "auto",
+        "tp": 1,
+        "cp": 1,
+        "ep": 1,
+        "dp_shard": None,
+    }
     told = f"{problem.message} ({problem.where}): the remaining ranks are one pipeline with a new division of the blocks"
     if mesh.size == 1:
         changed |= {"strategy": "auto", "pp_schedule": "1f1b"}

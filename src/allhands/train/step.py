@@ -246,7 +246,7 @@ class TrainStep:
             self.strategy.communicator,
             self.options.heartbeat,
             alone.together,
-            share=alone.share if self.strategy.in_step else None,
+            share=alone.share,
         )
         reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
         if self.options.non_finite == "stop":
