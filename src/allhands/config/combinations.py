@@ -176,8 +176,8 @@ def _refuse_divided_experts(config: Any) -> None:
         ),
         (
             config.strategy == "pipeline" and config.tp == 1,
-            f"{what} among ranks with rows of their own, which the stages of a pipeline have not: add --tp {config.ep}, "
-            "so that the same ranks divide matrices and experts",
+            f"{what} among ranks that compute different rows, and the ranks of a pipeline compute the same rows: add "
+            f"--tp {config.ep}, so that the same ranks divide matrices and experts",
         ),
         (
             is_sharded(config) and config.cp > 1 and config.tp == 1,
