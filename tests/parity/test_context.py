@@ -17,7 +17,7 @@ from architectures import architecture, every
 from context_ranks import model_of
 from ring_ranks import run_ring
 from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
-from trained import assert_same, told, train, write_poisoned
+from trained import assert_same, assert_same_ruined, train
 
 from allhands.errors import ModelError
 from allhands.model.context import CAN_DIVIDE_ROWS, check_rows
@@ -166,26 +166,7 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
 
 @pytest.mark.slow
 def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(place: Path) -> None:
-    write_poisoned(place)
-    more = (
-        "--data",
-        str(place / "with-z"),
-        "--non-finite",
-        "skip",
-        "--sample-prompts",
-        '["hello"]',
-    )
-    seen: list[Any] = []
-    for ranks, parts in (("1", ()), ("2", (*RING, "--cp", "2"))):
-        run = place / f"skipped-{ranks}"
-        train(
-            place, run.name, *more, "-n", ranks, *parts, "--sample-tokens", "12", model="poisoned"
-        )
-        seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
-    assert seen[0] == seen[1]
-    skipped, texts = seen[0]
-    assert {each for examples in skipped[1::2] for each in examples} == {5, 12}
-    assert len(texts) >= 1
+    assert_same_ruined(place, ("-n", "2", *RING, "--cp", "2"))
 
 
 @pytest.mark.slow

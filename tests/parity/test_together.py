@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from tiny import write_model
-from trained import assert_same, assert_same_samples, told, train, write_models, write_poisoned
+from trained import (
+    assert_same,
+    assert_same_ruined,
+    assert_same_samples,
+    told,
+    train,
+    write_models,
+    write_poisoned,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -120,22 +128,7 @@ def test_checkpoints_of_experts_are_those_of_any_other_division(place: Path) -> 
 
 
 def test_samples_and_ruined_updates_of_experts_are_those_of_one_process(place: Path) -> None:
-    write_poisoned(place, experts=4)
-    more = (
-        "--data",
-        str(place / "with-z"),
-        "--non-finite",
-        "skip",
-        "--sample-prompts",
-        '["hello"]',
-    )
-    seen: list[Any] = []
-    for name, ranks in (("one", ()), ("two", EVERY["shard x expert"])):
-        run = place / f"ruined {name}"
-        train(place, run.name, *more, *ranks, "--sample-tokens", "12", model="poisoned")
-        seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
-    assert seen[0] == seen[1]
-    assert {each for examples in seen[0][0][1::2] for each in examples} == {5, 12}
+    assert_same_ruined(place, EVERY["shard x expert"], experts=4)
 
 
 @pytest.mark.parametrize(

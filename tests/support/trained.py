@@ -88,6 +88,26 @@ def write_poisoned(place: Path, experts: int = 0) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
+def assert_same_ruined(place: Path, divided: tuple[str, ...], experts: int = 0) -> None:
+    """Train on examples that ruin updates, with samples, as one process and as ``divided`` ranks,
+    and compare which ones were named and what was written.
+    """
+    folder = place / "ruined"
+    folder.mkdir()
+    write_poisoned(folder, experts)
+    more = ("--data", str(folder / "with-z"), "--non-finite", "skip")
+    more += ("--sample-prompts", '["hello"]', "--sample-tokens", "12")
+    seen: list[Any] = []
+    for name, ranks in (("one", ()), ("divided", divided)):
+        train(folder, name, *more, *ranks, model="poisoned")
+        run = folder / name
+        seen.append((told(run, "skipped", "step", "examples"), told(run, "sampled", "text")))
+    assert seen[0] == seen[1]
+    skipped, texts = seen[0]
+    assert {each for examples in skipped[1::2] for each in examples} == {5, 12}
+    assert len(texts) >= 1
+
+
 def assert_same_samples(place: Path, divided: tuple[str, ...]) -> None:
     """Train with samples, as one process and as ``divided`` ranks, and compare what was written.
 

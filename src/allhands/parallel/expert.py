@@ -106,10 +106,7 @@ class ExpertParallel(Strategy):
         ``kept`` leaves.
         """
         tokens = 0 if batch is NOTHING else objective.places(batch.inputs).size
-        dispatch = self._experts.dispatch
-        now = self._wait(lambda: dispatch.agree(tokens))
-        assert now is not None
-        with dispatch.passing(now):
+        with self._wait(lambda: in_step(self._experts.dispatch, objective, tokens)):
             sums, grads = run(batch)
         if batch is not NOTHING:
             return sums, grads

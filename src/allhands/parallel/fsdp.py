@@ -319,9 +319,11 @@ class FullySharded(Strategy):
             arguments = None if batch is None else passes.arguments(batch)
             outputs, _, parts = compute.begin(None, None, arguments)
             return outputs, parts
-        began = time.perf_counter()
+        began, heartbeat = time.perf_counter(), self._exchanging.heartbeat
         tokens = 0 if batch is None else passes.objective.places(batch.inputs).size
+        heartbeat("reduce")
         passing = in_step(self._experts.dispatch, passes.objective, tokens)
+        heartbeat("compute")
         self._waited_s += time.perf_counter() - began
         with passing:
             arguments = passes.arguments(NOTHING if batch is None else batch)
