@@ -24,6 +24,7 @@ from allhands.distributed.backend import SingleProcess
 from allhands.errors import DistributedError
 from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
+from allhands.objectives.causal_lm import CAUSAL_LM, CausalLM
 from allhands.parallel.fetched import FetchedGraph
 from allhands.parallel.gradient import Computing
 from allhands.parallel.sharding import BetweenPasses, Layout, Sharding, shard
@@ -93,9 +94,9 @@ def passes(sharding: Sharding, room: Callable[[], float] | None = None) -> Fetch
     return FetchedGraph(sharding, OBJECTIVE, Computing(cpu_native=False, compiled=False), room=room)
 
 
-def found_by(graph: FetchedGraph, tokens: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+def found_by(graph: FetchedGraph, *arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
     """Loss and gradients by name."""
-    (loss,), parts = graph.begin(graph.prepare((tokens,), tokens.size))
+    (loss,), parts = graph.begin(graph.prepare(arrays, arrays[0].size))
     named: dict[str, mx.array] = {}
     for row, part in zip(graph.rows, parts, strict=True):
         shapes = {place.name: place.shape for place in row.places}
@@ -183,6 +184,33 @@ def test_fused_blocks_have_the_gradient_of_a_whole_model(
     model = model_of("llama")
     fuse(model, 64, joins=False)
     assert_same(expected, found_by(passes(sharded(model, **more), room), tokens))
+
+
+@pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
+def test_pieces_of_rows_have_the_gradient_of_a_whole_model(
+    room: Callable[[], float] | None,
+) -> None:
+    """Attention over divided rows computes with what is fetched, as any other does."""
+    tokens = np.asarray(tokens_of("llama"), dtype=np.int32)
+    rows, width = tokens.shape
+    places = np.arange(rows * (width - 1), dtype=np.int32)
+    batch = MicroBatch(
+        tokens[:, :-1],
+        places,
+        tokens[:, 1:].reshape(-1),
+        places.size,
+        np.arange(rows, dtype=np.int32),
+    )
+    whole = [mx.array(each) for each in CAUSAL_LM.values(batch)]
+    model, computing = model_of("llama"), Computing(cpu_native=False, compiled=False)
+    loss, gradients = nn.value_and_grad(
+        model, lambda: CAUSAL_LM.sums(model, cpu_native=False)(*whole)[0]
+    )()
+    divided, other = CausalLM(SingleProcess()), model_of("llama")
+    fuse(other, 64, joins=False)
+    graph = FetchedGraph(sharded(other), divided, computing, room=room)
+    pieces = tuple(mx.array(each) for each in divided.values(batch))
+    assert_same((loss, dict(tree_flatten(gradients))), found_by(graph, *pieces))
 
 
 def wide(*, bits: int = 0, blocks: int = 16) -> Any:

@@ -21,7 +21,7 @@ WORDS = (
     "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
 )
 OPTIONS = (
-    "--shape llama --layers 2 --dims 256 --mlp-dims 512 --heads 4 --kv-heads 2 --block-size 64 --batch-size 4 "
+    "--layers 2 --dims 256 --mlp-dims 512 --heads 4 --kv-heads 2 --block-size 64 --batch-size 4 "
     "--iters 12 --steps-per-report 1 --val-batches 0 --learning-rate 3e-3"
 )
 
@@ -53,7 +53,9 @@ def _losses_of_one_and_two(
     data: Path, options: str, ranks: list[dict[str, str]], of_two: str = ""
 ) -> list[list[float]]:
     """Losses of each step of a pre-training by one process, and by two ranks with these variables."""
-    words = ("pretrain", "--tokenizer", str(data / "tokenizer"), *f"{OPTIONS} {options}".split())
+    shape = "" if "--shape" in options else "--shape llama"
+    given = f"{OPTIONS} {shape} {options}".split()
+    words = ("pretrain", "--tokenizer", str(data / "tokenizer"), *given)
     return _one_and_two(data, words, ranks, of_two)
 
 

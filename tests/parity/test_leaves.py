@@ -23,6 +23,7 @@ from allhands.kernels.fused.blocks import fuse
 from allhands.kernels.fused.linear import Product, products_of
 from allhands.model.dropout import install_dropout
 from allhands.model.remat import checkpoint_layers
+from allhands.objectives.causal_lm import CAUSAL_LM, CausalLM
 from allhands.parallel.batch_memory import BatchMemory
 from allhands.parallel.gradient import make_gradient, make_joined_gradient
 from allhands.train.graph_update import GraphUpdate
@@ -114,6 +115,42 @@ def test_gradients_are_the_same(
     # Nothing of the tracing is left in the model.
     after = dict(flatten(model.trainable_parameters()))
     assert all(after[name] is array for name, array in before.items())
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("kind", ["lora", "some", "quantised", "full", "untied", "recomputed"])
+def test_pieces_of_rows_have_the_same_gradients(kind: str, documents: bool) -> None:
+    """Attention over divided rows computes with the arrays that it is given, as any other does."""
+    model = trained(kind)
+    places = np.arange(7 * 39, dtype=np.int32)
+    numbers = np.repeat(np.arange(3, dtype=np.int32), 13)[None].repeat(7, axis=0)
+    batch = MicroBatch(
+        np.asarray(BATCH[0])[:, :39],
+        places,
+        places * 5 % 96,
+        7 * 39,
+        np.arange(7, dtype=np.int32),
+        documents=numbers if documents else None,
+    )
+    whole = [mx.array(each) for each in CAUSAL_LM.values(batch)]
+    loss, expected = make_gradient(model, cpu_native=False, compiled=False, dropout=None)(*whole)
+    wanted = dict(flatten(expected))
+    fuse(model, 40)
+    if kind == "recomputed":
+        checkpoint_layers(model.layers)
+    model.train()
+    update = GraphUpdate(model, optim.AdamW(1e-3), None, compiled=False)
+    divided = CausalLM(SingleProcess())
+    gradient = make_joined_gradient(
+        model, update.flat, compiled=False, dropout=None, objective=divided
+    )
+    mine, wholes = gradient(*map(mx.array, divided.values(batch)))
+    assert number(mine) == pytest.approx(number(loss), rel=2e-6)
+    found = dict(update.named([(str(i), array) for i, array in enumerate(wholes)]))
+    assert found.keys() == wanted.keys()
+    for name, array in found.items():
+        largest = number(mx.abs(wanted[name]).max())
+        assert number(mx.abs(array - wanted[name]).max()) <= 2e-5 * largest, name
 
 
 def products(model: Any) -> list[Product]:

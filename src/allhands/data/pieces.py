@@ -31,10 +31,14 @@ class Pieces:
         """Return the length of a piece of rows of this width."""
         return -(-width // (2 * self.size))
 
+    def width(self, width: int) -> int:
+        """Return the length of rows of this width that are filled up to whole pieces."""
+        return 2 * self.size * self.length(width)
+
     def filled_up(self, values: Array, fill: int = 0) -> Array:
         """(B, T, ...) -> (B, pieces * their length, ...), with ``fill`` in the new places."""
         width = values.shape[1]
-        missing = 2 * self.size * self.length(width) - width
+        missing = self.width(width) - width
         return np.pad(
             values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)], constant_values=fill
         )

@@ -29,6 +29,7 @@ from allhands.checkpoints.resuming import (
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.data.pieces import Pieces
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
@@ -499,7 +500,7 @@ def pass_context(
         accelerator,
         "train" if config.train else "evaluate",
         at_once=accelerator.runs_natively(config.compile),
-        longest=config.max_seq_length,
+        longest=Pieces(0, config.cp).width(config.max_seq_length),
         seed=config.seed,
         grad_checkpoint=config.grad_checkpoint,
         selection=selection,

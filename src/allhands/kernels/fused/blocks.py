@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.kernels import known
+from allhands.kernels.context import ContextRow
 from allhands.kernels.documents import DocumentRow
 from allhands.kernels.fused import ops
 from allhands.kernels.fused.embedding import RowsEmbedding
@@ -162,18 +163,32 @@ class _FusedAttention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         group: Group = self._group
         batch, length, _ = x.shape
-        if (
-            not group.usable
-            or not (cache is None or isinstance(cache, DocumentRow))
-            or length > self._turns.shape[0]
-        ):
+        across = isinstance(cache, ContextRow)
+        known_cache = across or cache is None or isinstance(cache, DocumentRow)
+        whole = cache.length if across else length
+        if not group.usable or not known_cache or whole > self._turns.shape[0]:
+            # Its layers would compute with other weights than those that the group was given.
+            assert not group.product.is_given, "the group's layers are called one by one"
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
         rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
-        q, k, v = ops.rope_split(rows, self._turns, sizes.heads, sizes.kv_heads, selection_of(self))
+        q, k, v = self._across(rows, cache) if across else self._turned(rows, self._turns)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+    def _turned(self: Any, rows: mx.array, turns: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        sizes: known.Attention = self._sizes
+        return ops.rope_split(rows, turns, sizes.heads, sizes.kv_heads, selection_of(self))
+
+    def _across(self: Any, rows: mx.array, row: ContextRow) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries of this rank's two pieces of each row, and the keys and values of all ranks."""
+        pieces = [
+            self._turned(piece, self._turns[places.start : places.stop])
+            for piece, places in zip(mx.split(rows, 2), row.places, strict=True)
+        ]
+        q, k, v = (mx.concatenate(list(each)) for each in zip(*pieces, strict=True))
+        return q, *row.update_and_fetch(k, v)
 
 
 def _has_plain_norms(layer: Any) -> bool:

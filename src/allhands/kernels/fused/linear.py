@@ -232,6 +232,11 @@ class Product:
         self._given_again = again
 
     @property
+    def is_given(self) -> bool:
+        """True while it computes with other arrays than those of its layers: see :meth:`give`."""
+        return self._given is not None
+
+    @property
     def widths(self) -> list[int]:
         """Outputs of each layer."""
         return [base_of(layer).weight.shape[0] for layer in self.layers]
