@@ -20,7 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_stages import CUT, loss_of, model_of, tokens_of
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import SingleProcess
+from allhands.distributed.backend import SingleProcess, collective, start
 from allhands.errors import DistributedError
 from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
@@ -58,10 +58,12 @@ class Groups:
 
     def __init__(self, error: int = 0) -> None:
         self.opened, self.closed, self.error = 0, 0, error
+        self.bytes_at_start: list[int] = []
 
     def ncclGroupStart(self) -> None:
         assert self.opened == self.closed
         self.opened += 1
+        self.bytes_at_start.append(mx.get_active_memory())
 
     def ncclGroupEnd(self) -> int:
         self.closed += 1
@@ -302,6 +304,18 @@ def test_rows_and_gradients_of_a_block_are_one_exchange() -> None:
     with pytest.raises(DistributedError) as raised:
         found_by(passes(shard(wide(), refused, refused, refused)), tokens)
     assert raised.value.code == "exchange-not-started"
+
+
+def test_what_is_given_is_computed_before_a_group_of_exchanges_opens() -> None:
+    """Within it, an exchange that this needs would be launched only when the group ends."""
+    joining: Any = Joining()
+    given = [mx.ones((1 << 18,)) + place for place in range(2)]
+    exchanges = [collective(joining, joining.all_gather, array) for array in given]
+    mx.synchronize()
+    before = mx.get_active_memory()
+    found = start(joining, exchanges)
+    assert joining.nccl.bytes_at_start[0] - before >= sum(array.nbytes for array in given)
+    assert [number(array.max()) for array in found] == [1, 2]
 
 
 def batches(step: int, count: int) -> list[MicroBatch]:

@@ -27,8 +27,6 @@ from allhands.errors import ConfigError, DistributedError
 from allhands.runtime.accelerator import nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly
 
-# True: NCCL makes one kernel of several exchanges. It has not run on a GPU yet.
-_JOINS = False
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 DeviceKind = Literal["cpu", "gpu"]
@@ -182,8 +180,7 @@ class MlxGroup:
         self.size: int = group.size()
         self.backend = backend
         self.scatters = can(backend, "sum_scatter")
-        joins = _JOINS and backend == "nccl" and launches_directly()
-        self.nccl = _loaded_nccl() if joins else None
+        self.nccl = _loaded_nccl() if backend == "nccl" and launches_directly() else None
         self.exchange = exchange_stream(device_of(backend))
         on_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
         self._fetches = on_cuda and device_of(backend) == "cpu"
@@ -266,10 +263,12 @@ class Collective(NamedTuple):
     """A collective that is still to be handed out, by :func:`start`.
 
     Attributes:
+        given: what this rank gives.
         sent: the collective itself.
         array: its result for those that compute with it.
     """
 
+    given: mx.array
     sent: mx.array
     array: mx.array
 
@@ -280,9 +279,9 @@ def collective(
     """Return a collective of ``array`` that is not handed out; ``call`` is the communicator's."""
     sent = call(array)
     if getattr(communicator, "nccl", None) is None:
-        return Collective(sent, sent)
+        return Collective(array, sent, sent)
     # On the stream of the exchange, behind it; it keeps what is sent until then.
-    return Collective(sent, mx.depends([sent], [array])[0])
+    return Collective(array, sent, mx.depends([sent], [array])[0])
 
 
 def start(communicator: Communicator, exchanges: Sequence[Collective]) -> list[mx.array]:
@@ -296,6 +295,9 @@ def start(communicator: Communicator, exchanges: Sequence[Collective]) -> list[m
     """
     arrays, nccl = [each.array for each in exchanges], getattr(communicator, "nccl", None)
     if nccl is not None and len(exchanges) > 1:
+        # Before the group: an exchange that this needs, of a norm say, would only be launched with
+        # the others, after it was computed with.
+        mx.async_eval([each.given for each in exchanges])
         nccl.ncclGroupStart()
         try:
             # MLX notes here that they are done, before NCCL launches them: only what comes behind

@@ -260,7 +260,7 @@ class Sharding:
         self, row: DividedRow, call: Callable[[mx.array], mx.array], array: mx.array
     ) -> Collective:
         """A collective of an array of a row, or the array where no other rank has any of it."""
-        return Collective(array, array) if row.alone else collective(self.shard, call, array)
+        return Collective(array, array, array) if row.alone else collective(self.shard, call, array)
 
     @property
     def scatters(self) -> bool:
