@@ -243,7 +243,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     return {
         **found,
         "versions": {"allhands": found["versions"], "torch": of_torch(options)},
-        "runs": runs,
+        "results": {CASES[case].title: ways for case, ways in runs.items()},
         "met": [text for each in judged.values() for text in each["met"]],
         "missed": [text for each in judged.values() for text in each["missed"]],
     }
@@ -291,7 +291,7 @@ def verdicts(least: float, case: str, ways: Mapping[str, Any]) -> dict[str, list
 def rows(found: Mapping[str, Any]) -> Iterable[Row]:
     """The figures to keep; ``allhands`` without more is the way that the bar is about."""
     gpus, small = found["settings"]["gpus"], ", tiny" * (found["settings"]["shape"] == "tiny")
-    for case, ways in found["runs"].items():
+    for case, ways in _by_case(found):
         name = f"{CASES[case].title}{small}, {gpus} GPUs"
         for way, each in ways.items():
             if "error" in each:
@@ -306,7 +306,7 @@ def report(found: Mapping[str, Any]) -> str:
     """A table for each case, and which bars are met."""
     settings, lines = found["settings"], list[str]()
     processes = "GPUs" if found["machine"]["gpus"] else "processes of the CPU, in float32"
-    for case, ways in found["runs"].items():
+    for case, ways in _by_case(found):
         apart = _apart(ways)
         shape = shape_of(case, settings["shape"])
         lines += [
@@ -331,6 +331,12 @@ def report(found: Mapping[str, Any]) -> str:
     lines += [f"MET: {each}" for each in found["met"]]
     lines += [f"MISSED: {each}" for each in found["missed"]]
     return "\n".join(lines)
+
+
+def _by_case(found: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Each case with what its ways have given."""
+    cases = {case.title: name for name, case in CASES.items()}
+    return ((cases[title], ways) for title, ways in found["results"].items())
 
 
 def _apart(ways: Mapping[str, Any]) -> float | None:

@@ -73,9 +73,10 @@ TABLES = {
     ),
     "gpu_sharded": (
         "Divided weights on two GPUs",
-        "Full training of a 7B shape in bfloat16 with AdamW, 4 x 1,024 random tokens on each GPU, weights, gradients "
-        "and optimizer state divided (`--strategy fsdp`), beside PyTorch's FSDP2 with compiled blocks. Memory is that "
-        "of the GPU that holds most.",
+        "4 x 1,024 random tokens on each GPU, beside PyTorch's FSDP2 with compiled blocks. Full training of the 7B and "
+        "13B shapes is in bfloat16 with AdamW; weights, gradients and optimizer state are divided (`--strategy fsdp`, "
+        "13B with `--grad-checkpoint`). QLoRA of the 70B shape has 4 bits and trains adapters of the last 16 blocks; "
+        "PyTorch cannot read MLX's 4 bits. Memory is that of the GPU that holds most.",
     ),
     "pretrain": (
         "Pre-training",

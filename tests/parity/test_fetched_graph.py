@@ -273,6 +273,21 @@ def test_whole_arrays_of_few_blocks_are_in_memory_at_once(
     assert long < sum(sizes) / (2 if bits else 4)
 
 
+def test_outputs_of_blocks_stay_no_longer_than_passes_need_them() -> None:
+    sharding, tokens = sharded(wide()), mx.random.randint(0, 60, (2, 64))
+    gradients = sum(row.size * row.dtype.size for row in sharding.rows)
+    graph = passes(sharding, lambda: 0.0)
+    batch = graph.prepare((tokens,), tokens.size)
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    loss, parts = graph.begin(batch)
+    mx.eval(loss, parts)
+    output = tokens.size * 384 * 4
+    assert mx.get_active_memory() - before - gradients < output
+    assert len(batch.graph.sums) == 1
+
+
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: bool) -> None:

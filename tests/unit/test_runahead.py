@@ -113,6 +113,12 @@ def test_where_ranks_exchange_there_is_room_for_twice_the_need(
     assert limit_for(int(need * GB), int(memory * GB)) <= limit * GB
 
 
+def test_who_spares_memory_gets_no_more_than_the_need() -> None:
+    for exchanging in (False, True):
+        limit = limit_for(55 * GB, 141 * GB, exchanging=exchanging, spares=True)
+        assert limit == pytest.approx(0.93 * 55 * GB, abs=2)
+
+
 def test_what_is_spare_beside_a_step() -> None:
     device, ahead = made(memory=1000)
     assert ahead.spare() == 0  # nothing is known yet

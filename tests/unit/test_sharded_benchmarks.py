@@ -291,7 +291,7 @@ def test_a_python_that_does_not_run_is_no_end(bench: Any, tmp_path: Path) -> Non
         ["--python", f"torch={tmp_path / 'none'}", "--gpus", "2", "--ways", "torch"]
     )
     found = bench.gpu_sharded.measure(options, tmp_path, MACHINE)
-    assert "No such file" in found["runs"]["7b"]["torch"]["error"]
+    assert "No such file" in found["results"]["full training of a 7B shape"]["torch"]["error"]
     assert found["versions"]["torch"] == {}
 
 
@@ -343,7 +343,7 @@ def found_of(bench: Any, ways: dict[str, Any], **more: Any) -> dict[str, Any]:
     found = {
         "settings": settings,
         "machine": MACHINE,
-        "runs": {"7b": ways},
+        "results": {"full training of a 7B shape": ways},
         "met": [],
         "missed": [],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlx.utils import tree_map
 from allhands.io.trees import flatten, number, unflatten
 from allhands.kernels.fused import kernels
 from allhands.parallel.norms import sum_of_squares
-from allhands.train.graph_update import GraphUpdate
+from allhands.train.graph_update import GraphUpdate, UpdatePieces
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, KernelAdamW
 
@@ -402,3 +403,29 @@ def test_the_norm_of_many_numbers_is_exact(size: int) -> None:
     exact = np.sqrt((drawn.astype(np.float64) ** 2).sum())
     assert clip({"all": mx.array(drawn)}, None)[1].item() == pytest.approx(exact, rel=2e-6)
     assert mx.sqrt(sum_of_squares([mx.array(drawn)])).item() == pytest.approx(exact, rel=2e-6)
+
+
+def held() -> int:
+    """Bytes of all arrays, once everything is computed."""
+    mx.synchronize()
+    gc.collect()
+    return mx.get_active_memory()
+
+
+def test_parts_of_an_update_take_no_more_memory_than_passes_have_taken() -> None:
+    size, count = 1 << 20, 10
+    for room, begun in ((0, 2), (5, 5), (20, 10)):
+        parts = [[mx.full((size // 4,), float(place)) + 1] for place in range(count)]
+        mx.reset_peak_memory()
+        taken = mx.zeros((room * size // 4,))
+        mx.eval(taken)
+        del taken
+        before, pieces = held(), UpdatePieces(parts)
+        pieces.begin()
+        assert round((held() - before) / size) == begun
+        pieces.begin()  # nothing has been waited for, and what is computed is still there
+        assert round((held() - before) / size) == begun
+        pieces.finish()
+        assert round((held() - before) / size) == count
+        assert [part.item() for part in (one[0][0] for one in parts)] == list(range(1, count + 1))
+        assert not pieces

@@ -147,6 +147,8 @@ class Strategy:
             decides.
         overlaps: True if gradients are exchanged while others are computed.
         passes_wait: True if passes wait for data from other ranks.
+        spares_memory: True if the host is not to queue work that takes more memory than a step
+            needs.
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not
             only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
@@ -162,6 +164,7 @@ class Strategy:
     laid: FlatParams | None = None
     overlaps = False
     passes_wait = False
+    spares_memory = False
     sees_passes = False
     keeps_own_optimizer = False
     last_norm: float = math.nan

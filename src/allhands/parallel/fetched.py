@@ -325,18 +325,23 @@ class _Graph:
     def __init__(self, first: int, found: tuple[Any, Any, Any] | None) -> None:
         self._first = first
         self.sums: list[mx.array] = [] if found is None else found[0]
-        self.hidden: list[mx.array] = [] if found is None else found[1]
+        self.hidden: list[list[mx.array]] = [] if found is None else [[a] for a in found[1]]
         self.gradients: list[list[mx.array]] = [] if found is None else found[2]
 
     def forward(self, at: int) -> list[mx.array]:
         """Return a block's output, and of the last block the sums and its gradients."""
         if not self.sums:
             return []
-        return [self.hidden[at]] if at < len(self.hidden) else [*self.sums, *self.backward(at)]
+        return self.hidden[at] if at < len(self.hidden) else [*self.sums, *self.backward(at)]
 
     def backward(self, at: int) -> list[mx.array]:
         """The gradients of a block's rows."""
         return self.gradients[at - self._first] if self.sums else []
+
+    def drop_output(self, at: int) -> None:
+        """Forget a block's output, which stays as long as a backward pass needs it."""
+        if at < len(self.hidden):
+            self.hidden[at] = []
 
     def drop(self, at: int) -> None:
         """Forget the gradients of a block's rows."""
@@ -511,6 +516,7 @@ class FetchedGraph:
         for at in range(last + 1):
             following = wholes[at + 1] if at < last else again[at - 1]
             before = self._next(wholes, at, graph.forward(at), before, following)
+            graph.drop_output(at)
 
         def push(at: int) -> None:
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)

@@ -215,6 +215,8 @@ class FullySharded(Strategy):
         self._exchanging, stream = exchanging.apart()
         self.communicator = self._exchanging.communicator
         self._sharding = exchanging.sharding.moved(lambda group: on_stream(group, stream))
+        # Recomputation is for those who have too little.
+        self.spares_memory = self._sharding.fetching.twice
         self._whole = WholeArrays(exchanging.matrices, self._exchanging)
         self.left: list[Left] = []
         self._compute: FetchedStage | FetchedGraph | None = None

@@ -57,7 +57,11 @@ class Passes:
         flat: FlatWeights | None,
         *,
         waits: bool,
+        spares: bool = False,
     ) -> None:
+        """``waits``, ``spares``: see :func:`~allhands.parallel.runahead.limit_for`, which has the
+        first as ``exchanging``.
+        """
         self.model = model
         self.objective = objective
         self.computing = computing
@@ -65,7 +69,9 @@ class Passes:
         self.shapes: set[tuple[int, int, int]] = set()
         self.meanwhile: Callable[[], None] = lambda: None
         self.run_ahead = (
-            RunAhead(device_memory(), exchanging=waits) if kernels.available() else None
+            RunAhead(device_memory(), exchanging=waits, spares=spares)
+            if kernels.available()
+            else None
         )
         self._to_arrays = arrays_of_batches()
         how: Any = {

@@ -30,12 +30,17 @@ _MOST = 0.6
 _FULL = 0.9
 
 
-def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
+def limit_for(
+    need: int, device_bytes: int, *, exchanging: bool = False, spares: bool = False
+) -> int:
     """Return the limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead.
 
     Args:
         exchanging: whether the queued work waits for other ranks' messages.
+        spares: whether steps are to hold no more than their need.
     """
+    if spares:
+        return int(_BELOW * need)
     roomy = max(_ENOUGH, need) if need <= _CARD else _MORE * need
     most = _MOST * device_bytes
     if exchanging:
@@ -52,7 +57,7 @@ class RunAhead:
 
     Attributes:
         device_bytes: memory of the device.
-        exchanging: see :func:`limit_for`.
+        exchanging, spares: see :func:`limit_for`.
         set_limit: takes bytes, returns the limit before.
         begin: resets the peak of used bytes, which ``peak`` returns.
         need: the most bytes of such a step.
@@ -60,6 +65,7 @@ class RunAhead:
 
     device_bytes: int
     exchanging: bool = False
+    spares: bool = False
     set_limit: Callable[[int], int] = mx.set_memory_limit
     begin: Callable[[], object] = MLX_PEAK.begin
     peak: Callable[[], int] = MLX_PEAK.part
@@ -100,4 +106,6 @@ class RunAhead:
             self._own = None
 
     def _limit(self) -> int:
-        return limit_for(self.need, self.device_bytes, exchanging=self.exchanging)
+        return limit_for(
+            self.need, self.device_bytes, exchanging=self.exchanging, spares=self.spares
+        )

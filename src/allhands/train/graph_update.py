@@ -30,8 +30,8 @@ _HIDDEN = mx.array(0.0)
 # Optimizers that update each number of an array by itself.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Parts of an update. Two of them have old and new values in memory at once, or more if the passes
-# needed as much memory.
-_PIECES, _AT_ONCE = 8, 2
+# needed as much memory: of 8 parts, two took more than a pass that keeps nothing between blocks.
+_PIECES, _AT_ONCE = 32, 2
 
 
 class GraphUpdate:
@@ -253,30 +253,31 @@ class UpdatePieces:
 
     def __init__(self, pieces: Sequence[Any] = ()) -> None:
         self._pieces = pieces
-        self._begun = 0
+        self._begun = self._computed = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def begin(self) -> None:
-        """Queue two parts, and more if the passes or finished parts have left room."""
-        room = mx.get_peak_memory() - mx.get_active_memory()
+        """Queue parts until two are on their way, and more if the passes or finished parts have
+        left room.
+        """
+        room, first = mx.get_peak_memory() - mx.get_active_memory(), self._begun
         while self._begun < len(self._pieces):
-            piece = self._pieces[self._begun]
-            room -= sum(array.nbytes for _, array in flatten(piece))
-            if room < 0 and self._begun >= _AT_ONCE:
-                return
-            mx.async_eval(piece)
+            room -= sum(array.nbytes for _, array in flatten(self._pieces[self._begun]))
+            if room < 0 and self._begun >= self._computed + _AT_ONCE:
+                break
             self._begun += 1
+        mx.async_eval(self._pieces[first : self._begun])
 
     def finish(self) -> None:
-        """Compute the other parts, two of them at a time."""
+        """Compute the other parts."""
         while self._begun < len(self._pieces):
-            mx.async_eval(self._pieces[self._begun])
-            mx.eval(self._pieces[self._begun - 1])
-            self._begun += 1
+            mx.eval(self._pieces[self._computed])
+            self._computed += 1
+            self.begin()
         # A remaining reference would keep the next update from writing in their place.
-        self._pieces, self._begun = (), 0
+        self._pieces, self._begun, self._computed = (), 0, 0
 
 
 class FlatState:
