@@ -144,6 +144,7 @@ class _FusedMlp:
     def __call__(self: Any, x: mx.array) -> mx.array:
         group: Group = self._group
         if not group.usable:
+            group.require_own_arrays()
             return super().__call__(x)  # type: ignore[misc]
         rows, down = x.reshape(-1, x.shape[-1]), self.down_proj
         if isinstance(down, TypedLoRALinear) and not drops(down):
@@ -167,8 +168,7 @@ class _FusedAttention:
         known_cache = across or cache is None or isinstance(cache, DocumentRow)
         whole = cache.length if across else length
         if not group.usable or not known_cache or whole > self._turns.shape[0]:
-            # Its layers would compute with other weights than those that the group was given.
-            assert not group.product.is_given, "the group's layers are called one by one"
+            group.require_own_arrays()
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads

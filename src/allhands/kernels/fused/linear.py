@@ -505,6 +505,12 @@ class Group:
         """True if no layer drops anything now: dropout is each layer's own."""
         return not any(drops(layer) for layer in self.product.layers)
 
+    def require_own_arrays(self) -> None:
+        """Called before layers compute one by one: the group must not have been given other arrays
+        than theirs.
+        """
+        assert not self.product.is_given, "layers would compute with other arrays than their group"
+
     def __call__(self, x: mx.array) -> mx.array:
         return self.product(x)
 
