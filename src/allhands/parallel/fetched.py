@@ -41,6 +41,9 @@ _FIRST = 2
 # Blocks at the end of a backward pass that the host does not wait for, where others have left room:
 # meanwhile it hands out the update, and the next passes.
 _AHEAD = 3
+# Blocks at the end of a backward pass, where memory is fullest, of which only one is on its way if
+# all are computed twice: what is spared then are the arrays of a block, and its gradients.
+_ALONE = 6
 
 
 @dataclass
@@ -526,6 +529,9 @@ class FetchedGraph:
         # block travel behind the next rows, which are waited for.
         for at in range(last - 1, first - 1, -1):
             wanted, late = graph.backward(at), at - first < prepared.ahead
+            if self._sharding.fetching.twice and at - first < _ALONE:
+                self._computed(before)
+                before = []
             before = self._next(
                 again, at, wanted, before, again[at - 1], partial(push, at + 1), waits=not late
             )

@@ -30,8 +30,8 @@ _HIDDEN = mx.array(0.0)
 # Optimizers that update each number of an array by itself.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Parts of an update. Two of them have old and new values in memory at once, or more if the passes
-# needed as much memory: of 8 parts, two took more than a pass that keeps nothing between blocks.
-_PIECES, _AT_ONCE = 32, 2
+# needed as much memory: of eight parts, two took more than a pass that keeps nothing between blocks.
+_PIECES, _AT_ONCE = 64, 2
 
 
 class GraphUpdate:
