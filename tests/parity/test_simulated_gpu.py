@@ -1,0 +1,114 @@
+"""The forms for NVIDIA GPUs under each way of dividing, on this computer's CPU, against one process
+of the CPU's own forms.
+
+``simulated_gpu`` has allhands take this computer for one with a GPU. So fused blocks, flat arrays
+and fetched graphs are tested where there is no GPU; their kernels are not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tiny import run_allhands, write_model
+from trained import assert_same, train, write_models
+
+import allhands
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DOUBLE = Path(__file__).parents[1] / "support" / "simulated_gpu"
+SOURCE = Path(allhands.__file__).parents[1]
+TWO, FOUR = ("-n", "2", "--backend", "ring"), ("-n", "4", "--backend", "mpi")
+WAYS = {
+    "one process": (),
+    "data": (*TWO, "--strategy", "data"),
+    "optimizer": (*TWO, "--strategy", "zero1"),
+    "arrays": (*TWO, "--strategy", "fsdp"),
+    "stages": (*TWO, "--strategy", "pipeline"),
+    "matrices": (*TWO, "--tp", "2"),
+    "rows": (*TWO, "--cp", "2"),
+    "arrays x rows": (*TWO, "--strategy", "fsdp", "--cp", "2"),
+}
+OF_FOUR = {
+    "arrays x matrices": (*FOUR, "--strategy", "fsdp", "--tp", "2"),
+    "stages x matrices": (*FOUR, "--strategy", "pipeline", "--tp", "2"),
+    "stages x arrays": (*FOUR, "--strategy", "pipeline", "--dp-shard", "2"),
+    "stages x rows": (*FOUR, "--strategy", "pipeline", "--cp", "2"),
+    "matrices x rows": (*FOUR, "--tp", "2", "--cp", "2"),
+}
+OF_EXPERTS = {
+    "experts": (*TWO, "--ep", "2"),
+    "arrays x experts": (*TWO, "--strategy", "fsdp", "--ep", "2"),
+}
+DROPPED = '{"rank": 4, "scale": 4.0, "dropout": 0.3}'
+TRAININGS = {
+    "full": ("--fine-tune-type", "full"),
+    "LoRA": (),
+    "LoRA with dropout": ("--num-layers", "2", "--lora-parameters", DROPPED),
+}
+MORE_TRAININGS = {
+    "QLoRA": ("--model", "quantised"),
+    "documents": ("--packing", "--isolate-documents"),
+    "recomputed": ("--fine-tune-type", "full", "--grad-checkpoint"),
+    # Some ranks have fewer micro-batches than others.
+    "Adam": (
+        *("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001"),
+        *("--batch-size", "3", "--micro-batch-tokens", "64"),
+    ),
+}
+EVERY_WAY, EVERY_TRAINING = WAYS | OF_FOUR | OF_EXPERTS, TRAININGS | MORE_TRAININGS
+CASES = [
+    *((training, way) for training in TRAININGS for way in (*WAYS, *OF_EXPERTS)),
+    *(
+        pytest.param(training, way, marks=pytest.mark.long)
+        for training, ways in [(t, OF_FOUR) for t in TRAININGS]
+        + [(t, WAYS | OF_FOUR) for t in MORE_TRAININGS]
+        for way in ways
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_models(tmp_path_factory.mktemp("simulated"))
+    write_model(folder / "experts", layers=4, hidden=64, experts=4)
+    return folder
+
+
+@cache
+def one_process(place: Path, training: str, model: str) -> Path:
+    """The run of one process in the forms for a CPU."""
+    name = f"{training} of {model}"
+    train(place, name, *options(training), model=model)
+    return place / name
+
+
+def options(training: str) -> tuple[str, ...]:
+    found = EVERY_TRAINING[training]
+    return found[2:] if found[:1] == ("--model",) else found
+
+
+@pytest.mark.parametrize(("training", "way"), CASES)
+def test_forms_for_gpus_train_as_those_for_a_cpu(
+    place: Path, monkeypatch: pytest.MonkeyPatch, training: str, way: str
+) -> None:
+    model = "experts" if way in OF_EXPERTS else "quantised" if training == "QLoRA" else "model"
+    expected = one_process(place, training, model)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DOUBLE, SOURCE))))
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # MLX would call a compiler for each kernel
+    name = f"{training} by {way}"
+    train(place, name, *options(training), *EVERY_WAY[way], model=model)
+    assert_same(expected, place / name)
+
+
+def test_the_forms_are_those_for_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DOUBLE, SOURCE))))
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    asked = ("--model", place / "model", "--data", place / "data", "--iters", "1", "-v")
+    done = run_allhands("train", "--train", *asked, "--adapter-path", place / "told")
+    assert done.returncode == 0, done.stderr
+    assert re.search("[1-9][0-9]* .*use few matrix products", done.stdout + done.stderr)
