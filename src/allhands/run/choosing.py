@@ -391,6 +391,8 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
     hints = ["a computer with more memory, a quantised model, or shorter rows (--max-seq-length)"]
     if not config.grad_checkpoint:
         hints.append("--grad-checkpoint takes less memory and more time")
+    if len(told) > 1:
+        hints.append("`allhands plan` shows what --cp or --ep beside --strategy fsdp would take")
     if "fsdp" in told[0]["needs"]:
         room = min(each["room"] for each in told)
         counts = range(len(told) + 1, _MOST_RANKS + 1)
