@@ -203,6 +203,8 @@ def test_connecting_begins_with_that(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backend, "check_build", lambda _: None)
     monkeypatch.setattr(backend, "reach_first", lambda host, *_: done.append(host))
     monkeypatch.setattr(backend, "initialise_group", initialise)
+    # It would leave MLX's variables to the tests that follow.
+    monkeypatch.setattr(backend, "launch_directly", lambda *_, **__: True)
     for variable, value in (
         ("NCCL_HOST_IP", "10.0.0.1"),
         ("NCCL_PORT", "5"),
