@@ -30,6 +30,7 @@ FLOAT32 = {"MLX_ENABLE_TF32": "0"}
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         mx.default_device().type != mx.DeviceType.gpu, reason="CPUs are tested elsewhere"
     ),
@@ -67,7 +68,10 @@ def _one_and_two(
     def train(run: tuple[str, str, dict[str, str]]) -> None:
         name, more, variables = run
         places = ["--data", data / "data", "--adapter-path", data / name]
-        done = run_allhands(*words, *places, *more.split(), env={**FLOAT32, **variables})
+        # MLX compiles its kernels for quantised weights and for experts in the first run.
+        done = run_allhands(
+            *words, *places, *more.split(), env={**FLOAT32, **variables}, timeout=400
+        )
         assert done.returncode == 0, done.stderr
 
     with ThreadPoolExecutor(3) as threads:
