@@ -195,6 +195,21 @@ def test_keys_at_a_terminal_mean_what_they_mean_in_one_process(place: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.4, 0.8])
+def test_ctrl_c_while_ranks_start_is_told_once(place: Path, after_s: float) -> None:
+    session = Session(place, *PIPELINE)
+    try:
+        time.sleep(after_s)
+        session.type("\x03")
+        code, told = session.end()
+        assert code in (130, -signal.SIGINT)  # the latter before allhands has begun
+        assert told.count("allhands: interrupted") == (code == 130)
+    finally:
+        session.process.kill()
+        os.close(session.screen)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in an answer"])
 def test_a_rank_that_dies_ends_the_session(place: Path, rank: int, answering: bool) -> None:

@@ -82,14 +82,20 @@ def at_terminal(talk: Callable[[Talks], None]) -> int:
             wire = _accepted(server, ranks)
         except KeyboardInterrupt:
             ranks.send_signal(signal.SIGINT)
-            return ranks.wait()
+            return _code_of(ranks)
         with suppress(RanksEnded), ExitStack() as stack:
             stack.callback(_end, wire, ranks)
             if wire is not None:
                 conversation = RemoteConversation(wire)
                 with _noticed(ranks, conversation):
                     talk(conversation)
-        return ranks.wait()
+        return _code_of(ranks)
+
+
+def _code_of(ranks: subprocess.Popen[bytes]) -> int:
+    """The exit code of the ranks' supervisor, as a shell has it where a signal ended it."""
+    code = ranks.wait()
+    return 128 - code if code < 0 else code
 
 
 def _accepted(server: socket.socket, ranks: subprocess.Popen[bytes]) -> Wire | None:

@@ -99,6 +99,10 @@ def _call(arguments: list[str]) -> int:
 
 def _tell_interrupted(arguments: list[str]) -> None:
     """Print that Ctrl-C ended the command, and the state that is left."""
+    from allhands.infer.dialogue import VARIABLE
+
+    if VARIABLE in os.environ:
+        return  # the process that has the terminal says it
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
     tell(f"allhands: interrupted{': ' + left if left else ''}")
