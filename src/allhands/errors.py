@@ -122,13 +122,11 @@ def peer_lost() -> PeerLostError:
 
 
 def without_import(error: BaseException) -> BaseException:
-    """Return the KeyboardInterrupt behind an ImportError of a C extension; return any other error
-    unchanged.
+    """Return the KeyboardInterrupt behind an error of an import; return any other error unchanged.
+
+    Python gives an ImportError of a C extension, and a RuntimeError of a class that is being made.
     """
-    cause = error.__cause__
-    return (
-        cause if isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt) else error
-    )
+    return error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
 
 
 def error_named(name: str) -> type[AllhandsError] | None:

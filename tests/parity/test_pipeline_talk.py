@@ -203,7 +203,8 @@ def test_ctrl_c_while_ranks_start_is_told_once(place: Path, after_s: float) -> N
         session.type("\x03")
         code, told = session.end()
         assert code in (130, -signal.SIGINT)  # the latter before allhands has begun
-        assert told.count("allhands: interrupted") == (code == 130)
+        assert told.count("allhands: interrupted") == 1 or code != 130, told
+        assert "Traceback" not in told
     finally:
         session.process.kill()
         os.close(session.screen)

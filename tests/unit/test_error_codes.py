@@ -19,7 +19,7 @@ from allhands.cluster.frames import FROM_AGENT
 from allhands.cluster.runfiles import RunFiles
 from allhands.cluster.worker import WorkerContext
 from allhands.data.outcome import LeftOut
-from allhands.errors import AllhandsError, ConfigError, DataError, StorageError
+from allhands.errors import AllhandsError, ConfigError, DataError, StorageError, without_import
 from allhands.infer.dialogue import RemoteConversation, Wire, answer
 from allhands.io.files import storage_error
 
@@ -31,6 +31,19 @@ def test_each_error_of_the_source_has_a_code() -> None:
     found = error_codes.constructions()
     assert len(found) > 700
     assert [one.place for one in found if not one.has_code] == []
+
+
+def test_ctrl_c_within_an_import_is_no_error_of_it() -> None:
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as raised:
+        type("Made", (), {"field": Field()})  # Python 3.12 raises what it was
+    assert isinstance(without_import(raised.value), KeyboardInterrupt)
+    other = RuntimeError("caused by another error")
+    other.__cause__ = ValueError()
+    assert without_import(other) is other
 
 
 def test_codes_are_a_few_words_with_hyphens() -> None:
