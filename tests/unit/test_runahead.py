@@ -117,6 +117,8 @@ def test_who_spares_memory_gets_no_more_than_the_need() -> None:
     for exchanging in (False, True):
         limit = limit_for(55 * GB, 141 * GB, exchanging=exchanging, spares=True)
         assert limit == pytest.approx(0.93 * 55 * GB, abs=2)
+        # Before a step has been measured, others' limit: validation comes first.
+        assert limit_for(0, 141 * GB, spares=True) == limit_for(0, 141 * GB) > 0
 
 
 def test_what_is_spare_beside_a_step() -> None:

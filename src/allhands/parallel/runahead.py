@@ -39,7 +39,7 @@ def limit_for(
         exchanging: whether the queued work waits for other ranks' messages.
         spares: whether steps are to hold no more than their need.
     """
-    if spares:
+    if spares and need:
         return int(_BELOW * need)
     roomy = max(_ENOUGH, need) if need <= _CARD else _MORE * need
     most = _MOST * device_bytes
