@@ -51,7 +51,7 @@ TRAININGS = {
     "LoRA with dropout": ("--num-layers", "2", "--lora-parameters", DROPPED),
 }
 MORE_TRAININGS = {
-    "QLoRA": ("--model", "quantised"),
+    "QLoRA": (),
     "documents": ("--packing", "--isolate-documents"),
     "recomputed": ("--fine-tune-type", "full", "--grad-checkpoint"),
     # Some ranks have fewer micro-batches than others.
@@ -83,13 +83,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_process(place: Path, training: str, model: str) -> Path:
     """The run of one process in the forms for a CPU."""
     name = f"{training} of {model}"
-    train(place, name, *options(training), model=model)
+    train(place, name, *EVERY_TRAINING[training], model=model)
     return place / name
 
 
-def options(training: str) -> tuple[str, ...]:
-    found = EVERY_TRAINING[training]
-    return found[2:] if found[:1] == ("--model",) else found
+def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are started from now on find a GPU."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DOUBLE, SOURCE))))
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # MLX would call a compiler for each kernel
 
 
 @pytest.mark.parametrize(("training", "way"), CASES)
@@ -98,16 +99,14 @@ def test_forms_for_gpus_train_as_those_for_a_cpu(
 ) -> None:
     model = "experts" if way in OF_EXPERTS else "quantised" if training == "QLoRA" else "model"
     expected = one_process(place, training, model)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DOUBLE, SOURCE))))
-    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # MLX would call a compiler for each kernel
+    simulate(monkeypatch)
     name = f"{training} by {way}"
-    train(place, name, *options(training), *EVERY_WAY[way], model=model)
+    train(place, name, *EVERY_TRAINING[training], *EVERY_WAY[way], model=model)
     assert_same(expected, place / name)
 
 
 def test_the_forms_are_those_for_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DOUBLE, SOURCE))))
-    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    simulate(monkeypatch)
     asked = ("--model", place / "model", "--data", place / "data", "--iters", "1", "-v")
     done = run_allhands("train", "--train", *asked, "--adapter-path", place / "told")
     assert done.returncode == 0, done.stderr

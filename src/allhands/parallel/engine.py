@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +31,8 @@ from allhands.objectives.base import Objective
 from allhands.parallel.gradient import Computing, StageWeights
 from allhands.parallel.schedules import Action, Schedule
 from allhands.parallel.sums import added
+
+T = TypeVar("T")
 
 
 def unheard(phase: str) -> None:
@@ -98,11 +101,17 @@ class Messages:
 
     def wait_for(self, arrays: list[mx.array]) -> None:
         """Wait for arrays that other ranks send or receive."""
-        self._heartbeat("reduce")
-        began = time.perf_counter()
-        mx.eval(arrays)
-        self.waited_s += time.perf_counter() - began
-        self._heartbeat("compute")
+        self.waited_s += waited_for(partial(mx.eval, arrays), self._heartbeat)[1]
+
+
+def waited_for(exchange: Callable[[], T], heartbeat: Callable[[str], None]) -> tuple[T, float]:
+    """Return the result of an exchange with other ranks, and the seconds that it took."""
+    heartbeat("reduce")
+    began = time.perf_counter()
+    found = exchange()
+    seconds = time.perf_counter() - began
+    heartbeat("compute")
+    return found, seconds
 
 
 def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:

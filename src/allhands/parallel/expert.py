@@ -8,7 +8,6 @@ computed it for its own rows: those gradients are added up over all ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CausalLM
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
-from allhands.parallel.engine import unheard
+from allhands.parallel.engine import unheard, waited_for
 from allhands.parallel.experts import ALIKE, Dispatch, Experts
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
@@ -116,11 +115,8 @@ class ExpertParallel(Strategy):
 
     def _wait(self, exchange: Callable[[], Any]) -> Any:
         """The result of an exchange that is waited for."""
-        self._exchanging.heartbeat("reduce")
-        began = time.perf_counter()
-        found = exchange()
-        self._waited_s += time.perf_counter() - began
-        self._exchanging.heartbeat("compute")
+        found, seconds = waited_for(exchange, self._exchanging.heartbeat)
+        self._waited_s += seconds
         return found
 
     def _of_experts(self, grads: Any) -> Any:

@@ -41,8 +41,8 @@ _FIRST = 2
 # Blocks at the end of a backward pass that the host does not wait for, where others have left room:
 # meanwhile it hands out the update, and the next passes.
 _AHEAD = 3
-# Blocks at the end of a backward pass, where memory is fullest, of which only one is on its way if
-# all are computed twice: what is spared then are the arrays of a block, and its gradients.
+# Blocks at the end of a backward pass of which only one is on its way if all are computed twice:
+# what is spared then are the arrays of a block, and its gradients.
 _ALONE = 6
 
 
@@ -529,7 +529,9 @@ class FetchedGraph:
         # block travel behind the next rows, which are waited for.
         for at in range(last - 1, first - 1, -1):
             wanted, late = graph.backward(at), at - first < prepared.ahead
-            if self._sharding.fetching.twice and at - first < _ALONE:
+            # Memory is fullest when the last block's passes are done, or at the end if no block
+            # keeps anything.
+            if at == last - 1 or (self._sharding.fetching.twice and at - first < _ALONE):
                 self._computed(before)
                 before = []
             before = self._next(
@@ -559,9 +561,6 @@ class FetchedGraph:
         if not sharding.scatters:  # else the device itself waits, for which it needs no host
             self._wait([each.array for each in fetched[at]])
         fetched[at] = []
-        # Most is in memory when the last block's passes are done: nothing is ahead there.
-        if at + 2 == len(fetched) and len(before) > 1:
-            self._computed(before)
         sharding.begin(following)
         push()
         mx.async_eval(wanted)

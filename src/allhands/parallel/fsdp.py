@@ -13,10 +13,10 @@ in these exchanges, and computes nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -32,7 +32,7 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
-from allhands.parallel.engine import StageCompute, unheard
+from allhands.parallel.engine import StageCompute, unheard, waited_for
 from allhands.parallel.expert import NOTHING, in_step
 from allhands.parallel.experts import ALIKE, Experts
 from allhands.parallel.fetched import FetchedGraph, FetchedPasses
@@ -321,12 +321,10 @@ class FullySharded(Strategy):
             arguments = None if batch is None else passes.arguments(batch)
             outputs, _, parts = compute.begin(None, None, arguments)
             return outputs, parts
-        began, heartbeat = time.perf_counter(), self._exchanging.heartbeat
         tokens = 0 if batch is None else passes.objective.places(batch.inputs).size
-        heartbeat("reduce")
-        passing = in_step(self._experts.dispatch, passes.objective, tokens)
-        heartbeat("compute")
-        self._waited_s += time.perf_counter() - began
+        agree = partial(in_step, self._experts.dispatch, passes.objective, tokens)
+        passing, seconds = waited_for(agree, self._exchanging.heartbeat)
+        self._waited_s += seconds
         with passing:
             arguments = passes.arguments(NOTHING if batch is None else batch)
             outputs, _, parts = compute.begin(None, None, arguments, counts=batch is not None)
@@ -384,9 +382,7 @@ class FullySharded(Strategy):
 
     def _wait(self, arrays: list[mx.array]) -> None:
         """Wait for arrays from other ranks."""
-        began = time.perf_counter()
-        _wait_for(arrays, self._exchanging.heartbeat)
-        self._waited_s += time.perf_counter() - began
+        self._waited_s += _wait_for(arrays, self._exchanging.heartbeat)
 
     def _computed(self, arrays: list[mx.array]) -> None:
         """Wait for the device's computation, after arrays from other ranks have arrived."""
@@ -553,10 +549,9 @@ class FetchedModel:
         _wait_for(arrays, self.heartbeat)
 
 
-def _wait_for(arrays: list[mx.array], heartbeat: Callable[[str], None]) -> None:
-    heartbeat("reduce")
-    mx.eval(arrays)
-    heartbeat("compute")
+def _wait_for(arrays: list[mx.array], heartbeat: Callable[[str], None]) -> float:
+    """Wait for arrays; return the seconds."""
+    return waited_for(partial(mx.eval, arrays), heartbeat)[1]
 
 
 def logits_or_hidden(

@@ -112,8 +112,14 @@ def make_step(
     # The number of tokens for a rank's experts is known only after the router.
     chooses = options.experts is not None or bool(options.matrices and options.matrices.experts)
     computing = Computing(native, options.compiled and not chooses, options.dropout, heartbeat)
-    how_far: Any = {"waits": strategy.passes_wait, "spares": strategy.spares_memory}
-    passes = Passes(model, options.objective, computing, updater.flat, **how_far)
+    passes = Passes(
+        model,
+        options.objective,
+        computing,
+        updater.flat,
+        waits=strategy.passes_wait,
+        spares=strategy.spares_memory,
+    )
     strategy.prepare(passes, updater.expected)
     return TrainStep(passes, strategy, updater, options)
 

@@ -165,9 +165,12 @@ class _FusedAttention:
         group: Group = self._group
         batch, length, _ = x.shape
         across = isinstance(cache, ContextRow)
-        known_cache = across or cache is None or isinstance(cache, DocumentRow)
         whole = cache.length if across else length
-        if not group.usable or not known_cache or whole > self._turns.shape[0]:
+        if (
+            not group.usable
+            or not (cache is None or isinstance(cache, DocumentRow | ContextRow))
+            or whole > self._turns.shape[0]
+        ):
             group.require_own_arrays()
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
