@@ -273,6 +273,26 @@ def test_whole_arrays_of_few_blocks_are_in_memory_at_once(
     assert long < sum(sizes) / (2 if bits else 4)
 
 
+def test_rows_of_a_block_leave_memory_when_it_is_computed() -> None:
+    sharding = sharded(wide(), scatters=True, fetching=BetweenPasses(twice=True))
+    blocks = [sum(row.size * row.dtype.size for row in unit.rows) for unit in sharding.units]
+    gradients = sum(row.size * row.dtype.size for row in sharding.rows)
+    graph, tokens = passes(sharding), mx.random.randint(0, 60, (1, 2))
+    batch = graph.prepare((tokens,), tokens.size)
+    gc.collect()
+    mx.synchronize()
+    before, limit = mx.get_active_memory(), mx.set_memory_limit(0)
+    mx.reset_peak_memory()
+    try:
+        loss, parts = graph.begin(batch)
+        mx.eval(loss, parts)
+    finally:
+        mx.set_memory_limit(limit)
+    # At the fullest moment of the second block's backward pass, that is beside all gradients but the
+    # first block's: its own rows, and the next ones.
+    assert mx.get_peak_memory() - before - gradients < 2 * max(blocks)
+
+
 def test_outputs_of_blocks_stay_no_longer_than_passes_need_them() -> None:
     sharding, tokens = sharded(wide()), mx.random.randint(0, 60, (2, 64))
     gradients = sum(row.size * row.dtype.size for row in sharding.rows)

@@ -367,7 +367,7 @@ def test_a_person_s_own_launching_is_kept(
     started: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
-    assert jit_cache.launch_directly(environ, untouched=True, often=True)
+    assert jit_cache.launch_directly(environ, untouched=True, freed_after=14)
     assert (environ["MLX_MAX_OPS_PER_BUFFER"], environ["MLX_USE_CUDA_GRAPHS"]) == ("7", "0")
     # MLX ends a process that has planned attention for more shapes than twice what it keeps.
     assert environ["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
@@ -382,8 +382,8 @@ def test_a_person_s_own_launching_is_kept(
     assert asked["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     usual, often = dict[str, str](), dict[str, str]()
     jit_cache.launch_directly(usual, untouched=True)
-    jit_cache.launch_directly(often, untouched=True, often=True)
-    assert 0 < int(often["MLX_MAX_OPS_PER_BUFFER"]) < int(usual["MLX_MAX_OPS_PER_BUFFER"])
+    jit_cache.launch_directly(often, untouched=True, freed_after=14)
+    assert int(often["MLX_MAX_OPS_PER_BUFFER"]) == 14 < int(usual["MLX_MAX_OPS_PER_BUFFER"])
     # Metal would cut its commands by one of them.
     monkeypatch.setattr(sys, "platform", "darwin")
     elsewhere: dict[str, str] = {}

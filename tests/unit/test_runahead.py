@@ -113,10 +113,10 @@ def test_where_ranks_exchange_there_is_room_for_twice_the_need(
     assert limit_for(int(need * GB), int(memory * GB)) <= limit * GB
 
 
-def test_who_spares_memory_gets_no_more_than_the_need() -> None:
+def test_who_spares_memory_gets_hardly_more_than_the_need() -> None:
     for exchanging in (False, True):
         limit = limit_for(55 * GB, 141 * GB, exchanging=exchanging, spares=True)
-        assert limit == pytest.approx(0.93 * 55 * GB, abs=2)
+        assert 55 * GB <= limit <= 1.015 * 55 * GB
         # Before a step has been measured, others' limit: validation comes first.
         assert limit_for(0, 141 * GB, spares=True) == limit_for(0, 141 * GB) > 0
 

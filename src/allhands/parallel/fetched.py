@@ -41,9 +41,6 @@ _FIRST = 2
 # Blocks at the end of a backward pass that the host does not wait for, where others have left room:
 # meanwhile it hands out the update, and the next passes.
 _AHEAD = 3
-# Blocks at the end of a backward pass of which only one is on its way if all are computed twice:
-# what is spared then are the arrays of a block, and its gradients.
-_ALONE = 6
 
 
 @dataclass
@@ -517,25 +514,35 @@ class FetchedGraph:
         if not prepared.begun:
             self._sharding.begin(wholes[0])
         for at in range(last + 1):
-            following = wholes[at + 1] if at < last else again[at - 1]
-            before = self._next(wholes, at, graph.forward(at), before, following)
+            before = self._next(
+                wholes,
+                at,
+                graph.forward(at),
+                before,
+                wholes[at + 1] if at < last else again[at - 1],
+            )
             graph.drop_output(at)
 
         def push(at: int) -> None:
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
             graph.drop(at)
 
+        tables = self._tables(again)
+
+        def following(at: int) -> list[Collective]:
+            if at == 0:
+                return tables
+            return again[at - 1] if at > 1 else again[0][len(tables) :]
+
         # The last block's passes are one; the others' backward passes follow. The gradients of a
         # block travel behind the next rows, which are waited for.
         for at in range(last - 1, first - 1, -1):
             wanted, late = graph.backward(at), at - first < prepared.ahead
-            # Memory is fullest when the last block's passes are done, or at the end if no block
-            # keeps anything.
-            if at == last - 1 or (self._sharding.fetching.twice and at - first < _ALONE):
+            if at == last - 1 and not self._sharding.fetching.twice:  # memory is fullest
                 self._computed(before)
                 before = []
             before = self._next(
-                again, at, wanted, before, again[at - 1], partial(push, at + 1), waits=not late
+                again, at, wanted, before, following(at), partial(push, at + 1), waits=not late
             )
         push(first)
         return graph.sums, [parts[id(row)] for row in self.rows]
@@ -567,6 +574,14 @@ class FetchedGraph:
         if waits:
             self._computed(before)
         return wanted
+
+    def _tables(self, again: list[list[Collective]]) -> list[Collective]:
+        """The tables of tokens among the rows that the first block needs once more, if they are to
+        be fetched only once it is computed: large, and there when memory is fullest.
+        """
+        if not (self._sharding.fetching.twice and self._sharding.scatters):
+            return []
+        return again[0][: sum(map(_is_table, self._again(0)))]
 
     def _again(self, at: int) -> list[DividedRow]:
         """The rows of a block that are fetched once more."""

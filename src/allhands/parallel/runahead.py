@@ -19,6 +19,8 @@ from allhands.runtime.memory import MLX_PEAK
 _ENOUGH = 17_500_000_000
 # Work that is queued while the host waits comes on top of a limit.
 _BELOW = 0.93
+# The same for steps that are to hold no more than they need, with MLX's FREED_AT_ONCE.
+_SPARED = 1.01
 # A need that fits a card of 24 GB gets no more than the card; a larger need gets more by a factor.
 _CARD, _MORE = 24_000_000_000, 1.2
 # For ranks that exchange while they compute: a host at its limit waits for all queued work, and so
@@ -40,7 +42,7 @@ def limit_for(
         spares: whether steps are to hold no more than their need.
     """
     if spares and need:
-        return int(_BELOW * need)
+        return int(_SPARED * need)
     roomy = max(_ENOUGH, need) if need <= _CARD else _MORE * need
     most = _MOST * device_bytes
     if exchanging:

@@ -88,7 +88,14 @@ from allhands.run.piping import (
 )
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
-from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
+from allhands.runtime.jit_cache import (
+    FREED_AFTER,
+    FREED_AT_ONCE,
+    FREED_OFTEN,
+    launch_directly,
+    launches_directly,
+    prepare_process,
+)
 from allhands.runtime.versions import versions_of
 
 BUSY_EVERY_S = 1.0
@@ -454,8 +461,15 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
         not mx.cuda.is_available()
     ):  # for the other back-ends the variables would only be a trace left behind
         return []
-    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1 or mesh.parts > 1}
-    has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
+    freed_after = FREED_OFTEN if mesh.pipe > 1 or mesh.parts > 1 else FREED_AFTER
+    if mesh.parts > 1 and config.grad_checkpoint:
+        freed_after = FREED_AT_ONCE
+    has_order = launch_directly(
+        os.environ,
+        untouched=nothing_computed(),
+        deterministic=config.deterministic,
+        freed_after=freed_after,
+    )
     if not has_order:
         raise ConfigError(
             "MLX has computed before in this process, and keeps its order of sums",

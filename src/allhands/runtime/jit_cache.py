@@ -41,11 +41,9 @@ _KINDS = {
 }  # a directory of MLX's, and how the file ends that it looks for
 _DRAFT = ".draft-"
 # How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making
-# takes the host longer than their kernels take the GPU; and after so many, what they no longer need
-# is freed. Measured in training.
+# takes the host longer than their kernels take the GPU. Measured in training.
 _DIRECTLY = {
     "MLX_USE_CUDA_GRAPHS": "0",
-    "MLX_MAX_OPS_PER_BUFFER": "28",
     # One operation after what it needs: MLX's own order computes up to twenty things side by side,
     # and what is computed again for the backward pass long before it is used.
     "MLX_BFS_MAX_WIDTH": "1",
@@ -55,6 +53,11 @@ _DIRECTLY = {
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
+# After so many operations MLX frees what they no longer need, and compares the memory with its limit.
+# The second is for a model that hardly fits: a step takes up to 5 % longer (benchmarks/gpu.py,
+# pipeline_gpu.py), and of blocks of a 70B model some gigabytes less are held. The third is for a
+# limit at what a step needs, which it keeps within 1 % (benchmarks/gpu_sharded.py: 13b).
+FREED_AFTER, FREED_OFTEN, FREED_AT_ONCE = 28, 14, 5
 switched_off: set[str] = set()  # what MLX is known to have read as such in this process
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
@@ -446,7 +449,7 @@ def launch_directly(
     *,
     untouched: bool,
     deterministic: bool = False,
-    often: bool = False,
+    freed_after: int = FREED_AFTER,
 ) -> bool:
     """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said
     otherwise.
@@ -459,17 +462,14 @@ def launch_directly(
         deterministic: whether all sums are to be made in the same order every time. cuDNN adds up
             the gradient of attention as its parts come; everything else in the training of dense
             models has an order.
-        often: whether memory is freed twice as often, for a model that hardly fits: a step takes up
-            to 5 % longer (benchmarks/pipeline_gpu.py, gpu.py), and of blocks of a 70B model some
-            gigabytes less are held.
+        freed_after: number of operations after which memory is freed.
 
     Returns:
         Whether MLX will do as ``deterministic`` says, or does already.
     """
     if sys.platform != "linux":
         return True
-    if often:
-        environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "14")
+    environ.setdefault("MLX_MAX_OPS_PER_BUFFER", str(freed_after))
     for name, value in _DIRECTLY.items():
         environ.setdefault(name, value)
     if deterministic:
