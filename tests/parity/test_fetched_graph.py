@@ -293,6 +293,23 @@ def test_rows_of_a_block_leave_memory_when_it_is_computed() -> None:
     assert mx.get_peak_memory() - before - gradients < 2 * max(blocks)
 
 
+def test_blocks_that_are_fetched_one_by_one_are_two_in_memory() -> None:
+    sharding, held = sharded(wide()), list[int]()
+
+    def wait(rows: list[mx.array]) -> None:
+        mx.eval(rows)
+        mx.synchronize()
+        held.append(mx.get_active_memory() - before)
+
+    blocks = [sum(row.size * row.dtype.size for row in unit.rows) for unit in sharding.units]
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for unit in sharding.fetched(sharding.units, wait):
+        mx.eval(unit.weights())
+    assert len(held) == len(blocks)
+    assert max(held) < 2.1 * max(blocks)
+
+
 def test_outputs_of_blocks_stay_no_longer_than_passes_need_them() -> None:
     sharding, tokens = sharded(wide()), mx.random.randint(0, 60, (2, 64))
     gradients = sum(row.size * row.dtype.size for row in sharding.rows)

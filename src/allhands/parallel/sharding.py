@@ -74,6 +74,11 @@ class Unit:
         """Return the trained arrays, which have been fetched."""
         return [place.module[place.key] for row in self.trained_rows for place in row.places]
 
+    def install(self, wholes: Sequence[mx.array]) -> None:
+        """Give the model the arrays of whole rows."""
+        for row, whole in zip(self.rows, wholes, strict=True):
+            row.install(row.arrays(whole))
+
     def remove(self) -> None:
         """Leave the model without the arrays."""
         for row in self.rows:
@@ -211,8 +216,8 @@ class Sharding:
                 self.begin(self.wholes(units[place + 1].rows)) if place + 1 < len(units) else [],
             )
             wait(rows)
-            for row, whole in zip(unit.rows, rows, strict=True):
-                row.install(row.arrays(whole))
+            unit.install(rows)
+            # A name would keep arrays of the unit while the next ones are fetched.
             del rows
             try:
                 yield unit
