@@ -8,6 +8,7 @@ class.
 from __future__ import annotations
 
 import copyreg
+import sys
 from typing import Any, ClassVar
 
 
@@ -121,12 +122,22 @@ def peer_lost() -> PeerLostError:
     )
 
 
-def without_import(error: BaseException) -> BaseException:
-    """Return the KeyboardInterrupt behind an error of an import; return any other error unchanged.
+def behind_import(error: BaseException) -> BaseException:
+    """Return what an error of an import means: Ctrl-C, or an MLX that is not there; return any other
+    error unchanged.
 
-    Python gives an ImportError of a C extension, and a RuntimeError of a class that is being made.
+    For a KeyboardInterrupt Python gives an ImportError of a C extension, and a RuntimeError of a
+    class that is being made.
     """
-    return error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
+    if isinstance(error.__cause__, KeyboardInterrupt):
+        return error.__cause__
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != "mlx":
+        return error
+    hint = "pip install 'allhands[cpu]', or 'allhands[cuda13]' with an NVIDIA GPU"
+    hint = "pip install mlx" if sys.platform == "darwin" else hint
+    if isinstance(error, ModuleNotFoundError):
+        return ConfigError("MLX is not installed", code="package-missing", hint=hint)
+    return ConfigError(f"MLX cannot be loaded: {error}", code="package-unusable", hint=hint)
 
 
 def error_named(name: str) -> type[AllhandsError] | None:

@@ -396,3 +396,35 @@ def test_an_output_that_is_full_is_told(words: tuple[str, ...]) -> None:
     assert done.returncode == 5
     assert done.stderr.count("standard output") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "",  # mlx-lm is there, but Linux has to be told which MLX
+        "raise ImportError('libcuda.so.1: cannot open', name='mlx.core')",
+    ],
+    ids=["missing", "broken"],
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--model", "demo", "--data", "demo", "--iters", "1"),
+        ("train", "--model", "demo", "--data", "demo", "--iters", "1", "-n", "2"),
+        ("plan", "--model", "demo", "--data", "demo"),
+        ("generate", "--model", "demo", "--prompt", "hello"),
+        ("model", "get", "demo", "--out", "model"),
+        ("report", "adapters"),
+    ],
+    ids=" ".join,
+)
+def test_without_mlx_there_is_one_message(
+    words: tuple[str, ...], fault: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx/__init__.py").write_text(fault)
+    (tmp_path / "adapters").mkdir()
+    done = run_allhands(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    told = done.stdout + done.stderr
+    assert (done.returncode, told.count("Traceback")) == (2, 0), told
+    assert told.count("what to do: pip install") == 1, told

@@ -19,7 +19,7 @@ from allhands.cluster.frames import FROM_AGENT
 from allhands.cluster.runfiles import RunFiles
 from allhands.cluster.worker import WorkerContext
 from allhands.data.outcome import LeftOut
-from allhands.errors import AllhandsError, ConfigError, DataError, StorageError, without_import
+from allhands.errors import AllhandsError, ConfigError, DataError, StorageError, behind_import
 from allhands.infer.dialogue import RemoteConversation, Wire, answer
 from allhands.io.files import storage_error
 
@@ -40,10 +40,10 @@ def test_ctrl_c_within_an_import_is_no_error_of_it() -> None:
 
     with pytest.raises((RuntimeError, KeyboardInterrupt)) as raised:
         type("Made", (), {"field": Field()})  # Python 3.12 raises what it was
-    assert isinstance(without_import(raised.value), KeyboardInterrupt)
+    assert isinstance(behind_import(raised.value), KeyboardInterrupt)
     other = RuntimeError("caused by another error")
     other.__cause__ = ValueError()
-    assert without_import(other) is other
+    assert behind_import(other) is other
 
 
 def test_codes_are_a_few_words_with_hyphens() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from allhands.cli import commands
 from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.config.aliases import canonical_flag, instead_of_command
-from allhands.errors import AllhandsError, without_import
+from allhands.errors import AllhandsError, behind_import
 from allhands.io.paths import check_variables
 from allhands.io.terminal import tell
 
@@ -76,10 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
         _silence_output()
         code = 0
     except Exception as error:
-        if isinstance(without_import(error), KeyboardInterrupt):
+        known = behind_import(error)
+        if isinstance(known, KeyboardInterrupt):
             _tell_interrupted(arguments)
             code = _INTERRUPTED
-        elif (code := _exit_of(error, with_code=_is_verbose(arguments))) is None:
+        elif (code := _exit_of(known, with_code=_is_verbose(arguments))) is None:
             raise
     sys.exit(code)
 
@@ -112,7 +113,7 @@ def _silence_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _exit_of(error: Exception, *, with_code: bool) -> int | None:
+def _exit_of(error: BaseException, *, with_code: bool) -> int | None:
     """Print an error; return its exit code, or ``None`` for a defect of allhands."""
     if isinstance(error, UnknownCommand):
         error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)

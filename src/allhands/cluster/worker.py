@@ -43,8 +43,8 @@ from allhands.errors import (
     DistributedError,
     Interrupted,
     PeerLostError,
+    behind_import,
     peer_lost,
-    without_import,
 )
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
@@ -225,7 +225,7 @@ class WorkerContext:
         all ranks, a rank writes it to its own log; under another launcher the first rank to fail
         prints it.
         """
-        known = as_allhands_error(without_import(error))
+        known = as_allhands_error(behind_import(error))
         code = self._exit_code(known)
         try:
             try:
