@@ -1,4 +1,4 @@
-"""Ways between computers, computed from their interfaces."""
+"""Network paths between computers, computed from their interfaces."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
 
 
 def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
-    """Choose the network that has all of the computers and whose slowest part is the fastest."""
+    """Choose the network that all computers share and whose slowest interface is the fastest."""
     found = {name: _choices(one) for name, one in facts.items()}
     shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
     if not shared:
