@@ -24,7 +24,7 @@ class BoardRow:
 
     Attributes:
         last: its latest sample, ``before`` the one before that.
-        peak_pss_bytes: the highest proportional memory of a sample, over all starts.
+        peak_pss_bytes: the highest proportional memory of a sample. Peaks are those of all starts.
         peak_rss_bytes: the highest peak that the process reported; ``peak_mlx_bytes``: that MLX
             reported.
     """
@@ -120,7 +120,7 @@ class Board:
             self._counted.pop(key, None)
 
     def _count(self, sample: Sample) -> None:
-        """Raise the peaks to the present sums, or to this process's own peak between two samples."""
+        """Raise the peaks to the present sums, or to the process's own peak between samples."""
         told = sample.peak_rss_bytes
         counted = self._counted.values()
         self.peak_together_bytes = max(self.peak_together_bytes, told, together(counted))
