@@ -81,7 +81,7 @@ class ReportFacts:
 def read_facts(
     path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None
 ) -> ReportFacts:
-    """Read all that a run has left; what is damaged or missing becomes a note.
+    """Read all files of a run; what is damaged or missing becomes a note.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.

@@ -185,7 +185,7 @@ class Session:
             return answer
 
     def close(self) -> None:
-        """End the probe, wait a moment for it, and give everything back."""
+        """End the probe, wait a moment for it, and release its files and threads."""
         with contextlib.suppress(OSError):
             self._input.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Programs and small files of the computer, read with deadlines; a missing one is no error."""
+"""Output of programs and content of small files, with deadlines; a missing one is no error."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ _VERSION = (
     'import sys, importlib.util as u; print("%d.%d.%d" % sys.version_info[:3], '
     '"yes" if u.find_spec("venv") and u.find_spec("ensurepip") else "no")'
 )
-# Each line has the token, a word and its value; login shells print other lines. Globs need the
-# splitting.
+# Each line has the token, a word and its value; login shells print other lines. Places with globs
+# stay unquoted.
 _ASK = f"""
 token=$1; place=$2; cwd=$3; under=$4; asked=$5; shift 5
 export PYTHONDONTWRITEBYTECODE=1

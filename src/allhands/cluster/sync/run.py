@@ -111,7 +111,8 @@ class _SyncRun:
         self._state = SyncState(
             [member.status for member in self._members], names, notes=list(plan.notes)
         )
-        self._token = f"run-{secrets.token_hex(16)}"  # name of the file that proves that ssh leads to the right host
+        # Name of a file that proves that a sender's ssh leads to the right host.
+        self._token = f"run-{secrets.token_hex(16)}"
         self._entries: list[tuple[os.stat_result, str]] = []
         self._withdrawn: set[int] = set()
         self._barred: dict[

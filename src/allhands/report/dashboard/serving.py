@@ -1,4 +1,4 @@
-"""The dashboard's connections: how long a caller may take, and how many there may be."""
+"""Limits of the dashboard's connections: how long a caller may take, and how many there may be."""
 
 from __future__ import annotations
 
