@@ -350,7 +350,7 @@ class Login(Fact):
 
 
 class LinkSpeed(Fact):
-    """A link between two hosts: the latency of an all-reduce, and bytes per second over the cable."""
+    """A link of two hosts, or of all: latency of an all-reduce, bytes per second over the cable."""
 
     hosts: tuple[str, ...]
     latency_s: float

@@ -11,7 +11,7 @@ from allhands.cluster.doctor.facts import HostFacts, Interface
 # The best first: a cable between two computers, a cable to a switch, the air.
 KINDS = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
 CABLES = KINDS[:3]
-# A network of link-local addresses is better than Wi-Fi only.
+# A network of link-local addresses ranks after all kinds but Wi-Fi.
 _LINK_LOCAL = KINDS.index("wifi") - 0.5
 _NAMES = {
     "wifi": "Wi-Fi",

@@ -71,7 +71,7 @@ class SetupOutcome:
     """The outcome for one computer.
 
     Attributes:
-        state: its state before; ``None``: it could not be asked.
+        state: its state before set-up; ``None``: it could not be asked.
         python: the interpreter to use there.
         unused: options for a new environment, where a fitting one exists.
         choice: its address.

@@ -50,7 +50,7 @@ class Access:
         hint: a remedy.
         keys: the unknown keys that the computer shows.
         known_hosts: the file in which ssh looks for them.
-        identity: the person's key; ``None``: not known.
+        identity: the person's key; ``None``: not known, or not usable.
     """
 
     kind: AccessKind

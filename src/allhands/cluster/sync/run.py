@@ -267,7 +267,7 @@ class _SyncRun:
         barred = {receiver for _, receiver in list(self._barred)}
         for receiver in [member for member in self._members if member.status.state == "waiting"]:
             able = self._able(receiver)
-            # If no other computer can send to it, it need not wait until this one is free.
+            # If only this computer can send to it, it need not wait until this one is free.
             at_once = self._options.topology == "star" or (able == [None] and receiver in barred)
             if free := [sender for sender in able if at_once or sender not in busy]:
                 busy.add(free[0])

@@ -1,5 +1,5 @@
-"""Memory and load of one NVIDIA GPU, from the driver's own library: it takes microseconds, and no
-process as nvidia-smi does.
+"""Memory and load of one NVIDIA GPU, from the driver's own library, which answers in microseconds;
+nvidia-smi would need a process.
 
 The calls and structures are those of NVML's first version, which later ones keep
 (developer.nvidia.com, "NVML API Reference Guide").
