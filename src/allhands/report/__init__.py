@@ -1,6 +1,4 @@
-"""Page about one run or several: runs are read and judged, and written as self-contained HTML and
-as Markdown.
-"""
+"""Reports on one run or several: read, judged, and written as self-contained HTML and Markdown."""
 
 from allhands.observe.judging import Judgement, judge
 from allhands.report.facts import Answers, ReportFacts, read_facts

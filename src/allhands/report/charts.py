@@ -184,7 +184,7 @@ def phase_charts(
     ranks, as sampled.
 
     Args:
-        colour: of the run among those of the page.
+        colour: number of the run's colour on the page.
     """
     ranks = [
         (group[0].name, _rank_lines(group))
@@ -254,10 +254,10 @@ def _rank_lines(group: Sequence[Sample]) -> tuple[Line, ...]:
 
 
 def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, Floats]]:
-    """Between samples after which steps were done: the last step, the number of steps, and the
-    seconds of each phase.
+    """Yield, for each interval between samples in which steps were done: the last step, the number
+    of steps, and the seconds of each phase.
 
-    The first step after a start counts as a phase of its own, and is left out.
+    The first step after a start is a phase of its own, and is left out.
     """
     spent = np.zeros(len(_PHASES))
     pid = step = None  # of the sample that the next one is compared with

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from allhands.io.formatting import format_count
 from allhands.report.facts import ReportFacts
 
-# Options that say which tokens a validation is about; the number of its examples is the product of
-# two more.
+# Options that decide which tokens are validated; ``val_batches`` times ``batch_size`` is the number
+# of examples.
 _ABOUT = (
     "data",
     "hf_dataset",
@@ -22,8 +22,8 @@ _ABOUT = (
 
 
 def unlike_validations(runs: Sequence[ReportFacts]) -> str:
-    """Say that the runs were validated on different samples, and which options differ; empty if
-    they were not.
+    """Return a sentence that the runs were validated on different samples, with the options that
+    differ; empty if they were not.
     """
     runs = [run for run in runs if run.history.valid]
     if len(runs) < 2:
@@ -31,7 +31,7 @@ def unlike_validations(runs: Sequence[ReportFacts]) -> str:
     counted = {max(one.num_tokens for one in run.history.valid) for run in runs}
     # With more batches than there are examples, all of them are taken, whatever the number says.
     options = (*_ABOUT, "val_batches", "batch_size") if len(counted) > 1 else _ABOUT
-    # What was not given, and what is off, are the same.
+    # An option that was not given is the same as one that is off.
     flags = [
         f"--{name.replace('_', '-')}"
         for name in options
@@ -47,7 +47,7 @@ def unlike_validations(runs: Sequence[ReportFacts]) -> str:
 
 
 def unlike_models(runs: Sequence[ReportFacts]) -> str:
-    """Say that the runs train models of different sizes; empty if they do not."""
+    """Return a sentence that the runs train models of different sizes; empty if they do not."""
     started = [run.history.started for run in runs]
     sizes = sorted({one.total_params for one in started if one is not None and one.total_params})
     if len(sizes) < 2:

@@ -44,15 +44,15 @@ class ReportFacts:
     """Everything that is known of one run.
 
     Attributes:
-        path: as it was given.
+        path: the run's path as it was given.
         status: how it ended, or whether it goes on; ``reason`` says more, in words.
         journal: the supervisor's events, in their order.
-        rows: the processes with their highest memory; ``samples`` are all looks at them.
-            ``together_bytes`` and, of the ranks alone, ``ranks_bytes`` are what they had at the
-            same time.
+        rows: the processes with their highest memory; ``samples`` are all their samples.
+            ``together_bytes`` is the most that they had at the same time; ``ranks_bytes`` the same
+            of the ranks alone.
         config: the options that the run was given, by name; empty if not known.
         prepared: the report of ``allhands data prepare`` on the data, if it is there.
-        plan: that was made for it before it began, if one was kept.
+        plan: the plan that was made before the run began, if it was kept.
         notes: what is missing, torn or damaged, in words.
     """
 
@@ -73,7 +73,7 @@ class ReportFacts:
 
     @property
     def began_before(self) -> bool:
-        """Return whether there were starts before the first of the samples."""
+        """Return whether the run was started before its first sampled process began."""
         first = next(iter(self.history.starts), None)
         return first is not None and bool(self.samples) and first.time < _began(self.samples)
 
@@ -81,12 +81,12 @@ class ReportFacts:
 def read_facts(
     path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None
 ) -> ReportFacts:
-    """Read all that a run has left; what is damaged or missing becomes a note.
+    """Read all files of a run; what is damaged or missing becomes a note.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
         journal: the supervisor's events; ``None``: those of the run's directory.
-        now: Unix time in seconds, by which it is told whether the run goes on.
+        now: Unix time in seconds, to decide whether the run goes on.
 
     Raises:
         DataError: it is no run: there are neither metrics nor a supervisor's events.
@@ -127,8 +127,8 @@ def read_facts(
 
 
 def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
-    """Return the samples of all starts of a run, those that were set aside for a later one
-    included; whether that is all.
+    """Return the samples of all starts of a run, also those set aside by later starts, and whether
+    they are complete.
     """
     samples = list(run.samples)
     if not run.began_before:
@@ -138,13 +138,13 @@ def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
     for place in logs.glob("earlier-*"):
         with suppress(DataError):
             earlier = read_samples(place)
-            samples += earlier if earlier[-1].time > first else []  # else of another run
+            samples += earlier if earlier[-1].time > first else []  # else they are another run's
     samples.sort(key=lambda one: one.time)
     return samples, _began(samples) <= first
 
 
 def _began(samples: Sequence[Sample]) -> float:
-    """The start of the first process, in Unix time."""
+    """Return the start of the first process, in Unix time."""
     return min(one.began or one.time for one in samples)
 
 
@@ -169,7 +169,7 @@ def _amiss(history: RunHistory) -> Iterator[str]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none that can be read."""
+    """Return the object in a file; empty if there is none that can be read."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             return {}
@@ -180,7 +180,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _config(directory: Path, notes: list[str], *, goes_on: bool) -> dict[str, Any]:
-    """The options, from beside the weights, or from a checkpoint."""
+    """Return the options, from the file beside the weights or from a checkpoint."""
     places = [directory, directory / BEST]
     try:
         places += checkpoints_in(directory)

@@ -17,21 +17,20 @@ from allhands.report.charts import Bars
 from allhands.report.page import Page
 
 MARK = '<meta name="generator" content="allhands report">'
-# Text that is darker than this part of white stands out from the colour behind it more than white
-# text does.
+# On colours of a higher luminance than this, black text stands out more than white text.
 _BRIGHT = 0.18
 _FLAG = re.compile(r"(?<![\w-])--?[a-z][a-z0-9-]*")
 _NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
 def to_html(page: Page) -> str:
-    """Return the page as HTML. What comes from a run is escaped; a policy in the file lets no
-    script but ours run.
+    """Return the page as HTML; texts of a run are escaped, and a policy in the file lets no script
+    but ours run.
     """
     style = asset("uplot/uPlot.min.css") + asset("report.css") + colour_sheet()
     licence = f"/*! uPlot\n{asset('uplot/LICENSE')}\n*/\n"
     script = licence + asset("uplot/uPlot.iife.min.js") + "\n" + asset("charts.js")
-    # Markup is ours: the files of the package, and JSON that holds no character of HTML.
+    # Only this is not escaped: files of the package, and JSON that holds no character of HTML.
     return (
         _environment()
         .get_template("report.html.j2")
@@ -47,8 +46,8 @@ def to_html(page: Page) -> str:
 
 
 def page_parts(page: Page) -> tuple[str, dict[str, Any]]:
-    """For a page that goes on living: what stands between its header and its footer, as HTML, and
-    its charts.
+    """Return the HTML between the header and the footer of a page, and its charts; for a page that
+    is updated.
     """
     return _environment().get_template("report_body.html.j2").render(page=page), _charts(page)
 
@@ -67,18 +66,18 @@ def _environment() -> Environment:
 
 
 def _flags(text: str) -> Markup:
-    """Text in which no line ends within the name of an option."""
+    """Return the text as HTML in which no line breaks within the name of an option."""
     return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', str(escape(text))))
 
 
 def in_script(value: object) -> str:
-    """JSON for a script element: nothing in it ends the element or begins a comment."""
+    """Return JSON for a script element: nothing in it ends the element or begins a comment."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def asset(name: str) -> str:
-    """Return a file of the package's for the browser."""
+    """Return the text of one of the package's files for the browser."""
     return files("allhands.report").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
 
 
@@ -112,7 +111,7 @@ def _run_class(place: int) -> str:
 
 
 def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str, str]]:
-    """Name with share, class, place and width in percent, and text of each part of a row of bars."""
+    """Return for each part of a bar: name with share, class, place and width in percent, text."""
     parts = bars.rows[row][1]
     whole = sum(seconds for _, seconds in parts) or 1.0
     placed: list[tuple[str, str, str, str, str]] = []

@@ -16,7 +16,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
 
 
 def to_markdown(page: Page) -> str:
-    """Return the page as Markdown. What comes from a run is text, whatever it looks like."""
+    """Return the page as Markdown; texts of a run are escaped."""
     return "\n".join([MARK, *_lines(page)]) + "\n"
 
 
@@ -41,7 +41,7 @@ def _run(run: RunPart) -> Iterator[str]:
 
 def _section(section: Section) -> Iterator[str]:
     yield f"## {plain(section.title)}\n"
-    if section.told and section.key == "times":  # of the others it is about how a chart is read
+    if section.told and section.key == "times":  # in others it says how a chart is read
         yield f"{plain(section.told)}\n"
     for chart in section.charts:
         yield f"**{plain(chart.title)}.** {plain(chart.described)}\n"
@@ -64,7 +64,7 @@ def _grid(grid: Grid) -> Iterator[str]:
 
 
 def _numeric(cells: tuple[str, ...]) -> bool:
-    """True if no cell of a column is words; what begins as a number is one, with its unit."""
+    """Return true if all filled cells of a column begin as numbers; units may follow."""
     return all(_NUMBER.match(cell) for cell in cells if cell not in ("", NONE))
 
 
@@ -73,5 +73,5 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text on one line that Markdown, the HTML in it and a terminal leave as it is."""
+    """Return the text on one line, escaped for Markdown, the HTML in it and a terminal."""
     return _SPECIAL.sub(r"\\\1", html.escape(one_line(text), quote=False))

@@ -47,7 +47,7 @@ _DATA = (
     "test_batches",
 )
 
-# Runs whose phases of ranks are all shown.
+# Up to so many runs, the charts of phases are not folded.
 _FEW = 2
 
 
@@ -70,7 +70,7 @@ class Section:
 
     Attributes:
         short: the name in the bar that stays at the top of the page; empty: the title.
-        folded: whether charts and tables are long, and shown when asked for.
+        folded: true if charts and tables are long, and only shown when asked for.
     """
 
     key: str
@@ -109,7 +109,7 @@ def make_page(
 
     Args:
         runs: at least one; the first is what others are compared with.
-        title: above it all; default: the names of the runs.
+        title: the heading; default: the names of the runs.
         now: Unix time in seconds at which it is made; default: not said.
     """
     labels, measures = times_of([run.history for run in runs])
@@ -128,7 +128,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _finished(section: Section) -> Section:
-    """The section without what is empty, its charts laid out."""
+    """Return the section with its charts laid out, and without empty charts and bars."""
     return replace(
         section,
         short=section.short or section.title,
@@ -138,7 +138,7 @@ def _finished(section: Section) -> Section:
 
 
 def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
-    """Two charts a row; one that would be alone in its row has all of it."""
+    """Place two charts a row; one that would be alone in its row gets all of it."""
     placed: list[Chart] = []
     beside = False  # whether the last one has room beside it
     for chart in (*charts, None):
@@ -216,7 +216,7 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
         phases += phase_charts(
             f"phases-{place}", run.label, run.facts.history, run.facts.samples, place
         )
-    # Those of many runs would be most of the page; the bars above compare them.
+    # Phases of many runs would fill most of the page; the bars above compare them.
     over, charts = "Phases of a step over the run", tuple(phases)
     yield Section("phases", over, PHASES_TOLD, "Phases", charts=charts, folded=len(runs) > _FEW)
     yield Section("memory", "Memory", charts=tuple(_memory_charts(runs)), grids=grids(_needs))
@@ -251,7 +251,7 @@ _LOSS = (
 
 
 def _needs(run: _Run) -> Iterator[Grid]:
-    """The highest memory of each process; that of ranks in training beside what was expected of it."""
+    """Yield a table of the highest memory of each process; for ranks, with the expected memory."""
     facts = run.facts
     if not facts.rows:
         return
@@ -297,8 +297,8 @@ def _bytes(count: int) -> str:
 
 
 def _in_training(facts: ReportFacts, rank: int | None) -> int:
-    """The highest memory that a rank reported in training: what it needed on an NVIDIA GPU, else
-    what was resident.
+    """Return the highest memory that a rank reported in training: the needed memory on an NVIDIA
+    GPU, else the resident memory.
     """
     peaks = [one.needed_bytes or one.peak_rss_bytes for one in facts.history.train]
     return (
@@ -340,7 +340,7 @@ def _after(time: float, begun: float | None) -> str:
 
 
 def _columns(caption: str, labels: Sequence[str], columns: Sequence[Mapping[str, object]]) -> Grid:
-    """One column a run; rows of which nothing is known are left out."""
+    """Return a table with one column a run, without rows of which nothing is known."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = ((name, *(str(column.get(name) or "") or NONE for column in columns)) for name in names)
     return Grid(caption, ("", *labels), tuple(row for row in rows if set(row[1:]) != {NONE}))
@@ -402,7 +402,7 @@ def _data(run: ReportFacts) -> dict[str, object]:
 
 
 def _rows(started: RunStarted | None) -> str:
-    """The word for what a run trains on."""
+    """Return the word for a run's pieces of training data."""
     packed = started is not None and started.method == "pre-training"
     return "rows" if packed else "examples"
 
@@ -458,8 +458,8 @@ def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Gri
 
 
 def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the warm-up in one place: it may be given on its own or with the schedule,
-    not as both.
+    """Return the options with the warm-up in one place: it may be given on its own or within the
+    schedule.
     """
     schedule = config.get("lr_schedule")
     if not isinstance(schedule, Mapping):

@@ -9,7 +9,7 @@ from allhands.observe.course import Judgement
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.facts import ReportFacts
 
-_MOST = 6  # differences that are told
+_MOST = 6  # differences that are listed
 PLANNED_TOLD = (
     "The prediction of allhands plan before the run, and the measurement. A step is the median of the reports without "
     "the first. All steps: from the first to the end, with validations, and with saving, which no plan includes. As "
@@ -18,9 +18,7 @@ PLANNED_TOLD = (
 
 
 def comparison_of(run: ReportFacts) -> Comparison | None:
-    """Return the run beside its plan; ``None`` if there is none, or the run has not written its
-    options yet.
-    """
+    """Compare a run with its plan; ``None`` if it has none, or has not written its options yet."""
     if (
         run.plan is None
         or run.history.started is None
@@ -31,13 +29,13 @@ def comparison_of(run: ReportFacts) -> Comparison | None:
 
 
 def plan_words(found: Comparison) -> list[Judgement]:
-    """Judgements of the figures that are not as planned; or one that all are."""
+    """Return judgements of the figures that are not as planned, or one judgement that all are."""
     measured = [figure for figure in found.figures if figure.judged]
     if not measured:
         return []
     off = [figure for figure in measured if figure.off]
-    # Once is enough: what the run expected of itself has words where the plan was right, or had
-    # none.
+    # Memory is judged once: the run's own estimate only if the plan's figure was right or is
+    # missing.
     words = [
         _word(one)
         for one in off

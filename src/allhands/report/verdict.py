@@ -15,7 +15,7 @@ Status = Literal[
     "finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"
 ]
 
-_FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
+_FRESH_S = 60.0  # age of the last line, up to which a run without samples goes on
 _STOPS = (130, 143)  # exit codes of a job that a person or a scheduler ended
 
 
@@ -42,7 +42,7 @@ def verdict_of(
     written = _written(path)
     known = bool(board.rows())
     lives = known and not board.over(now, gone_here(board))
-    # Until a run that goes on has written that it does, its file still tells of the end before.
+    # Until a resumed run has written a line, its file still has the previous end.
     if (ended := history.ended) is not None and not (lives and written < board.began):
         return _ended(ended, journal)
     if ended is None and (last := _last_word(history, journal, board)) is not None:
@@ -57,7 +57,7 @@ def verdict_of(
 
 
 def _ended(ended: RunEnded, journal: Sequence[Mapping[str, Any]]) -> Verdict:
-    """The state that the run has written down itself, with the cause of a failure."""
+    """Return the state that the run itself wrote, with the cause of a failure."""
     if ended.reason != "failed":
         return Verdict(ended.reason)
     error = (ended.error or "").replace("\n  what to do:", ". What to do:")
@@ -65,7 +65,7 @@ def _ended(ended: RunEnded, journal: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def _written(path: Path) -> float:
-    """Time of the last writing of the metrics; 0: never."""
+    """Return the Unix time at which the metrics were last written; 0: never."""
     try:
         return (path / METRICS_FILE if path.is_dir() else path).stat().st_mtime
     except OSError:
@@ -75,8 +75,8 @@ def _written(path: Path) -> float:
 def _last_word(
     history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board
 ) -> Verdict | None:
-    """The state by the supervisor's last event; ``None`` if it goes on, or a later start had no
-    supervisor.
+    """Return the state by the supervisor's last event; ``None`` if the run goes on, or a later
+    start had no supervisor.
     """
     if not journal:
         return None
@@ -100,7 +100,7 @@ def _last_word(
 
 
 def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
-    """The last failure that the supervisor saw, in words."""
+    """Return the last failure that the supervisor saw, in words."""
     last = next(
         (one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")),
         None,
@@ -109,13 +109,13 @@ def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
 
 
 def told(event: Mapping[str, Any]) -> str:
-    """Return an event of the supervisor's, in words."""
+    """Return an event of the supervisor in words."""
     where, text = words_of(event)
     return f"{text} ({where})" if where else text
 
 
 def words_of(event: Mapping[str, Any]) -> tuple[str, str]:
-    """Place and words of an event of the supervisor."""
+    """Return the place of an event of the supervisor, and its words."""
     where = ", ".join(
         f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None
     )

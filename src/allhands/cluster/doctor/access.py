@@ -69,9 +69,7 @@ _PYTHON_KINDS = ("no-python", "old-python")
 
 
 def ssh_trouble(code: int | None, said: str) -> FactTrouble:
-    """Classify an ssh with this exit code and error output; the code ``None`` means no answer in
-    time.
-    """
+    """Classify a failure of ssh by exit code and error output; code ``None``: no answer in time."""
     kind, reason, stale = ssh.classified(code, said)
     return FactTrouble.model_validate({"kind": kind, "reason": reason[:200], "stale": stale})
 
@@ -109,7 +107,7 @@ def check_ssh(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_answers(cluster: Cluster) -> Iterator[Found]:
-    """No computer stopped answering during the check."""
+    """Check that no computer stopped answering during the examination."""
     for host in cluster.hosts:
         if host.lost:
             remedy = on(host, "uptime; df -h .; dmesg | tail -n 20")
@@ -117,7 +115,7 @@ def check_answers(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_shell(cluster: Cluster) -> Iterator[Found]:
-    """Login shells are quick and print nothing."""
+    """Check that login shells are quick and print nothing."""
     for host, _ in cluster.answered():
         if host.login_s > SLOW_LOGIN_S:
             taken = format_duration(host.login_s)
@@ -211,8 +209,8 @@ def check_allhands(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_versions(cluster: Cluster) -> Iterator[Found]:
-    """Versions are equal where :mod:`allhands.runtime.versions` demands it; other differences are
-    noted.
+    """Check that versions are equal where :mod:`allhands.runtime.versions` demands it; note other
+    differences.
     """
     known = [
         (host, facts)
@@ -245,8 +243,8 @@ def _other_versions(
 ) -> Iterator[tuple[HostReport, HostFacts, Mapping[str, str], str]]:
     """Yield each computer without the usual version, with the usual software and a message.
 
-    Computers without the package ``needs`` do not count; ``compared`` makes the versions to compare
-    of a software.
+    Computers without the package ``needs`` do not count; ``compared`` selects the versions to
+    compare from a computer's software.
     """
     have = [
         (one, facts, compared(facts.software).get(name, ""))
@@ -284,8 +282,8 @@ def _same_package(host: HostReport, facts: HostFacts, name: str, wanted: Mapping
 
 
 def _init(cluster: Cluster, host: HostReport, wanted: Mapping[str, str]) -> str:
-    """Return the command that makes this computer's environment there, or on all others if this one
-    is the odd one.
+    """Return the command that makes this computer's environment on the host, or on all hosts if
+    this computer is the one that differs.
     """
     alike = host.ssh is not None and not unequal(software_here(), wanted)
     hosts = [host] if alike else cluster.hosts
@@ -293,11 +291,11 @@ def _init(cluster: Cluster, host: HostReport, wanted: Mapping[str, str]) -> str:
 
 
 def check_clock(cluster: Cluster) -> Iterator[Found]:
-    """Clocks agree, within the error of the measurement."""
+    """Check that clocks agree, within the error of the measurement."""
     known = [
         (host, host.clock_offset_s) for host in cluster.hosts if host.clock_offset_s is not None
     ]
-    # The median, with this computer's own clock; of two in the middle the one nearer to this clock.
+    # The median, including this computer's clock; of two in the middle the one nearer to it.
     ranked = sorted([0.0, *(offset for _, offset in known)])
     reference = min(ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2], key=abs)
     for host, offset in known:
@@ -314,7 +312,7 @@ def check_clock(cluster: Cluster) -> Iterator[Found]:
 def _repeated(
     identities: Iterable[tuple[HostReport, Hashable]],
 ) -> Iterator[tuple[HostReport, str]]:
-    """Yield each computer whose identity an earlier one has, with the name of that one."""
+    """Yield each computer with the identity of an earlier one, and the name of that one."""
     seen: dict[Hashable, str] = {}
     for host, identity in identities:
         if (first := seen.setdefault(identity, host.name)) != host.name:
@@ -327,7 +325,7 @@ def _same_computers(cluster: Cluster) -> Iterator[tuple[HostReport, str]]:
 
 
 def check_same(cluster: Cluster) -> Iterator[Found]:
-    """No computer is listed under two names."""
+    """Check that no computer is listed under two names."""
     for host, first in _same_computers(cluster):
         message = f"it is the same computer as {first}: ranks would share its cores and memory"
         remedy = f"{on(host, 'hostname')}   # keep one of the two, with slots for both"
@@ -335,8 +333,8 @@ def check_same(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_names(cluster: Cluster) -> Iterator[Found]:
-    """No two computers have the same hostname: MPI would take them for one, and its sums would be
-    wrong.
+    """Check that no two computers have the same hostname: MPI would take them for one, and its sums
+    would be wrong.
     """
     several = {host.name for host, _ in _same_computers(cluster)}
     systems = [

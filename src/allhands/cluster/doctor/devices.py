@@ -75,7 +75,7 @@ def _device(facts: HostFacts) -> str:
 
 
 def check_mpi(cluster: Cluster) -> Iterator[Found]:
-    """Open MPI is installed, new enough, and the same everywhere."""
+    """Check that Open MPI is installed, new enough, and the same everywhere."""
     asked = cluster.backend == "mpi"
     versions = [facts.mpi.version for _, facts in cluster.answered() if facts.mpi is not None]
     if not asked and not versions:
@@ -103,7 +103,7 @@ def _wants_rdma(cluster: Cluster, host: HostReport) -> bool:
 
 
 def check_rdma(cluster: Cluster) -> Iterator[Found]:
-    """RDMA is enabled and has devices where JACCL is to be used."""
+    """Check that RDMA is enabled and has devices where JACCL is to be used."""
     for host, facts in cluster.answered():
         if _wants_rdma(cluster, host) and (problem := _rdma_problem(cluster, facts)):
             yield host.name, "stop" if cluster.backend == "jaccl" else "warn", *problem
@@ -138,7 +138,7 @@ def _macs(cluster: Cluster) -> Iterator[tuple[HostReport, HostFacts, Mac]]:
 
 
 def check_bridge(cluster: Cluster) -> Iterator[Found]:
-    """No Mac's addresses lie on the Thunderbolt Bridge, and no Thunderbolt cable lies idle."""
+    """Check that no Mac's address is on the Thunderbolt Bridge, and no Thunderbolt cable idle."""
     backend = "jaccl" if cluster.backend == "jaccl" else "ring"
     setup = _SETUP.format(
         hosts=",".join(host.ssh or "localhost" for host in cluster.hosts), backend=backend
@@ -203,7 +203,7 @@ def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:
 
 
 def check_sleep(cluster: Cluster) -> Iterator[Found]:
-    """No Mac falls asleep during a run."""
+    """Check that no Mac falls asleep during a run."""
     for host, _, mac in _macs(cluster):
         if mac.sleep_minutes and not mac.kept_awake:
             message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without input"
@@ -214,7 +214,7 @@ def check_sleep(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_display(cluster: Cluster) -> Iterator[Found]:
-    """Displays of Macs that train are off: with one on, macOS ends GPU work that takes long."""
+    """Check that displays of Macs are off: with one on, macOS ends GPU work that takes long."""
     for host, facts, mac in _macs(cluster):
         if mac.displays_on and any(gpu.kind == "metal" for gpu in facts.gpus):
             message = "a display is on: macOS ends GPU work that keeps it waiting for some seconds (GPU watchdog)"
@@ -222,7 +222,7 @@ def check_display(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_firewall(cluster: Cluster) -> Iterator[Found]:
-    """No Mac's firewall blocks all incoming connections."""
+    """Check that no Mac's firewall blocks all incoming connections."""
     for host, _, mac in _macs(cluster):
         if mac.firewall and mac.blocks_all:
             remedy = on(

@@ -16,7 +16,7 @@ Kind = Literal[
 Outcome = Literal[
     "ok", "refused", "timeout", "unreachable", "forbidden", "stranger", "stalls", "failed"
 ]
-# Reasons why a computer could not be asked, or another one from it.
+# Reasons why a computer could not be asked, or why ssh from it to another one fails.
 TroubleKind = Literal[
     "name",
     "auth",
@@ -35,7 +35,7 @@ TroubleKind = Literal[
 
 
 class Fact(BaseModel):
-    """Base of all: immutable, and ignores additional facts of a newer probe."""
+    """Base of all facts: immutable, and ignores additional fields of a newer probe."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -91,7 +91,7 @@ class Python(Fact):
 
 
 class Processor(Fact):
-    """``usable`` cores may be fewer than there are."""
+    """The processor; ``usable`` cores may be fewer than ``count``."""
 
     model: str = ""
     count: int = 1
@@ -116,7 +116,7 @@ class GpuFacts(Fact):
 
 
 class LimitFacts(Fact):
-    """``None``: no limit; ``files`` may be raised to ``most_files`` by anybody."""
+    """Limits of a process; ``None``: no limit. Anybody may raise ``files`` to ``most_files``."""
 
     files: int | None = None
     most_files: int | None = None
@@ -266,8 +266,8 @@ class HostFacts(Fact):
 class FactTrouble(Fact):
     """The reason why a computer could not be asked: the kind, and the words of ssh or of its shell.
 
-    ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near``
-    are names that are known and look like the one that is not.
+    ``stale`` is a file of known host keys, and the name in it whose key has changed; ``near`` are
+    known names that look like the unknown one.
     """
 
     kind: TroubleKind
@@ -281,11 +281,11 @@ class HostReport(Fact):
 
     Attributes:
         ssh: the name for ssh; ``None`` for this computer.
-        addresses: the addresses for the others: the hostfile's, or else those of its name;
-            ``given``: the former.
+        addresses: the addresses for the others: the hostfile's (``given`` is true), or else those
+            of its name.
         python: the interpreter that was asked.
         cwd: the working directory; ``cwd_given``: the hostfile names it.
-        rdma: number of its devices in the hostfile.
+        rdma: number of its RDMA devices in the hostfile.
         facts: ``None``: it could not be asked; ``trouble`` is the reason.
         lost: the phase in which it stopped answering, and the reason.
         noise: the output of its shell before the first answer.
@@ -350,7 +350,7 @@ class Login(Fact):
 
 
 class LinkSpeed(Fact):
-    """A link between two hosts: the latency of an all-reduce, and bytes per second over the cable."""
+    """A link of two hosts, or of all: latency of an all-reduce, bytes per second over the cable."""
 
     hosts: tuple[str, ...]
     latency_s: float

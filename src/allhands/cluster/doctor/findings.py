@@ -25,8 +25,7 @@ class Finding:
         check: the name of the check, such as ``ports``.
         hosts: the computers with the fault; the one to repair comes first.
         severity: ``stop``: training would not start or not be right; ``warn``: it would be slow or
-            may end early;
-            ``note``: worth knowing.
+            may end early; ``note``: worth knowing.
         message: the fault, without the hosts' names at its beginning.
         remedy: a command for this computer's shell; the person replaces words in capitals.
     """

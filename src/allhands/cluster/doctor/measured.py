@@ -1,7 +1,7 @@
 """The measured network, and the time that a step's gradients take on it.
 
-The options of training are not known here, so two ends are reported: LoRA with the default rank on
-the default layers, and all weights; both at four bytes a parameter.
+The options of training are not known here, so two extremes are reported: LoRA with the default rank
+on the default layers, and all weights; both at four bytes a parameter.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _by_host(hosts: Sequence[Host], whole: Figures) -> dict[str, float]:
 
 
 def trained_parameters(cluster: Cluster) -> dict[str, int]:
-    """Return the parameters that LoRA and full training train, of the model on this computer; empty
+    """Return how many parameters of the model on this computer LoRA and full training train; empty
     if not known.
     """
     path = located("model", cluster.model) if cluster.model else None

@@ -34,7 +34,7 @@ SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s: no cable of this century
 SLOW_SHARE = 1 / 3  # of the speed of the other links
 MODEST_BYTES_PER_S = 300e6  # above which a link that is slower than others is worth a note only
 NOMINAL_SHARE = 0.25  # of the speed that the interface claims
-SLOW_MS = 5.0  # there and back; on a cable it is a tenth of one
+SLOW_MS = 5.0  # there and back; on a cable it is a tenth of a millisecond
 _MEANING = {
     "refused": "connections are refused (a firewall that rejects)",
     "timeout": "connections time out (a firewall that drops, or a wrong route)",
@@ -58,7 +58,7 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
                     on(host, "ulimit -n; ss -s"),
                 )
                 continue
-            # An address in a network of another computer's address, else the first one.
+            # Prefer an address in the network of another computer; else take the first one.
             others = [
                 ipaddress.ip_address(ip)
                 for one in cluster.hosts
@@ -110,7 +110,7 @@ def check_ports(cluster: Cluster) -> Iterator[Found]:
 
 
 def _misled(cluster: Cluster, reach: Reach) -> Found | None:
-    """Return a finding if the source sends packets into the wrong direction, or has no route."""
+    """Return a finding if the source sends packets in the wrong direction, or has no route."""
     source, ip = cluster.host(reach.source), reach.ip
     detour = _detour(source, ip) if reach.outcome in ("timeout", "unreachable", "failed") else None
     message = f"from it to {reach.target} at {ip}: {_MEANING[reach.outcome]}"
@@ -126,7 +126,7 @@ def _fails(reach: Reach) -> bool:
 
 
 def _is_echo(cluster: Cluster, reach: Reach, failed: Sequence[Reach]) -> bool:
-    """Tell if a connection fails only because answers do not come back, which the way back reports."""
+    """Tell if a connection fails only because answers are blocked: the way back reports that."""
     back = [
         other for other in failed if (other.source, other.target) == (reach.target, reach.source)
     ]
@@ -140,7 +140,7 @@ def _is_echo(cluster: Cluster, reach: Reach, failed: Sequence[Reach]) -> bool:
 
 
 def _is_mute(cluster: Cluster, name: str) -> bool:
-    """Tell if a computer reaches nobody while others reach those: the fault is its own."""
+    """Tell if a computer reaches none of its targets, but others do: the fault is its own."""
     outcomes = {reach.outcome for reach in cluster.reached if reach.source == name}
     targets = {reach.target for reach in cluster.reached if reach.source == name}
     reached = {
@@ -211,7 +211,7 @@ def _networks_of(host: HostReport, others: Sequence[HostReport]) -> list[str]:
 
 
 def check_packets(cluster: Cluster) -> Iterator[Found]:
-    """Large packets pass where small ones do."""
+    """Check that large packets pass where small ones do."""
     for reach in cluster.reached:
         if reach.outcome == "stalls":
             target = cluster.host(reach.target)
@@ -254,7 +254,7 @@ def check_mtu(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_route(cluster: Cluster) -> Iterator[Found]:
-    """Packets take the best way: the cable, and the interface in whose network the address is."""
+    """Check that packets take the best way: by cable, and by the interface in the same network."""
     reported: set[frozenset[str]] = set()
     for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         names = (first.name, second.name)
@@ -267,7 +267,7 @@ def check_route(cluster: Cluster) -> Iterator[Found]:
         for ip in ips:
             if detour := _detour(first, ip):
                 yield names, "warn", *detour
-        # The check of addresses reports an address that is nobody's.
+        # The check of addresses reports an address that the computer does not have.
         known = second.addresses and second.addresses[0] not in second.bind_errors
         if (
             known
@@ -305,7 +305,7 @@ def _detour(host: HostReport, ip: str) -> tuple[str, str] | None:
 def _slow_way(
     cluster: Cluster, first: HostReport, facts: HostFacts, second: HostReport, others: HostFacts
 ) -> tuple[Severity, str, str] | None:
-    """Return a fault if the two talk over Wi-Fi, or a slower cable, while a better one joins them."""
+    """Return a fault if the two talk over Wi-Fi, or not over the best cable that joins them."""
     ip = second.addresses[0]
     if (way := used(facts, ip)) is None:
         return None
@@ -331,7 +331,7 @@ def _slow_way(
 
 
 def check_network(cluster: Cluster) -> Iterator[Found]:
-    """Check that a real group forms, and no link holds the others up."""
+    """Check that a real group of MLX forms, and that no link is slow."""
     network = cluster.network
     assert network is not None
     for failure in network.failures:
@@ -352,8 +352,8 @@ def check_network(cluster: Cluster) -> Iterator[Found]:
 
 
 def _common(network: Network, slow: Sequence[LinkSpeed]) -> tuple[str, ...]:
-    """Return the computer all of whose links are slow, and no others, and then their other ends;
-    empty: none.
+    """Return the computer whose links are exactly the slow ones, followed by their other ends;
+    empty if there is none.
     """
     for name in dict.fromkeys(name for link in slow for name in link.hosts):
         own = [link for link in network.links if name in link.hosts]
@@ -393,7 +393,7 @@ def _first_interface(cluster: Cluster, name: str) -> Interface | None:
 
 
 def check_latency(cluster: Cluster) -> Iterator[Found]:
-    """Packets are there and back in no time."""
+    """Check that the round trip of a packet is short."""
     best: dict[tuple[str, ...], float] = {}
     for reach in cluster.reached:
         names = tuple(sorted((reach.source, reach.target)))

@@ -1,4 +1,4 @@
-"""Ways between computers, computed from their interfaces."""
+"""Network paths between computers, computed from their interfaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allhands.cluster.doctor.facts import HostFacts, Interface
 # The best first: a cable between two computers, a cable to a switch, the air.
 KINDS = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
 CABLES = KINDS[:3]
-# A network of link-local addresses is better than Wi-Fi only.
+# A network of link-local addresses ranks after all kinds but Wi-Fi.
 _LINK_LOCAL = KINDS.index("wifi") - 0.5
 _NAMES = {
     "wifi": "Wi-Fi",
@@ -77,7 +77,7 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
 
 
 def choose(facts: Mapping[str, HostFacts]) -> NetworkChoices:
-    """Choose the network that has all of the computers and whose slowest part is the fastest."""
+    """Choose the network that all computers share and whose slowest interface is the fastest."""
     found = {name: _choices(one) for name, one in facts.items()}
     shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
     if not shared:

@@ -1,7 +1,6 @@
 """The examination of all computers, in phases with deadlines, and the list of all checks.
 
-A computer that cannot be asked, or stops answering, is a fact like any other and delays no other
-computer.
+A computer that cannot be asked, or stops answering, is reported as a fact and delays no other.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class Patient:
 def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
     """Ask every computer, and measure the network between them unless a finding stops training.
 
-    Takes no longer than a few times ``options.timeout_s``, however many computers hang, while
-    nothing large is read.
+    Unless large files are read, this takes at most a few times ``options.timeout_s``, however many
+    computers hang.
     """
     with _patients(hosts) as patients:
         options.progress(f"asking {counted(len(patients), 'computer')}")
@@ -167,7 +166,7 @@ def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> No
         for future in asked:
             future.result()
     except BaseException:
-        # Again and again: a session that was about to begin is known a moment later.
+        # Repeatedly: a session that is just beginning is known only a moment later.
         while wait(asked, timeout=_LOOK_S).not_done:
             for patient in patients:
                 if patient.session is not None:
@@ -208,7 +207,7 @@ def _find_addresses(patient: Patient) -> None:
 
 
 def _own_address(patients: Sequence[Patient]) -> None:
-    """Take the address on the way to the others for this computer's."""
+    """Give this computer the address from which it would connect to the others."""
     others = [
         ip for patient in patients if patient.host.ssh is not None for ip in patient.addresses
     ]
@@ -236,7 +235,7 @@ def _begin(patients: Sequence[Patient], timeout_s: float) -> None:
             patient.told["trouble"] = refused.trouble.model_copy(update={"near": near})
         except AllhandsError as error:
             patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
-        except OSError as error:  # this computer's own: no processes, no temporary file
+        except OSError as error:  # of this computer, which cannot start a process or make a file
             patient.told["trouble"] = FactTrouble(
                 kind="other", reason=f"nothing can be started here: {error.strerror}"
             )
@@ -306,8 +305,8 @@ def _connect(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
             )
             for (name, *_), answer in zip(ways, answers, strict=True)
         ]
-        # mpirun on the first computer needs ssh. Everything else starts from this one, which
-        # reaches all of them.
+        # Only mpirun logs in from the first computer. Everything else starts from this computer,
+        # which reaches all of them.
         if options.backend == "mpi" and patient is patients[0] and patient.host.ssh is not None:
             _log_in(patient, session, others, options)
 
@@ -318,7 +317,7 @@ def _connect(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
 def _log_in(
     patient: Patient, session: Session, others: Sequence[Patient], options: ClusterCheckOptions
 ) -> None:
-    """Try ssh from there to every other computer."""
+    """Try ssh from a computer to every other one."""
     limit = min(_LOGIN_S, options.timeout_s)
     settings = ssh.SshOptions(connect_timeout_s=max(1, round(limit) - 3))
     names = [(other.host.name, name) for other in others if (name := _login_name(other))]

@@ -133,7 +133,7 @@ class Session:
         """Wait for the probe.
 
         Raises:
-            SessionRefused: it does not start, for a reason.
+            SessionRefused: it does not start; the error has the reason.
         """
         answer = self._next(self._timeout_s)
         if answer is None:
@@ -185,7 +185,7 @@ class Session:
             return answer
 
     def close(self) -> None:
-        """End the probe, wait a moment for it, and give everything back."""
+        """End the probe, wait a moment for it, and release its files and threads."""
         with contextlib.suppress(OSError):
             self._input.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -193,7 +193,7 @@ class Session:
         self.kill()
         for thread in self._threads:
             thread.join(_END_S)
-        # What ssh may have left behind can hold the other end of a pipe: its reader keeps ours.
+        # A process that ssh left behind may hold the pipe open: then the reader keeps our end.
         if not self._threads[0].is_alive():
             self._output.close()
             self._said.close()
@@ -226,7 +226,7 @@ class Session:
         return process
 
     def _send_program(self) -> None:
-        """In a thread: an ssh that is still connecting takes only so much."""
+        """Send the probe, in a thread: an ssh that is still connecting takes only so much."""
         text = probe.program()
         self._send(f"{self._token} {len(text)}\n{text}")
 
@@ -253,7 +253,7 @@ class Session:
         self._answers.put(None)
 
     def _take(self, line: bytes) -> None:
-        """Take an answer, which bears the token; other programs have printed the rest."""
+        """Take an answer, which follows the token; other programs printed everything else."""
         before, found, text = line.partition(self._token.encode())
         answer = read_object(text.strip(), halves=True) if found else None
         self._hear(line if answer is None else before)

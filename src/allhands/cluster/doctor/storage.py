@@ -62,7 +62,7 @@ def _weights(cluster: Cluster, host: HostReport) -> int:
         return own.weights
     trees = [tree for each in cluster.hosts if (tree := each.tree("model")) is not None]
     whole = max((tree.weights for tree in trees), default=0)
-    # A computer that has all files of a divided model has no larger part of it than the others.
+    # A computer with all files of a divided model needs no larger part of it than the others.
     return whole // len(cluster.hosts) if any(map(_is_partial, trees)) else whole
 
 
@@ -83,7 +83,7 @@ def check_disk(cluster: Cluster) -> Iterator[Found]:
     for host, facts in cluster.answered():
         seen: set[tuple[object, str]] = set()
         for disk in facts.disks:
-            # Directories on one full disk have one and the same fault.
+            # Directories on one full disk have the same fault: report it once.
             found = _disk_fault(host, disk)
             if found is not None and (key := (disk.device, found[1])) not in seen:
                 seen.add(key)
@@ -182,7 +182,9 @@ def _absent(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
 
 
 def _is_fetched(copies: Sequence[tuple[HostReport, Tree]], source: str) -> bool:
-    """Tell if training fetches a missing source: no computer has it as a directory of that name."""
+    """Tell if training fetches a missing source: the demo, or a repository of the Hub that no
+    computer has as a directory of that name.
+    """
     snapshot = f"--{source.replace('/', '--')}"
     named = source.count("/") == 1 and not source.startswith((".", "/", "~"))
     return source == "demo" or (
@@ -204,7 +206,7 @@ def _differences(
     ]
     if len(contents) < 2:
         return
-    # Copies of some stages do not tell the others' files: together they are one.
+    # A copy of some stages lacks the files of the others: all these copies make a whole one.
     whole = [content for content in contents if LIST_FILE not in content] or [_united(contents)]
     right = max(whole, key=lambda content: sum(not _changes(own, content) for own in contents))
     alike = [
@@ -222,7 +224,7 @@ _Content = Mapping[str, tuple[int, str]]
 
 
 def _united(contents: Sequence[_Content]) -> _Content:
-    """Return the files of all copies, each in its usual form."""
+    """Return the files of all copies, each with its most frequent size and hash."""
     found: defaultdict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
     for content in contents:
         for name, value in content.items():

@@ -196,9 +196,10 @@ def variable_facts() -> list[str]:
 
 
 def disk_facts(places: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the free space at each of ``places``, and the error of writing there.
+    """Return the free space at each of ``places`` and in the directory for temporary files, and the
+    error of a test write there.
 
-    The test writes a file without a name, which is gone at once.
+    The test file has no name, and is gone at once.
     """
     found = [disk_fact(role, path) for role, path in places.items()]
     try:
@@ -231,7 +232,9 @@ def disk_fact(role: str, path: str) -> dict[str, Any]:
 
 
 def mpi_facts() -> dict[str, str] | None:
-    """Return the mpirun that allhands would take: the one beside Python, or else that of ``PATH``."""
+    """Return the mpirun that allhands would take: beside Python, on ``PATH``, or in
+    ``MPI_PLACES``.
+    """
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     candidates = [beside, shutil.which("mpirun"), *MPI_PLACES]
     for path in candidates:
@@ -257,7 +260,7 @@ def rdma_facts() -> dict[str, Any]:
 
 
 def parse_ibv_devices(text: str) -> list[str]:
-    """Return the names of devices: the lines after the rule."""
+    """Return the names of devices, from the lines below the dashed one."""
     rows = [line.split() for line in text.splitlines()]
     ruled = next((i for i, row in enumerate(rows) if row and set("".join(row)) == {"-"}), None)
     return [] if ruled is None else [row[0] for row in rows[ruled + 1 :] if row]

@@ -1,8 +1,8 @@
 """Files that ``allhands cluster sync`` copies: compared by SHA-256, sent by rsync, put into place
 once verified.
 
-What rsync writes goes to a hidden directory below the root of the files, under names that need no
-quoting. A file gets its own name when its hash is right.
+rsync writes to a hidden directory below the root of the files, under names that need no quoting. A
+file gets its own name once its hash is right.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _INSTALL = {
 _READERS = 4
 _PIECE = 4 << 20
 _BEAT_S = 0.5
-_SETTLED_NS = 1_500_000_000  # a file that has changed later than this may change again within one tick of its clock
+# A file that changed more recently may change again within one tick of its clock.
+_SETTLED_NS = 1_500_000_000
 _BUSY = "another sync is writing here; of hosts that share a file system, name only one"
 CLAIMED: dict[str, int] = {}  # hidden directories that are locked until the program ends
 
@@ -60,9 +61,9 @@ Beat = Callable[[int], None]
 
 
 class HashCache:
-    """SHA-256 of files whose size, times and inode are still those of the time when they were read.
+    """A cache of SHA-256 hashes; a hash holds while its file's size, times and inode stay the same.
 
-    They are kept in the file ``path``; ``None``: for this process alone.
+    It is kept in the file ``path``; ``None``: for this process alone.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -77,7 +78,7 @@ class HashCache:
             self._known = dict(json.load(stream))
 
     def digest(self, path: str, told: Beat) -> Digest:
-        """Status and hash of a regular file, which is read unless its hash is known. Raises
+        """Return status and hash of a regular file; read it unless its hash is known. Raises
         OSError.
         """
         descriptor = os.open(
@@ -110,9 +111,7 @@ class HashCache:
         self._known[path] = [*file_identity(status), digest]
 
     def save(self) -> None:
-        """Write the hashes of files that still exist; a cache that cannot be written is done
-        without.
-        """
+        """Write the hashes of files that still exist; an error of the disk is ignored."""
         if self._path is None:
             return
         draft = f"{self._path}.{secrets.token_hex(4)}"
@@ -129,7 +128,7 @@ class HashCache:
 
 
 def file_identity(status: os.stat_result) -> list[int]:
-    """Return numbers of which one changes when a file is written or replaced."""
+    """Return five numbers; at least one changes when the file is written or replaced."""
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -158,7 +157,7 @@ def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]
 
 
 def program_path(name: str) -> str | None:
-    """Return the path of a program, also where a command over ssh does not look."""
+    """Return the path of a program, also from directories that are not on ssh's PATH."""
     return shutil.which(name, path=program_environment()["PATH"])
 
 
@@ -181,7 +180,7 @@ def root_directory(root: Mapping[str, Any]) -> str:
         if not root["required"] and not (
             os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)
         ):
-            base = home  # where ranks work that have no such directory
+            base = home  # ranks without such a directory work there
     return os.path.normpath(os.path.join(base, root["at"]))
 
 
@@ -217,8 +216,8 @@ def staged_name(path: str) -> str:
 
 
 def _received(path: str) -> int:
-    """Return the bytes that rsync has written to a file; -1: none, or the file is a second name of
-    a source.
+    """Return the bytes that rsync has written to a file; -1: there is no such file, or it is a hard
+    link made by :func:`_seed`.
     """
     with contextlib.suppress(OSError):
         status = os.lstat(path)
@@ -227,10 +226,10 @@ def _received(path: str) -> int:
 
 
 def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Move received files into place, and return the lacking ones; unless ``dry``, prepare for
-    them.
+    """Return which files are lacking here; unless ``dry``, first move received ones into place, and
+    prepare for the others.
 
-    A file of the request is root, path below it, size, SHA-256, mode and time.
+    A file of the request is a list: number of its root, path below it, size, SHA-256, mode, time.
 
     Raises:
         OSError: something is in the way, does not fit, or cannot be written.
@@ -270,7 +269,7 @@ def _prepare(
     token: str,
     beat: Beat,
 ) -> list[WantedFile]:
-    """Claim the roots of lacking files, take those that have come, and return the others."""
+    """Claim the roots of lacking files, move received ones into place, and return the others."""
     _check_space(lacking)
     for root in {file.root for file in lacking} - set(CLAIMED):
         _claim(root, token)
@@ -287,7 +286,7 @@ def _hash_of(found: Digest | OSError) -> str:
 
 
 def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
-    """Raise OSError if the place of a file can be neither read nor filled."""
+    """Raise OSError if no file can be put at ``path``: it is a directory, or cannot be read."""
     if isinstance(found, OSError):
         if os.path.isdir(path) and not os.path.islink(path):
             raise IsADirectoryError(
@@ -298,7 +297,7 @@ def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
 
 
 def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[WantedFile]:
-    """Move complete files to their places, each in one moment; return the others."""
+    """Move complete files to their places, each atomically; return the others."""
     whole = [file for file in lacking if file.size == _received(file.staged)]
     digests = all_digests([file.staged for file in whole], cache, beat)
     # A place that two roots lead to is filled once.
@@ -314,7 +313,7 @@ def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[W
             os.utime(file.staged, ns=(time.time_ns(), file.mtime_ns))
             _flush(file.staged)
             os.rename(file.staged, file.final)
-        except OSError as error:  # it names the hidden file
+        except OSError as error:  # its path is that of the hidden file
             raise OSError(error.errno, error.strerror, file.final) from None
         cache.remember(file.final, os.stat(file.final), file.sha256)
         beat(0)
@@ -345,7 +344,7 @@ def _flush(path: str) -> None:
 
 
 def _check_space(lacking: Sequence[WantedFile]) -> None:
-    """Raise OSError if the files do not fit; drop a part that waits if there is no room for rsync's
+    """Raise OSError if the files do not fit; remove a partial file if there is no room for rsync's
     copy of it.
     """
     free: dict[int, int] = {}
@@ -366,7 +365,7 @@ def _check_space(lacking: Sequence[WantedFile]) -> None:
 
 
 def _seed(file: WantedFile, source: str) -> None:
-    """Let rsync start from a file that is here: it replaces the second name only."""
+    """Let rsync start from a hard link to a file that is here; it replaces the link alone."""
     if not os.path.lexists(file.staged):
         with contextlib.suppress(OSError):
             os.link(os.path.realpath(source), file.staged)
@@ -386,7 +385,7 @@ def _claim(root: str, token: str) -> None:
     except BlockingIOError:
         raise OSError(errno.EBUSY, _BUSY, root) from None
     except OSError:
-        pass  # some network file systems cannot: go on
+        pass  # some network file systems cannot lock: go on
     CLAIMED[root] = descriptor
     for name in os.listdir(staging):
         if len(name) != len(staged_name("")):
@@ -395,7 +394,7 @@ def _claim(root: str, token: str) -> None:
 
 
 def _keep_killed(draft: str) -> None:
-    """Let a killed rsync go on from the larger of its draft and the staged file."""
+    """Keep the larger of a killed rsync's draft and the staged file, for the next rsync."""
     waiting = os.path.join(os.path.dirname(draft), _name_of(draft))
     if len(_name_of(draft)) == len(staged_name("")) and _received(draft) > _received(waiting):
         os.replace(draft, waiting)
@@ -404,7 +403,7 @@ def _keep_killed(draft: str) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return the name of a staged file, by rsync's own: it writes to .NAME.XXXXXX."""
+    """Return the name of a staged file from that of rsync's draft, ``.NAME.XXXXXX``."""
     return os.path.basename(path).lstrip(".").partition(".")[0]
 
 
@@ -435,11 +434,10 @@ def staged_bytes(roots: Sequence[str]) -> int:
 
 
 def send(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Run rsync for each of ``transfers``: ``links``, names and paths of files, and ``ssh``, the
-    command elsewhere.
+    """Run rsync for each of ``transfers``, up to the first that fails.
 
-    Returns the exit code of the last one, and the figures and complaints of all; after a failure no
-    other is begun.
+    A transfer has ``links``, paths of files by their staged names, and ``ssh``, the words of the
+    ssh command. Returns the exit code of the last one, and the statistics and error output of all.
     """
     ended: dict[str, Any] = {"code": 0, "stats": "", "said": ""}
     for transfer in request["transfers"]:
@@ -456,8 +454,8 @@ def _send(rsync: str, transfer: Mapping[str, Any], beat: Beat, ended: dict[str, 
         with open(
             os.path.join(work, "ssh"), "w", encoding="utf-8", errors="surrogateescape"
         ) as stream:
-            # rsync gives it a host and the name of the program there, then the words for that
-            # program.
+            # rsync calls this script with a host, the name of the program there, and the words for
+            # that program.
             stream.write(f'shift 2\n{shlex.join(transfer["ssh"])}" $*" | {{ {SKIP}; }}\n')
         with (
             open(os.path.join(work, "stats"), "w+b") as stats,
@@ -474,7 +472,7 @@ def _send(rsync: str, transfer: Mapping[str, Any], beat: Beat, ended: dict[str, 
                     for name, value in program_environment().items()
                     if not name.startswith("RSYNC_")
                 },
-            )  # in the group of this process, so that who kills that kills both
+            )  # in this process's group, so that killing the group ends both
             try:
                 while process.poll() is None:
                     beat(0)

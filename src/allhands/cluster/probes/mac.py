@@ -158,8 +158,8 @@ def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
 
 
 def thunderbolt_port(bus: dict[str, Any], port: dict[str, Any], peers: list[str]) -> dict[str, Any]:
-    """Return one receptacle; ``domain`` is this computer's end, ``peers`` are the computers plugged
-    into it.
+    """Return one receptacle; ``domain`` is the id of this computer's end, ``peers`` are the ids of
+    the computers plugged in.
     """
     return {
         "receptacle": str(port.get("receptacle_id_key", "?")),

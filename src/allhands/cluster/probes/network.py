@@ -63,7 +63,7 @@ def parse_ip_addr(text: str) -> list[dict[str, Any]]:
 
 
 def kernels_interfaces() -> list[dict[str, Any]]:
-    """Return the kernel's names and one IPv4 address of each: small containers have no ``ip``."""
+    """Return the kernel's interfaces, with one IPv4 address each, where there is no ``ip``."""
     found: list[dict[str, Any]] = []
     for _, name in socket.if_nameindex():
         mtu = (text_of(f"{_NET}/{name}/mtu") or "").strip()
@@ -106,7 +106,7 @@ def linux_kind(name: str, info_kind: str) -> str:
         return "bridge"
     if info_kind in ("tun", "wireguard", "gre", "ipip", "sit", "vxlan"):
         return "tunnel"
-    # An end of a pair, in a container, is its cable.
+    # In a container, its end of a veth pair serves as its cable.
     return "virtual" if info_kind in ("dummy", "ifb", "macvtap") else "ethernet"
 
 
@@ -139,7 +139,7 @@ def route_fact(ip: str) -> dict[str, Any]:
 
 
 def source_for(ip: str) -> str | None:
-    """Return this computer's address of a connection to ``ip``; nothing is sent."""
+    """Return the address from which this computer would connect to ``ip``; nothing is sent."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -185,7 +185,7 @@ def ufw_enabled() -> bool:
 
 
 def shut_ways(text: str) -> list[str]:
-    """Parse ``iptables -S`` or ``nft list ruleset`` to the blocked ways."""
+    """Parse ``iptables -S`` or ``nft list ruleset`` to the blocked directions: ``in``, ``out``."""
     found: list[str] = []
     chains = re.split(r"^\s*chain ", text, flags=re.MULTILINE)[1:]
     for way, name, hook in (("in", "INPUT", "hook input"), ("out", "OUTPUT", "hook output")):

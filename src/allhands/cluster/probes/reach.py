@@ -29,7 +29,7 @@ _MOST_LINE = 200
 _TICK_S = 0.1
 _PROVE_S = 10.0
 _SEND_S = 30.0
-_LARGE_TIMES = 3  # the time of an answer, for all that is large
+_LARGE_TIMES = 3  # times the timeout of an answer, for all large lines together
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
 _UNREACHABLE = (
@@ -43,10 +43,10 @@ _FORBIDDEN = (errno.EPERM, errno.EACCES)
 
 
 class Listeners:
-    """Listeners on free ports of given addresses, which answer callers that know the secret until
-    closed.
+    """Listeners on free ports of given addresses; until closed, they answer callers that know the
+    secret.
 
-    A caller that does not prove it in time is disconnected.
+    A caller that does not prove this in time is disconnected.
     """
 
     def __init__(self, secret: str) -> None:
@@ -97,9 +97,9 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
     """Connect to a target (``ip`` and ``port``).
 
     Returns:
-        ``outcome``: ok, refused, timeout, unreachable, forbidden, stranger, stalls or failed, where
-            ``stalls`` means
-        that small packets pass and large ones do not; ``ms``: the round trip of a packet.
+        ``outcome``: ok, refused, timeout, unreachable, forbidden, stranger, stalls or failed;
+        ``stalls`` means that small packets pass and large ones do not. ``ms``: the round trip of a
+        packet.
     """
     fact: dict[str, Any] = {
         "ip": target["ip"],
@@ -133,8 +133,8 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
 
 
 def least_connect_ms(target: dict[str, Any], timeout_s: float) -> float:
-    """Return the shortest time of a few connections, in ms: the time varies on a busy computer, not
-    on a cable.
+    """Return the shortest time of a few connections, in ms, which leaves out delays of a busy
+    computer.
 
     Raises:
         OSError: one fails.

@@ -1,4 +1,4 @@
-"""Programs and small files of the computer, read with deadlines; a missing one is no error."""
+"""Output of programs and content of small files, with deadlines; a missing one is no error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from allhands.runtime.threads import in_background
 
-# A command over ssh gets a short PATH, without what administrators and Homebrew have.
+# A command over ssh gets a short PATH, without the directories of administrators and Homebrew.
 _MORE_PATH = "/usr/sbin:/sbin:/usr/local/bin:/opt/homebrew/bin"
 
 
@@ -60,15 +60,15 @@ def text_of(path: str) -> str | None:
 def gathered(
     collectors: Mapping[str, Callable[[], Any]], timeout_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call all functions at the same time; return their values, and the errors of those that have
-    none.
+    """Call all functions at the same time; return their values, and the errors of those without a
+    value.
 
     A function that fails or hangs does not delay the others.
     """
     calls = {name: in_background(function) for name, function in collectors.items()}
     wait(calls.values(), timeout_s)
     done = {name: call for name, call in calls.items() if call.done()}
-    # Whatever is odd about this computer: it is told, and the rest goes on.
+    # Any error is reported, and does not stop the rest.
     errors = {
         name: f"{type(error).__name__}: {error}"
         for name, call in done.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 BLOCK = 4 << 20
 MOST_FILES = 20000
-# The files of a model directory that loading reads: a licence may differ.
+# The files that loading reads from a model directory; others, such as a licence, may differ.
 MODEL_FILES = (".json", ".safetensors", ".py", ".model", ".tiktoken", ".jinja", ".txt")
 # The demo's directory in the cache of allhands; it ends with the release of the conversion.
 DEMO_MODEL = "SmolLM2-135M-Instruct-4bit-*"
@@ -95,12 +95,13 @@ def hub_directory(role: str, name: str) -> str | None:
 
 
 def listed(path: str, suffixes: tuple[str, ...] | None) -> list[dict[str, Any]]:
-    """Return the files below ``path`` with their sizes, sorted and without hidden ones. A file is a
-    tree of one.
+    """Return the files below ``path`` with their sizes, sorted and without hidden ones.
+
+    A single file is a tree of one file, whose name is empty.
 
     Raises:
         OSError: something cannot be read.
-        ValueError: there are too many.
+        ValueError: there are more than ``MOST_FILES``.
     """
     if os.path.isfile(path):
         return [{"name": "", "size": os.stat(path).st_size, "sha256": None}]

@@ -1,3 +1,1 @@
-"""Set-up of computers for training: what they lack is found, planned as commands, asked for, done
-and checked.
-"""
+"""Set-up of computers for training: find what they lack, plan commands, ask, run and check them."""

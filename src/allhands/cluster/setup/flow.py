@@ -27,7 +27,7 @@ _PACK_S = 600.0
 
 
 class SetUp:
-    """One run of set-up, for :meth:`run`."""
+    """One run of set-up; see :meth:`run`."""
 
     def __init__(self, wishes: Wishes, person: Person) -> None:
         self._wishes = wishes
@@ -64,7 +64,7 @@ class SetUp:
         )
 
     def _refuse(self, outcome: SetupOutcome, message: str, hint: str) -> None:
-        """Note steps of a computer that are only shown, or to which the person does not agree."""
+        """Note that a computer's steps are only shown, or that the person refuses them."""
         outcome.fail(message, hint)
         outcome.pending = self._only_shows
         self.report.refused += [] if self._only_shows else [outcome.name]
@@ -220,7 +220,7 @@ class SetUp:
     def _prepared(self, scratch: Path) -> SetupSource:
         """Make the wheel in a temporary directory.
 
-        Shown commands make it in the place from which they take it.
+        If commands are only shown, the source keeps the path at which they make the wheel.
         """
         source = self._wanted.source
         if not source.made_by or source.wheel is None:

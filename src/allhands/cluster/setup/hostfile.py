@@ -33,9 +33,8 @@ def compose(
     Args:
         entries: the computers, made by :func:`host_entry`.
         wiring: replaces the addresses, and sets the order.
-        old: the content of an earlier hostfile. Its other hosts stay, and settings that a person
-            may have chosen; but RDMA devices are counted by their places, so with them other hosts
-            do not stay.
+        old: the content of an earlier hostfile. Settings that a person may have chosen stay. Other
+            hosts stay unless there are RDMA devices, which are counted by the hosts' places.
     """
     wired, earlier = wiring or Wiring(None, (), {}), old or {}
     found = {entry["ssh"]: dict(entry) for entry in entries}

@@ -16,7 +16,7 @@ from allhands.cluster.setup.state import SetupHostState, WantedSetup
 from allhands.cluster.setup.survey import Surveyor
 from allhands.errors import ConfigError
 
-# Ask before changes; agree to all; only show; only show, and refuse if there is anything.
+# Ask before changes; agree to all; only show steps; only show steps, and fail if there are any.
 Mode = Literal["ask", "yes", "dry-run", "refuse"]
 
 
@@ -47,7 +47,7 @@ class Wishes:
 
 
 class Person(Protocol):
-    """The person at the command line, or a test in that place."""
+    """The person at the command line, or a test that stands in."""
 
     def begins(self, step: Step) -> None:
         """Announce a step that begins; may be called from several threads."""
@@ -71,7 +71,7 @@ class SetupOutcome:
     """The outcome for one computer.
 
     Attributes:
-        state: its state before; ``None``: it could not be asked.
+        state: its state before set-up; ``None``: it could not be asked.
         python: the interpreter to use there.
         unused: options for a new environment, where a fitting one exists.
         choice: its address.
@@ -156,7 +156,7 @@ def hosts_of(text: str) -> list[tuple[str, Host]]:
     """Parse names that are separated by commas; return each with its computer.
 
     Raises:
-        ConfigError: one of them is no name, or stands there twice.
+        ConfigError: one of them is no name, or is given twice.
     """
     names = [name.strip() for name in text.split(",")]
     found = [(name, host_from_name(name, "--hosts")) for name in names]

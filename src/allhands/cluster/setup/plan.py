@@ -30,11 +30,11 @@ _RECEIVE = (
     'mv -f "$1/$2.part" "$1/$2"'
 )
 _NOTE = 'umask 077 && mkdir -p "${1%/*}" && printf "%s\\n" "$2" > "$1.part" && mv -f "$1.part" "$1"'
-# Renamed first: what is half removed would not be known for ours.
+# Renamed first: a half-removed environment would not be recognised as ours.
 _REMOVE = 'old="$1.allhands-old" && rm -rf -- "$old" && { test ! -e "$1" || mv -- "$1" "$old"; } && rm -rf -- "$old"'
 _APPEND = 'umask 077 && mkdir -p "${2%/*}" && printf "%s\\n" "$1" >> "$2"'
 _MAKE_OWN = 'umask 077 && mkdir -p "$1"'
-# It asks before it overwrites anything, and gets no answer.
+# ssh-keygen asks before it overwrites anything, and gets no answer here.
 _MAKE_KEY = 'umask 077 && mkdir -p "${1%/*}" && ssh-keygen -q -t ed25519 -N "" -f "$1" < /dev/null'
 
 
@@ -96,7 +96,7 @@ def login_steps(
 
     Args:
         denied: name, ssh's words and access of each of them.
-        lacking: the directory in which ssh-copy-id works, wherever the key is, if it is missing.
+        lacking: ``~/.ssh`` if that is missing: ssh-copy-id works there, wherever the key is.
 
     Raises:
         ConfigError: ALLHANDS_SSH is a program, or has options, that ssh-copy-id cannot use.
@@ -120,7 +120,7 @@ def login_steps(
 
 
 def _copy_id_options() -> list[str]:
-    """Return the options of ALLHANDS_SSH, three of which ssh-copy-id has, too."""
+    """Return the options of ALLHANDS_SSH; raise ConfigError if ssh-copy-id does not have them."""
     program, *options = words = ssh.program()
     known = all(option in ("-F", "-o", "-p") for option in options[::2]) and len(options) % 2 == 0
     if PurePosixPath(program).name != "ssh" or not known:
@@ -137,7 +137,7 @@ def _copy_id_options() -> list[str]:
 
 
 def extra_of(state: SetupHostState) -> str:
-    """Return the extra of allhands with the MLX for the computer; empty on a Mac."""
+    """Return the extra of allhands that brings the computer's back-end of MLX; empty on a Mac."""
     if state.system == "Darwin":
         return ""
     major = state.driver.partition(".")[0]
@@ -145,7 +145,7 @@ def extra_of(state: SetupHostState) -> str:
 
 
 def lacks(installed: Installed, wanted: WantedSetup, extra: str) -> list[str]:
-    """Return the differences of an interpreter from the wanted one, in words."""
+    """Return the differences between an interpreter and the wanted software, in words."""
     have, want = installed.software, wanted.software
     if SOURCE not in want:
         have.pop(SOURCE, None)  # any code of that version will do
@@ -163,9 +163,9 @@ def lacks(installed: Installed, wanted: WantedSetup, extra: str) -> list[str]:
 
 
 def fitting(state: SetupHostState, wanted: WantedSetup) -> Installed | None:
-    """Return the interpreter of the computer that has everything already."""
+    """Return the first interpreter of the computer that lacks nothing."""
     for one in state.installed:
-        # An environment of our own is kept as this computer's, also in packages that may differ.
+        # Our own environment must have this computer's versions, also of packages that may differ.
         pins = [
             name
             for name in merely_different(one.software, wanted.software)
@@ -181,8 +181,8 @@ def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
     """Return the steps that make or complete the environment of a computer without a fitting
     interpreter.
 
-    The last step has to be run after :func:`lacks` has found no differences: an environment with
-    the note "unfinished" is made anew.
+    Run the last step only once :func:`lacks` finds no differences: an environment with the note
+    "unfinished" is made anew.
 
     Raises:
         CannotSetUp: there is no Python to make it with, or its place is taken.
@@ -320,7 +320,10 @@ def _install(state: SetupHostState, python: str, *words: str) -> tuple[str, ...]
 
 
 def _note(state: SetupHostState, word: str) -> Step:
-    """Note beside the environment, in a file that also marks it as ours, if it is finished."""
+    """Return the step that notes in a file beside the environment whether that is finished.
+
+    The file also marks the environment as ours.
+    """
     why = f"note that its environment is {'' if word == FINISHED else 'not '}finished"
     return _on(state, why, _sh(_NOTE, f"{state.env_dir}.allhands", word))
 

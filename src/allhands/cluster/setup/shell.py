@@ -1,6 +1,6 @@
-"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`.
+"""Commands here and on other computers, built on :mod:`allhands.cluster.ssh`.
 
-They are those of steps, with the reasons why they fail, and those that find out how ssh gets there.
+They run the steps of set-up, whose failures get a cause, and find out how ssh reaches a computer.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class Shell:
         """Run a command and wait for it.
 
         Args:
-            stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until
-                the end.
+            stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``, which stays empty and
+                open until the end.
 
         Raises:
             ConfigError: as :func:`on`, or there is no ssh.
         """
         words = on(target, argv, options)
-        # Files and no pipes: the children of a command may keep their ends open.
+        # Files instead of pipes: the children of a command may keep a pipe open.
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             try:
                 with self._lock:
@@ -142,7 +142,7 @@ class Shell:
 def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     """Return the exit code; ``None`` if there is none in time, and then the command is ended."""
     deadline = time.monotonic() + timeout_s
-    # In slices: another thread may reap it, too.
+    # In slices: another thread may reap the process meanwhile.
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(left, _SLICE_S))
@@ -195,7 +195,7 @@ def identity_of(settings: dict[str, list[str]]) -> SetupIdentity | None:
     """Return the person's key for a host: one that exists with its public half, or the place of a
     new one.
 
-    ``None``: at that place is a private key whose public half is missing.
+    ``None``: one half of a key is at that place already, or its path is not absolute.
     """
     files = [
         Path(os.path.expanduser(value))
@@ -219,8 +219,8 @@ def _public(file: Path) -> Path:
 
 
 def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, ...]:
-    """Return the host keys that an unknown computer shows, in the form of ssh's notes; no file is
-    changed.
+    """Return the host keys that an unknown computer shows, as lines of ``known_hosts``; no file of
+    the person is changed.
 
     Raises:
         ConfigError: as :meth:`Shell.ask`.
@@ -228,8 +228,7 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
     with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
         notes = Path(scratch) / "known_hosts"
         noting = ssh.SshOptions(max(1, round(timeout_s)), _noting_in(notes))
-        # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for
-        # good.
+        # If the option is set elsewhere, as in ALLHANDS_SSH, ssh would accept the key for good.
         if known_hosts_of(ssh.settings_of(target, noting)) != notes:
             return ()
         shell.run(target, ("true",), subprocess.DEVNULL, timeout_s, noting)
@@ -246,15 +245,15 @@ def _noting_in(notes: Path) -> dict[str, str]:
         "UserKnownHostsFile": f'"{notes}"',
         "HashKnownHosts": "no",
         "UpdateHostKeys": "no",
-        # Not to log in: a key that nobody has compared yet gets to know nothing.
+        # Do not log in: nobody has compared the key yet, so the computer must learn nothing.
         "PreferredAuthentications": "none",
     }
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
-# On another computer a command outlives its ssh. This one ends with its input, which this process
-# holds.
+# A command on another computer outlives its ssh. This script ends it when the script's input ends,
+# which this process holds open.
 _WATCHED = (
     'exec 3<&0; "$@" </dev/null 3<&- & work=$!; '
     '{ cat <&3; pkill -P "$work"; kill "$work"; } >/dev/null 2>&1 & watch=$!; exec 3<&-; '

@@ -52,7 +52,7 @@ def find_source(text: str | None, store: Path) -> SetupSource:
 
 
 def package_root() -> Path:
-    """Return the directory of this package allhands."""
+    """Return the directory of the package allhands that runs here."""
     spec = find_spec("allhands")
     assert spec is not None
     assert spec.origin is not None
@@ -60,9 +60,7 @@ def package_root() -> Path:
 
 
 def _own(store: Path) -> SetupSource:
-    """Return the same release for every computer, or a wheel of this installation if it is no
-    release.
-    """
+    """Return the release that is installed here, or a wheel of this installation if it is none."""
     try:
         found = importlib.metadata.distribution("allhands")
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +126,7 @@ def _checkout(path: Path, store: Path) -> SetupSource:
         )
     code = fingerprint(str(package))
     settings: tuple[str, ...] = ()
-    if not isinstance(version, str):  # git knows it, but the name of the wheel must be known before
+    if not isinstance(version, str):  # git knows it, but the wheel's name is needed before that
         version = f"0+source.{code[:12]}"
         settings = ("env", f"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_ALLHANDS={version}")
     wheel = store / f"allhands-{version}-py3-none-any.whl"

@@ -17,7 +17,7 @@ Version = tuple[int, ...]
 PlaceKind = Literal["absent", "unfinished", "complete", "foreign"]
 AccessKind = Literal["ok", "unknown-key", "denied", "failed"]
 
-# Packages of a new environment in this computer's versions, besides allhands itself.
+# Packages that a new environment gets in this computer's versions, besides allhands itself.
 PINNED = ("mlx", "mlx-lm", "numpy", *TOKEN_MAKERS)
 # The packages that hold MLX's back-ends, by the extra of allhands that brings them.
 BACKENDS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13", "": "mlx-metal"}
@@ -50,7 +50,7 @@ class Access:
         hint: a remedy.
         keys: the unknown keys that the computer shows.
         known_hosts: the file in which ssh looks for them.
-        identity: the person's key; ``None``: not known.
+        identity: the person's key; ``None``: not known, or not usable.
     """
 
     kind: AccessKind

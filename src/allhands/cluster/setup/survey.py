@@ -43,14 +43,14 @@ _PLACES = (
     "/opt/homebrew/bin /usr/local/bin $HOME/.local/bin $HOME/.cargo/bin $HOME/.pyenv/versions/*/bin "
     "/Library/Frameworks/Python.framework/Versions/*/bin"
 )
-# Prints the version, and if it can make environments with pip: Debian has that in a package of its
-# own.
+# Prints the version, and whether this Python can make environments with pip, which Debian has in a
+# package of its own.
 _VERSION = (
     'import sys, importlib.util as u; print("%d.%d.%d" % sys.version_info[:3], '
     '"yes" if u.find_spec("venv") and u.find_spec("ensurepip") else "no")'
 )
-# Each line has the token, a word and its value; login shells print other lines. Globs need the
-# splitting.
+# Each line has the token, a word and its value; login shells print other lines. Places with globs
+# stay unquoted.
 _ASK = f"""
 token=$1; place=$2; cwd=$3; under=$4; asked=$5; shift 5
 export PYTHONDONTWRITEBYTECODE=1
@@ -134,7 +134,7 @@ class Surveyor:
         looked = [
             installed_in(shell, host.ssh, path) for path in dict.fromkeys((*more, *env, *others))
         ]
-        # Preferably one without anything: the probe imports MLX where it is.
+        # Prefer a Python without packages: the probe imports MLX where it is installed.
         best = [*(one.path for one in state.pythons), *(one.python for one in looked if one)]
         return replace(
             state,
@@ -237,7 +237,7 @@ def installed_in(shell: Shell, target: str | None, python: str) -> Installed | N
 def facts_of(
     shell: Shell, target: str | None, python: str, only: Sequence[str] = ()
 ) -> HostFacts | None:
-    """Return the facts of a computer, or ``only`` those of some names; ``None`` if that Python
+    """Return the facts of a computer, those in ``only`` if it is given; ``None`` if that Python
     cannot answer.
     """
     token = secrets.token_hex(8)

@@ -55,7 +55,7 @@ def configure_step(targets: Sequence[str], backend: str, output: Path) -> Step:
     """Return the step that sets up the ports of ``targets``, which are ssh's names, and writes
     ``output``.
 
-    With a password for sudo it prints what to run on each Mac, and waits.
+    If sudo needs a password, the configurator prints commands to run on each Mac, and waits.
     """
     beside = Path(sys.executable).with_name(_TOOL)  # not resolved: a venv's python is a link
     tool = str(beside) if beside.exists() else shutil.which(_TOOL) or _TOOL

@@ -29,10 +29,10 @@ class Member:
 
     Attributes:
         status: its progress.
-        wanted: numbers of the files for it; ``lacking``: of those that it lacks.
+        wanted: numbers of the files for it; ``lacking``: numbers of those that it lacks.
         told: its last answer about its files.
-        arrived: bytes of files that are not in place yet; ``before`` is that at the beginning of a
-            transfer.
+        arrived: received bytes of files that are not in place yet; ``before``: the same at the
+            beginning of a transfer.
         counted: bytes of transfers that have ended.
     """
 
@@ -87,7 +87,7 @@ class Member:
         """Return the answer to one request.
 
         Raises:
-            AllhandsError: the host is lost, or tells what stands in its way.
+            AllhandsError: the host is lost, or reports an error of its disk.
         """
         assert self.session is not None
         try:
@@ -126,7 +126,7 @@ class Member:
                     roots = list(dict.fromkeys(self.told.get("roots", ())))
                     self.arrived = session.ask("staged", _SILENT_S, roots=roots)["bytes"]
                 except Untold:
-                    session.kill()  # whoever asks next is told
+                    session.kill()  # the next request fails, and reports it
                     return
                 finally:
                     self._lock.release()

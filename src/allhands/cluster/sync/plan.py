@@ -13,7 +13,7 @@ from allhands.cluster.probes.trees import cache_place, hub_place
 from allhands.errors import ConfigError, DataError
 from allhands.io.paths import meant
 
-_OURS = ".allhands-"  # begins the names of what a sync leaves for the next one
+_OURS = ".allhands-"  # begins the names of directories that a sync leaves for the next one
 # Variables of the ranks that decide where their caches are.
 _PLACES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "ALLHANDS_CACHE")
 
@@ -32,7 +32,7 @@ class Root:
     at: str
 
     def on(self, host: Host) -> dict[str, Any]:
-        """Return the root in the form for the host, which makes a path of it."""
+        """Return the root as it is sent to the host, which makes a path of it."""
         found: dict[str, Any] = {"base": self.base, "at": self.at}
         if self.base == "cwd":
             found |= {"cwd": host.cwd or os.getcwd(), "required": host.cwd is not None}
@@ -49,7 +49,7 @@ class FoundFile:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for equal places, whichever root names them."""
+        """A key that is equal for equal places, whichever root names them."""
         return self.root.base, os.path.normpath(os.path.join(self.root.at, *self.parts))
 
 
@@ -127,8 +127,8 @@ def _place(word: str, path: Path) -> tuple[str, str]:
 def _snapshot(
     path: Path, root: Root, below: tuple[str, ...], notes: list[str]
 ) -> Iterator[FoundFile]:
-    """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds
-    it.
+    """Yield a snapshot in the Hub's cache as plain files, and the refs by which the Hub's client
+    finds it.
     """
     inner = _below(path, notes) if path.is_dir() else iter([(path, ())])
     for file, parts in inner:
@@ -142,7 +142,7 @@ def _snapshot(
 def _below(
     directory: Path, notes: list[str], above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The files below a directory, by name; links are followed, but not in circles."""
+    """Yield the files below a directory, by name; links are followed, but not in circles."""
     try:
         status = directory.stat()
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
@@ -173,7 +173,7 @@ def _below(
 
 
 def _alike(files: Sequence[FoundFile]) -> list[str]:
-    """Names that are one and the same on a file system that ignores case, as a Mac's does."""
+    """Return notes about names that differ in case only, which a Mac's file system ignores."""
     seen: dict[tuple[str, str], FoundFile] = {}
     notes: list[str] = []
     for file in files:

@@ -1,5 +1,5 @@
-"""A sync: every host tells what it lacks, and gets it from this computer or from a host that has
-it.
+"""A sync: every host reports the files that it lacks, and gets them from this computer or a host
+that has them.
 """
 
 from __future__ import annotations
@@ -111,12 +111,13 @@ class _SyncRun:
         self._state = SyncState(
             [member.status for member in self._members], names, notes=list(plan.notes)
         )
-        self._token = f"run-{secrets.token_hex(16)}"  # the name of a file by which a host is known as the right one
+        # Name of a file that proves that a sender's ssh leads to the right host.
+        self._token = f"run-{secrets.token_hex(16)}"
         self._entries: list[tuple[os.stat_result, str]] = []
         self._withdrawn: set[int] = set()
         self._barred: dict[
             tuple[Member, Member], str
-        ] = {}  # pairs whose first one cannot send, with the reason
+        ] = {}  # senders and receivers that do not work together, with the reason
         self._senders: list[Member] = []  # on this computer, one for each transfer
         self._pool = ThreadPoolExecutor(3 * len(hosts), "sync")
 
@@ -266,7 +267,7 @@ class _SyncRun:
         barred = {receiver for _, receiver in list(self._barred)}
         for receiver in [member for member in self._members if member.status.state == "waiting"]:
             able = self._able(receiver)
-            # Nobody else will: then it need not wait for this computer to be free.
+            # If only this computer can send to it, it need not wait until this one is free.
             at_once = self._options.topology == "star" or (able == [None] and receiver in barred)
             if free := [sender for sender in able if at_once or sender not in busy]:
                 busy.add(free[0])
@@ -344,12 +345,12 @@ class _SyncRun:
     def _judge(
         self, sender: Sender, receiver: Member, files: Sequence[int], refused: str, said: str
     ) -> None:
-        """Have the host look at what has come; a computer that has not sent all of it does not send
-        again.
+        """Have the host check the received files; a host that has not sent all of them is not asked
+        to send to it again.
 
         Args:
             refused: the reason why the sender could not send.
-            said: complaints of rsync.
+            said: the error output of rsync.
 
         Raises:
             AllhandsError: the host is lost, or files from this computer do not arrive.
@@ -363,7 +364,7 @@ class _SyncRun:
             self._barred[sender, receiver] = reason
 
     def _send(self, sender: Sender, receiver: Member, files: Sequence[int]) -> str:
-        """Have the sender run rsync; return its complaints if it has failed.
+        """Have the sender run rsync; return its error output if it has failed.
 
         Raises:
             AllhandsError: the sender cannot, or is lost.
@@ -376,7 +377,7 @@ class _SyncRun:
             roots = dict.fromkeys(self._root(receiver, file) for file in files)
             transfers = [self._order(sender, receiver, root, files) for root in roots]
             rsync = own.told["rsync"] if sender else program_path("rsync")
-            if rsync is None:  # it had everything already
+            if rsync is None:  # a host that lacked no file may be without it
                 raise DistributedError("there is no rsync", code="host-without-rsync")
             ended = own.ask("send", rsync=rsync, transfers=transfers)
         finally:
@@ -407,11 +408,10 @@ class _SyncRun:
         return {"links": links, "ssh": ssh.command(name, words, settings)}
 
     def _explain(self, receiver: Member, files: Sequence[int], reason: str) -> None:
-        """Withdraw files that have changed since they were hashed; others must have failed for a
-        reason.
+        """Withdraw files that have changed since they were hashed.
 
         Raises:
-            AllhandsError: that reason.
+            AllhandsError: a file has not changed; the error has the reason why it did not arrive.
         """
         for file in files:
             before, path = self._entries[file][0], self._state.names[file]
@@ -433,7 +433,7 @@ class _SyncRun:
 
 
 def _sent_bytes(ended: Mapping[str, Any], otherwise: int) -> int:
-    """Return the bytes that rsync says it has sent."""
+    """Return the bytes that rsync says it has sent; ``otherwise`` if it does not say."""
     found = [
         int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"] + ended["said"])
     ]
@@ -445,6 +445,6 @@ def _disk_error(text: str) -> int | None:
 
 
 def _last_line(text: str) -> str:
-    """The last line that tells a cause, short enough to be shown."""
+    """Return the last line that tells a cause, cut to 200 characters."""
     telling = [line for line in ssh.printable_lines(text) if not line.startswith("rsync error:")]
     return telling[-1][:200] if telling else ""

@@ -34,7 +34,7 @@ class HostState:
     Attributes:
         state: ``connecting``, ``looking``, ``waiting``, ``receiving``, ``done`` or ``failed``.
         read: bytes of its own files that it has read.
-        needed: bytes of the files that it lacks, without those that an earlier sync has left.
+        needed: bytes of the files that it lacks, without those received by an earlier sync.
         lacking: numbers of these files; ``paths``: their places there.
         received: received bytes, at the end as rsync counts them.
         parent: the latest sender.

@@ -1,7 +1,6 @@
-"""Memory, load and phases of every process of a run: sampled, kept beside its logs, read back,
-drawn.
+"""Memory, load and phases of every process of a run: sampled, kept beside its logs, and read back.
 
-Nothing here imports MLX; what MLX knows of its memory is asked for where it is loaded already.
+Nothing here imports MLX; MLX is asked for its memory only where it is loaded already.
 """
 
 from allhands.observe.monitor.board import Board, BoardRow, gone_here

@@ -15,17 +15,18 @@ State = Literal["lives", "ended", "silent"]
 Key: TypeAlias = tuple[str, int | None, str]
 _ORDER = {"orchestrator": 0, "agent": 1, "rank": 2}
 _PATIENCE_S = 5.0
-_PATIENCE = 3.0  # times the distance of samples
+_PATIENCE = 3.0  # times the interval between samples
 
 
 @dataclass
 class BoardRow:
-    """One process of the run; of a rank that has been started again the latest.
+    """One process of the run; for a rank that was started again, the latest process.
 
     Attributes:
         last: its latest sample, ``before`` the one before that.
-        peak_pss_bytes: the highest proportional memory seen; so for ``peak_mlx_bytes`` and
-            ``peak_rss_bytes``, which the process and MLX tell themselves, over all starts.
+        peak_pss_bytes: the highest proportional memory of a sample. Peaks are those of all starts.
+        peak_rss_bytes: the highest peak that the process reported; ``peak_mlx_bytes``: that MLX
+            reported.
     """
 
     last: Sample
@@ -43,8 +44,8 @@ class BoardRow:
         self.peak_mlx_bytes = max(self.peak_mlx_bytes, sample.mlx_peak_bytes or 0)
 
     def doing(self, now: float, gone: Collection[tuple[str, int]] = ()) -> str:
-        """Return the longest phase since the sample before the last, with its share; the state if
-        it is over.
+        """Return the longest phase of the last sample, with its share; the state if the process is
+        over.
         """
         phases, state = self.last.phases, self.state(now, gone)
         if state != "lives":
@@ -55,7 +56,7 @@ class BoardRow:
         return f"{longest} {phases[longest] / sum(phases.values()):.0%}"
 
     def net_per_s(self) -> tuple[float, float] | None:
-        """Bytes a second that the computer sends and receives, over all interfaces."""
+        """Return the bytes a second that the computer sends and receives, over all interfaces."""
         if self.before is None or (seconds := self.last.time - self.before.time) <= 0:
             return None
         (sent, received), (sent_before, received_before) = _moved(self.last), _moved(self.before)
@@ -65,7 +66,7 @@ class BoardRow:
         """Return whether the process lives at ``now``, has ended, or was silent for too long.
 
         Args:
-            gone: computers and processes of which it is known that they are no more.
+            gone: host name and process id of processes that are known to be gone.
         """
         if self.last.ended:
             return "ended"
@@ -90,16 +91,16 @@ class Board:
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._rows: dict[Key, BoardRow] = {}
-        self._counted: dict[Key, Sample] = {}  # the latest of those that live
+        self._counted: dict[Key, Sample] = {}  # latest samples of processes that live
         self._looked = 0.0
         self.run: str | None = None
-        self.began = 0.0  # the first sample of it, in Unix time
+        self.began = 0.0  # time of the run's first sample, in Unix time
         self.peak_together_bytes = self.peak_ranks_bytes = 0
         for sample in samples:
             self.add(sample)
 
     def add(self, sample: Sample) -> None:
-        """Take a sample in; the first of another run puts away the one before."""
+        """Take a sample in; the first of another run discards the run before."""
         if sample.run != self.run:
             self._rows, self._counted, self.run, self.began = {}, {}, sample.run, sample.time
             self.peak_together_bytes = self.peak_ranks_bytes = 0
@@ -115,13 +116,11 @@ class Board:
                 if self._rows[key].state(sample.time) == "lives"
             }
         self._count(sample)
-        if sample.ended:  # what it held to its end was held beside the others
+        if sample.ended:  # counted above: until its end it held memory beside the others
             self._counted.pop(key, None)
 
     def _count(self, sample: Sample) -> None:
-        """Note what all have together with this sample; a peak that one has told was there between
-        two samples.
-        """
+        """Raise the peaks to the present sums, or to the process's own peak between samples."""
         told = sample.peak_rss_bytes
         counted = self._counted.values()
         self.peak_together_bytes = max(self.peak_together_bytes, told, together(counted))
@@ -130,7 +129,7 @@ class Board:
             self.peak_ranks_bytes = max(self.peak_ranks_bytes, told, ranks)
 
     def rows(self) -> list[BoardRow]:
-        """Return the processes: who orchestrates, agents, ranks."""
+        """Return the processes in the order: orchestrator, agents, ranks."""
         return sorted(
             self._rows.values(),
             key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host),
@@ -148,7 +147,7 @@ class Board:
 
 
 def gone_here(board: Board) -> set[tuple[str, int]]:
-    """Processes of this computer that are no more, though they have not said so, with its name."""
+    """Return this computer's host name with the id of each of its processes that is gone."""
     here = socket.gethostname()
     return {
         (here, row.last.pid) for row in board.rows() if row.last.host == here and _is_gone(row.last)
@@ -158,7 +157,7 @@ def gone_here(board: Board) -> set[tuple[str, int]]:
 def _is_gone(sample: Sample) -> bool:
     try:
         process = psutil.Process(sample.pid)
-        # Another one may have got its number since.
+        # Another process may have got its id since.
         return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > sample.time + 1.0
     except psutil.NoSuchProcess:
         return True
@@ -170,8 +169,7 @@ def together(samples: Iterable[Sample]) -> int:
     """Return the memory of processes at the same time, in bytes; shared pages count once.
 
     It is the sum of their proportional memory, and on each computer at least the resident memory of
-    its largest process, because pages that a process shares with programs outside of the run are in
-    memory as a whole, too.
+    its largest process, because pages shared with programs outside of the run take their full size.
     """
     by_host: dict[str, list[Sample]] = {}
     for sample in samples:

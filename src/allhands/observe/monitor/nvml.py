@@ -1,5 +1,5 @@
-"""Memory and load of one NVIDIA GPU, from the driver's own library: microseconds, where nvidia-smi
-takes a process.
+"""Memory and load of one NVIDIA GPU, from the driver's own library, which answers in microseconds;
+nvidia-smi would need a process.
 
 The calls and structures are those of NVML's first version, which later ones keep
 (developer.nvidia.com, "NVML API Reference Guide").
@@ -53,10 +53,10 @@ class Gpu:
             )
 
     def read(self) -> dict[str, int | float]:
-        """Return bytes in use by whichever process and in all, and the share of the last moment in
-        which it computed.
+        """Return the bytes in use by any process, the total bytes, and the share of the last moment
+        in which the GPU computed.
 
-        Where its load is not told (parts of a GPU) that is 0.
+        The share is 0 where the driver does not know it (parts of a GPU).
 
         Raises:
             OSError: the driver does not answer.

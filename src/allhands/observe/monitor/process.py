@@ -14,19 +14,19 @@ import psutil
 
 from allhands.observe.monitor.nvml import Gpu
 
-# Reading the proportional share walks all pages: it may take this part of the time, and no more;
-# ten times as much when the process has grown or shrunk by such a part, because what was read
-# before is wrong then.
+# Reading the proportional share walks all pages, so it may take only this part of the time. It may
+# take ten times as much once the process has grown or shrunk by a tenth, which makes the last value
+# wrong.
 _PSS_SHARE, _PSS_SHARE_CHANGING, _CHANGED = 0.0005, 0.005, 0.1
 
 
 def began_at(process: psutil.Process) -> float:
-    """Unix time in seconds at which this process began."""
+    """Return the Unix time in seconds at which this process began."""
     if sys.platform != "linux":
         return round(process.create_time(), 3)
     try:
-        # Since the boot in hundredths of a second; psutil adds a time of the boot that is known to
-        # a second only.
+        # Ticks since the boot, mostly hundredths of a second; psutil adds them to a boot time that
+        # is known to a second only.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return round(time.time() - age, 3)
@@ -35,7 +35,7 @@ def began_at(process: psutil.Process) -> float:
 
 
 class ProportionalMemory:
-    """The proportional share of a process's memory, read as rarely as it is dear."""
+    """The proportional share of a process's memory, read less often the longer reading takes."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -46,11 +46,11 @@ class ProportionalMemory:
     def read(
         self, resident: int, *, last: bool = False
     ) -> tuple[int, Literal["pss", "uss", "rss"]]:
-        """Return the latest value, and what it is.
+        """Return the latest value, and its kind.
 
         Args:
             resident: bytes that are resident now.
-            last: read it anew, whatever that takes: this is what remains of the process.
+            last: read it anew, however long that takes: this is the process's last sample.
         """
         changed = abs(resident - self._resident) > _CHANGED * self._resident
         rest = self._took / (_PSS_SHARE_CHANGING if changed else _PSS_SHARE)
@@ -108,7 +108,7 @@ class OwnGpu:
         return None
 
     def read(self) -> dict[str, int | float]:
-        """Return what a sample says of it; nothing without one."""
+        """Return a sample's fields about the GPU; none without a GPU."""
         with suppress(OSError):
             if self._gpu is not None:
                 return self._gpu.read()

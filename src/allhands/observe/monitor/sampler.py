@@ -81,7 +81,7 @@ class PhaseClock:
 class ProcessSampler:
     """Samples of this process, from the start of the ``with`` block to its end.
 
-    Until :meth:`write_to` they are kept in memory. A failure is logged once, and does not end the
+    They are kept in memory until :meth:`write_to`. A failure is logged once, and does not end the
     run.
 
     Args:
@@ -120,7 +120,7 @@ class ProcessSampler:
         self.clock.beat(phase, step)
 
     def expect(self, estimated_bytes: int, *, arrays: bool = False) -> None:
-        """Note in all samples from now on what this process, or its ``arrays`` on a GPU, are
+        """Note in all later samples the memory that this process, or its ``arrays`` on a GPU, are
         expected to need.
         """
         with self._lock:
@@ -132,7 +132,7 @@ class ProcessSampler:
         return self._process.memory_info().rss
 
     def write_to(self, file: Path, run: str | None = None) -> None:
-        """Write all samples, those taken already too, to the end of ``file``.
+        """Append all samples to ``file``, also those taken already.
 
         Args:
             run: the name of the job, if it has become known only now.
@@ -167,10 +167,10 @@ class ProcessSampler:
             self._lines = None
 
     def sample(self, *, last: bool = False) -> Sample:
-        """Return how this process is now; loads and phases are counted since the call before.
+        """Return a sample of this process; its loads and phases are those since the previous call.
 
         Args:
-            last: whether no other follows.
+            last: true if no other follows.
 
         Raises:
             Exception: whatever the system, or MLX, raises.
@@ -234,7 +234,7 @@ class ProcessSampler:
 
 
 def _wanted(text: str | None) -> float:
-    """Seconds between samples; what is no time counts as the default: the run matters more."""
+    """Return the seconds between samples; the default if ``text`` is no time: the run goes on."""
     try:
         seconds = _EVERY_S if text is None else float(text)
     except ValueError:

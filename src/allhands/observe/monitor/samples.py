@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Role = Literal["orchestrator", "agent", "rank"]
 LOGS = "logs"
 _PATTERN = "monitor-*.jsonl"
-_NUMBERS = 2**31  # of ranks and processes are lower
+_NUMBERS = 2**31  # ranks and process ids are lower
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -28,28 +28,28 @@ class Sample:
     """Memory, load and phase of one process at one moment.
 
     ``role`` is ``rank`` for a worker, ``orchestrator`` for the process that starts and watches the
-    ranks, ``agent`` for its hand on another computer. ``time`` is Unix time in seconds, ``every_s``
-    the distance to the next sample.
+    ranks, ``agent`` for its helper on another computer. ``time`` is Unix time in seconds,
+    ``every_s`` the time to the next sample.
 
     Attributes:
         run: the same for all processes of a job; ``attempt`` counts its starts, from 1.
-        rss_bytes: resident, shared pages in full. ``peak_rss_bytes`` is the highest so far.
-        pss_bytes: resident, each shared page divided by how many processes map it, so that a sum
-            over processes counts it once. It is read more rarely where reading takes long;
-            ``pss_kind`` says what stands in its place where the system does not know it: pages of
-            this process alone (``uss``), or ``rss``.
+        rss_bytes: resident memory, shared pages in full. ``peak_rss_bytes``: the highest so far.
+        pss_bytes: resident memory, each shared page divided by the number of processes that map it,
+            so that a sum over processes counts it once. It is read less often where reading takes
+            long. Where the system does not know it, it is the memory of this process alone
+            (``pss_kind`` is ``uss``) or that of ``rss_bytes`` (``rss``).
         cpu_cores: cores kept busy since the last sample: 1.5 is one and a half.
-        net: bytes sent and received since the process began, by network interface, of the whole
-            computer.
-        mlx_active_bytes: of arrays; ``mlx_cache_bytes`` of freed buffers that MLX keeps;
-            ``mlx_peak_bytes`` the highest of the former so far. ``None`` where MLX is not loaded,
-            or not yet in use.
-        gpu_used_bytes: of the rank's NVIDIA GPU by whichever process, of ``gpu_total_bytes``;
-            ``gpu_load`` is the share of time in which it computed.
-        step: optimizer updates done. ``phase`` is what the training thread does now, ``phases`` how
-            many seconds of each there were since the last sample.
-        estimated_bytes: what was expected to be needed, if somebody has said so beforehand;
-            ``mlx_estimated_bytes`` of MLX's arrays on a GPU.
+        net: bytes that the whole computer has sent and received since the process's first sample,
+            by network interface.
+        mlx_active_bytes: bytes of MLX's arrays; ``mlx_cache_bytes``: of freed buffers that it
+            keeps; ``mlx_peak_bytes``: the most of the arrays so far. ``None`` where MLX is not
+            loaded, or not yet in use.
+        gpu_used_bytes: bytes of the rank's NVIDIA GPU in use by any process, out of
+            ``gpu_total_bytes``; ``gpu_load`` is the share of time in which the GPU computed.
+        step: optimizer updates done. ``phase`` is the present phase of the training thread,
+            ``phases`` the seconds of each phase since the last sample.
+        estimated_bytes: memory that the process was expected to need, if that was estimated;
+            ``mlx_estimated_bytes``: the same of MLX's arrays on a GPU.
         ended: True if this is the process's last sample.
         began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """The process among those of its run: ``rank 0``, ``orchestrator``, ``agent on node1``."""
+        """The process's name in its run: ``rank 0``, ``orchestrator``, ``agent on node1``."""
         if self.role == "rank":
             return f"rank {self.rank}"
         return self.role if self.role == "orchestrator" else f"agent on {self.host}"
@@ -92,13 +92,13 @@ class Sample:
 
 @cache
 def _reader() -> TypeAdapter[Sample]:
-    from pydantic import TypeAdapter  # who only writes samples does without
+    from pydantic import TypeAdapter  # not loaded to write samples
 
     return TypeAdapter(Sample)
 
 
 def encode_sample(sample: Sample) -> str:
-    """Return the sample as one line of JSON, without what is not known."""
+    """Return the sample as one line of JSON, without fields that are ``None``."""
     return json.dumps({name: value for name, value in vars(sample).items() if value is not None})
 
 
@@ -109,7 +109,7 @@ def decode_sample(line: str) -> Sample | None:
         found = _reader().validate_python({"rank": None, **record})
     except (ValueError, TypeError, RecursionError):
         return None
-    # Whoever wrote it: these are taken for a place in a list, and for a process of the system.
+    # Not trusted: the rank is used as a place in a list, and the id as a process of the system.
     return found if 0 <= (found.rank or 0) < _NUMBERS and 0 < found.pid < _NUMBERS else None
 
 
@@ -128,11 +128,11 @@ def monitor_file(log_dir: Path, role: Role, which: int | str = "") -> Path:
 
 
 class Follower:
-    """Reads what is new in the files of a run.
+    """Reader of the new lines in the files of a run.
 
     Args:
         run: the run's directory, or that of its logs.
-        names: of the only files to read; ``None``: all.
+        names: names of the only files to read; ``None``: all.
     """
 
     def __init__(self, run: Path, names: Collection[str] | None = None) -> None:
@@ -141,9 +141,7 @@ class Follower:
         self._read: dict[Path, int] = {}
 
     def lines(self) -> list[str]:
-        """Return the whole lines that have come since the last call, those of a file in their
-        order.
-        """
+        """Return the complete lines since the last call, those of a file in their order."""
         return [line for path in self._files() for line in self._new(path)]
 
     def samples(self) -> list[Sample]:
@@ -160,7 +158,7 @@ class Follower:
         done = self._read.get(path, 0)
         try:
             if path.stat().st_size < done:
-                done = 0  # a new job's, where an earlier one's has been set aside
+                done = 0  # a new job's file: that of an earlier job has been set aside
             with path.open("rb") as stream:
                 stream.seek(done)
                 content = stream.read()
@@ -172,7 +170,7 @@ class Follower:
 
 
 def in_order(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples by time, each once: those of another computer may come on two ways."""
+    """Return the samples by time, each once: those of another computer may arrive twice."""
     found = {(sample.host, sample.pid, sample.time): sample for sample in samples}
     return sorted(found.values(), key=lambda sample: sample.time)
 
@@ -204,7 +202,7 @@ def read_samples(run: Path) -> list[Sample]:
     """Return the samples of the latest job in a run's directory, in the order of their times.
 
     Raises:
-        DataError: there is no such directory, or it holds none.
+        DataError: there is no such directory, or it holds no samples.
     """
     require_run(run)
     samples = Follower(run).samples()

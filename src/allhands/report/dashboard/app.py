@@ -1,7 +1,7 @@
-"""The dashboard's web application. It answers this computer alone, or who knows the token.
+"""The dashboard's web application. It answers this computer alone, or callers with the token.
 
-Nothing of a run becomes HTML here but by templates that escape; the policy of the pages lets no
-script but ours run. What changes anything, the stop button, needs a header that no other web page
+Texts of a run become HTML only through templates that escape them; the policy of the pages lets no
+script but ours run. Only the stop button changes anything: it needs a header that no other web page
 can send.
 """
 
@@ -68,7 +68,7 @@ class Settings:
 
     Attributes:
         root: where runs are looked for.
-        guard: under which names it may be asked for, and with which token.
+        guard: the names under which requests may ask for it, and the token.
     """
 
     root: Path
@@ -90,7 +90,7 @@ def make_app(settings: Settings) -> Starlette:
 
 
 class _Guard:
-    """Looks at every request before anything else does, and adds the headers that every answer has."""
+    """Middleware that checks every request first, and adds the headers that every answer has."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app, self._guard = app, guard
@@ -130,7 +130,7 @@ class _Guard:
         ):
             return None
         if self._guard.is_token(given):
-            # Not to be left in the address, from which it gets into histories and logs.
+            # Take the token out of the address, from which it gets into histories and logs.
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
             return answer
@@ -219,5 +219,5 @@ async def _stop(settings: Settings, request: Request) -> Response:
 
 
 def _json(value: Any) -> Response:
-    """JSON, in which what is no finite number is ``null``."""
+    """Return JSON in which numbers that are not finite are ``null``."""
     return Response(TypeAdapter(Any).dump_json(value), media_type="application/json")

@@ -1,4 +1,4 @@
-"""The runs below a directory: found, summed up, their logs, and who is to be asked to stop."""
+"""The runs below a directory: find and sum them up, read their logs, ask one to stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Summary:
 
     Attributes:
         trained_s: the training time of all its starts, without what was lost.
-        harm: what is bad about its curves, in a few words; empty if nothing is.
+        harm: a fault of its curves, in a few words; empty if there is none.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Summary:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Directories of runs below ``root``, itself included, by their place in it; the one written
-    last comes first.
+    """Return the directories of runs below ``root``, itself included, by their relative paths; the
+    one written last comes first.
     """
     found: list[tuple[float, str, Path]] = []
     for directory in _below(root, _DEPTH):
@@ -112,7 +112,7 @@ def summary_of(name: str, directory: Path) -> Summary | None:
 
 
 def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
-    """Return the run's processes side by side, as texts; the ranks first, then those that only
+    """Return a row of texts for each process of the run: the ranks first, then those that only
     direct them.
     """
     board = Board(facts.samples)
@@ -153,7 +153,7 @@ def head_of(facts: ReportFacts) -> psutil.Process | None:
             continue
         try:
             process = psutil.Process(row.last.pid)
-            # Another one may have got its number since.
+            # Another process may have got its id since.
             if process.create_time() <= row.last.time and _writes_samples(process, facts.path):
                 return process
         except (psutil.Error, OSError):
@@ -176,7 +176,7 @@ def _writes_samples(process: psutil.Process, directory: Path) -> bool:
 
 
 def ask_to_stop(directory: Path) -> str:
-    """Ask a run to save and end, as a scheduler would; what was done, in words.
+    """Ask a run to save and end, as a scheduler would; return what was done, in words.
 
     Raises:
         DataError: it does not go on, or not on this computer.
@@ -190,7 +190,7 @@ def ask_to_stop(directory: Path) -> str:
             hint=hint,
         )
     try:
-        process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
+        process.send_signal(signal.SIGTERM)  # not to a process that has got its id by now
     except (psutil.Error, OSError) as error:
         raise DataError(
             f"it cannot be asked ({error}): it has just ended, or is another user's",
@@ -205,7 +205,7 @@ def ask_to_stop(directory: Path) -> str:
 
 
 def logs_of(directory: Path) -> list[str]:
-    """Names of the ranks' logs, the current ones first; a link of such a name may lead to anything."""
+    """Return the names of the ranks' logs, current ones first; no links, as they lead anywhere."""
     try:
         entries = [entry for entry in (directory / LOGS).iterdir() if _LOG.fullmatch(entry.name)]
         names = [entry.name for entry in entries if entry.is_file() and not entry.is_symlink()]

@@ -1,4 +1,4 @@
-"""The dashboard's connections: how long a caller may take, and how many there may be."""
+"""Limits of the dashboard's connections: how long a caller may take, and how many there may be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CONNECTIONS = 128
 
 
 class _Connection(H11Protocol):
-    """Ends when its caller takes too long, or when it is the oldest of too many."""
+    """A connection that ends if its caller takes too long, or if it is the oldest of too many."""
 
     _since = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -40,7 +40,7 @@ class _Connection(H11Protocol):
         self._wait(_HEAD_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; a request before it, whose body this may be, is answered no
+        """Refuse bytes that are no HTTP; the request before, whose body they may be, is answered no
         further.
         """
         cycle: Any = self.cycle
@@ -63,7 +63,7 @@ class _Connection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._late, seconds)
 
     def _late(self, seconds: float) -> None:
-        # Whose request is here gets its answer, if it takes it.
+        # A caller whose request is here gets time to take the answer.
         cycle: Any = self.cycle
         if seconds == _HEAD_S and cycle is not None and not cycle.response_complete:
             self._wait(_ANSWER_S)
@@ -83,7 +83,6 @@ def run(app: ASGIApp, listener: socket.socket) -> None:
         ws="none",
         lifespan="off",
     )
-    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the
-    # signal again.
+    # Signals are the normal end: uvicorn ends its work, and then sends itself the signal again.
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
