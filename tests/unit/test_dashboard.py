@@ -63,6 +63,14 @@ def test_runs_are_found_below_a_directory_the_latest_first(root: Path) -> None:
     assert find_runs(root / "empty") == {}
 
 
+def test_a_run_in_a_run_of_the_same_name_is_found_too(tmp_path: Path) -> None:
+    for directory in (tmp_path / "runs", tmp_path / "runs" / "runs", tmp_path / "runs" / "other"):
+        write_run(directory)
+    found = find_runs(tmp_path / "runs")
+    assert len(found) == len(set(found.values())) == 3
+    assert found["runs"] == tmp_path / "runs" / "runs"
+
+
 def test_a_run_in_one_line(root: Path) -> None:
     one = summary_of("one", root / "one")
     assert one is not None

@@ -226,14 +226,25 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("visible", "asked"), [({}, 0), ("2,3", 2), ("", 0), ("GPU-1a2b,GPU-3c", b"GPU-1a2b")]
+    ("visible", "uuid", "asked"),
+    [
+        ({}, "", 0),
+        ("2,3", "", 2),
+        ("", "", 0),
+        ("GPU-1a2b,GPU-3c", "", b"GPU-1a2b"),
+        # CUDA's number of a GPU is not NVML's.
+        ("2,3", "GPU-5d", b"GPU-5d"),
+        ({}, "GPU-5d", b"GPU-5d"),
+        ("MIG-7e", "GPU-7e", b"MIG-7e"),
+    ],
 )
 def test_the_first_visible_gpu_is_read(
-    visible: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+    visible: Any, uuid: str, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: driver)
-    gpu = nvml.Gpu({"CUDA_VISIBLE_DEVICES": visible} if isinstance(visible, str) else visible)
+    environ = {"CUDA_VISIBLE_DEVICES": visible} if isinstance(visible, str) else visible
+    gpu = nvml.Gpu(uuid, environ)
     assert list(gpu.read().values()) == [7 * 10**9, 80 * 10**9, 0.93]
     assert driver.asked == [asked]
     driver.broken = "nvmlDeviceGetUtilizationRates"  # as for a part of a GPU
@@ -256,7 +267,7 @@ def test_the_driver_says_what_nvidia_smi_says() -> None:
     used, total = map(
         int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split(",")
     )
-    found = nvml.Gpu({}).read()
+    found = nvml.Gpu(environ={}).read()
     assert found["gpu_total_bytes"] == pytest.approx(total * MIB, rel=0.02)
     assert found["gpu_used_bytes"] == pytest.approx(used * MIB, abs=1024 * MIB)
 

@@ -30,10 +30,9 @@ def _lines(page: Page) -> Iterator[str]:
 
 
 def _run(run: RunPart) -> Iterator[str]:
-    reason = f": {plain(run.reason)}" if run.reason else ""
     yield f"## {plain(run.label)}: {run.status}\n"
-    if reason:
-        yield f"{reason[2:]}\n"
+    if run.reason:
+        yield f"{plain(run.reason)}\n"
     yield from (f"- **{one.level}**: {plain(one.text)}" for one in run.judgements)
     yield from (f"- {plain(note)}" for note in run.notes)
     yield ""

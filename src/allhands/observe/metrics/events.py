@@ -103,7 +103,7 @@ class TrainReport:
         peak_rss_bytes: peak resident memory of each rank.
         peak_mlx_bytes: peak memory of each rank's MLX arrays.
         needed_bytes: MLX memory of each rank's largest step so far, without work queued ahead;
-            empty on a CPU.
+            only on NVIDIA GPUs, else empty.
         shapes: number of different shapes of micro-batches of rank 0 so far; each cost time when it
             first came.
         metrics: further numbers of the objective, by name.

@@ -30,15 +30,20 @@ class _Utilization(ctypes.Structure):
 class Gpu:
     """The GPU that this process computes on: the first of ``CUDA_VISIBLE_DEVICES``.
 
+    Args:
+        uuid: MLX's identity of this GPU (``"GPU-..."``). A number in the variable is not enough:
+            CUDA counts the fastest GPU first, NVML goes by their slots.
+
     Raises:
         OSError: there is no driver, or no such GPU.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, uuid: str = "", environ: Mapping[str, str] = os.environ) -> None:
         self._library = ctypes.CDLL(_LIBRARY)
         self._device = ctypes.c_void_p()
         self._do("nvmlInit_v2")
         first = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        first = uuid if uuid and first.isdigit() else first
         if first.isdigit():
             self._do(
                 "nvmlDeviceGetHandleByIndex_v2",

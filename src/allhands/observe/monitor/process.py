@@ -104,7 +104,7 @@ class OwnGpu:
         if sys.platform != "linux" or mx is None or mx.default_device().type != mx.DeviceType.gpu:
             return None
         with suppress(OSError):
-            return Gpu()
+            return Gpu(str(mx.device_info().get("uuid", "")))
         return None
 
     def read(self) -> dict[str, int | float]:

@@ -56,16 +56,18 @@ class Summary:
 def find_runs(root: Path) -> dict[str, Path]:
     """Return the directories of runs below ``root``, itself included, by their relative paths; the
     one written last comes first.
+
+    ``root`` itself goes by its name, or by ``"."`` where a run in it has that name.
     """
     found: list[tuple[float, str, Path]] = []
     for directory in _below(root, _DEPTH):
         for file in (directory / METRICS_FILE, directory / EVENTS_FILE):
             if file.is_file():
-                name = (
-                    root.resolve().name if directory == root else str(directory.relative_to(root))
-                )
-                found.append((file.stat().st_mtime, name, directory))
+                found.append((file.stat().st_mtime, str(directory.relative_to(root)), directory))
                 break
+    own = root.resolve().name
+    if own not in (name for _, name, _ in found):
+        found = [(time, own if name == "." else name, path) for time, name, path in found]
     return {name: directory for _, name, directory in sorted(found, reverse=True)[:_MOST]}
 
 
