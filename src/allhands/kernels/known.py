@@ -369,5 +369,5 @@ def can_be_compiled(model_type: str | None) -> bool:
 
 
 def calls_blocks(model: Any) -> bool:
-    """Return true if a pass calls ``model.layers`` themselves; iquestloopcoder calls their parts."""
+    """Return true if a pass calls ``model.layers`` themselves: iquestloopcoder calls parts."""
     return name_of(model) != "iquestloopcoder.Model"

@@ -1,4 +1,4 @@
-"""The text of the CUDA kernels, a file each; ``.cuh`` files are parts of them.
+"""The source of the CUDA kernels, one file each; ``.cuh`` files are included in them.
 
 ``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). Sizes of the
 model are constants of the kernel. The number of rows is given at each call, since a kernel is built
