@@ -38,8 +38,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Named, Reduced
 
-# Names of the state between steps: summed gradients, whether there are any, and their number of
-# tokens; and the same for each rank's own part.
+# Names of the state between steps: summed gradients; whether there are any, with their number of
+# tokens; the same for each rank's own part; and the last norm.
 _SUM, _TOKENS = "late/sum/", "late/tokens"
 _PART, _PART_TOKENS, _LAST_NORM = "late/part/", "late/part_tokens", "late/last_norm"
 
@@ -72,7 +72,7 @@ class DelayedGradients(DataParallel):
 
     def __init__(self, exchanging: Exchanging) -> None:
         communicator = exchanging_beside(exchanging.communicator)
-        # Packed here, as it is sent: what is summed within a step are a few numbers.
+        # Gradients are packed here, as they are sent; within a step only a few numbers are summed.
         super().__init__(replace(exchanging, communicator=communicator, codec=None))
         self._sends = Packing(communicator, exchanging.codec if exchanging.size > 1 else None)
         self._own: _Late | None = None  # of the present step, not being sent yet
@@ -207,7 +207,7 @@ class DelayedGradients(DataParallel):
     def _kept(
         self, late: _Late | None, tokens: int, name: str, name_of_tokens: str
     ) -> Mapping[str, mx.array]:
-        """Gradients by the names of the trained arrays, zeros for none, and whether there are any
+        """Return gradients by the names of the trained arrays, or zeros; and whether there are any,
         with their tokens.
         """
         zeros = ((each, mx.zeros_like(array)) for each, array in self._weights())
@@ -218,7 +218,7 @@ class DelayedGradients(DataParallel):
     def _found(
         self, state: Mapping[str, mx.array], name: str, name_of_tokens: str
     ) -> tuple[list[Named], int] | None:
-        """The reverse of :meth:`_kept`; ``None``: there were none."""
+        """Reverse :meth:`_kept`; ``None``: there were no gradients."""
         present, units, rest = values_of(state[name_of_tokens])
         if not present:
             return None
@@ -227,14 +227,14 @@ class DelayedGradients(DataParallel):
         ), whole_count(units, rest)
 
     def _named(self, grads: list[Named]) -> list[Named]:
-        """Gradients by the names of the trained arrays."""
+        """Return gradients by the names of the trained arrays."""
         flat = self._passes.flat
         if flat is None:
             return grads
         return list(flat.leaves.named([array for _, array in grads]))
 
     def _joined(self, named: list[Named]) -> list[Named]:
-        """The reverse of :meth:`_named`."""
+        """Reverse :meth:`_named`."""
         flat = self._passes.flat
         if flat is None:
             return named

@@ -529,7 +529,7 @@ def _collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
 def _tables(
     product: Product, starts: dict[tuple[int, str], int], nothing: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the chunk's indices of a product's factors, (K, R) and (R, N); ``nothing``: 0."""
+    """Return the chunk's indices of a product's factors, (K, R), (R, N); zeros: ``nothing``."""
     adapters = [layer if isinstance(layer, LoRALinear) else None for layer in product.layers]
     rank = sum(layer.lora_a.shape[1] for layer in adapters if layer is not None)
     features = next(layer.lora_a.shape[0] for layer in adapters if layer is not None)
