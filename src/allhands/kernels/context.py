@@ -27,7 +27,7 @@ class ContextRow:
 
     Attributes:
         offset: (2 B,) position of the first token of each piece.
-        rows: B.
+        rows: number B of rows.
         length: tokens of a whole row, with padding.
         places: positions of the first and of the second piece.
         windowed: true once a layer has asked for a mask that is narrower than the row.

@@ -339,7 +339,7 @@ _BY_LENGTH = _names(
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Return true if something in ``model`` depends on a row's length or a text's place in it."""
+    """Return true if something in ``model`` depends on a row's length or a text's position."""
     return any(name_of(module) in _BY_LENGTH for module in model.modules())
 
 
@@ -364,10 +364,10 @@ def sees_ahead(model: nn.Module) -> int | None:
 
 
 def can_be_compiled(model_type: str | None) -> bool:
-    """Return true if a pass can be compiled; dbrx's chooses its experts in Python, by values."""
+    """Return true if a pass can be compiled; dbrx's loops over the chosen experts in Python."""
     return model_type != "dbrx"
 
 
 def calls_blocks(model: Any) -> bool:
-    """Return true if a pass calls ``model.layers`` themselves: iquestloopcoder calls parts."""
+    """Return true if a pass calls ``model.layers``; iquestloopcoder's calls parts of these."""
     return name_of(model) != "iquestloopcoder.Model"

@@ -83,7 +83,7 @@ def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
 
 
 def is_native(model: nn.Module) -> bool:
-    """Return true if something in ``model`` computes natively: when it is called, not in a graph."""
+    """Return true if a part of ``model`` computes natively: when it is called, not in a graph."""
     forms = (NativeNorm, NativeMlp, NativeAttention, NativeExperts, Linear, AdaptedLinear)
     return any(isinstance(module, forms) for module in model.modules())
 

@@ -131,7 +131,7 @@ def _by_blocks_back(layer: Any, cotangent: mx.array) -> mx.array:
 
 
 class PackedLinear(_PackedLayer, nn.QuantizedLinear):
-    """A frozen quantised linear layer that stays packed: a form of :class:`mlx.nn.QuantizedLinear`."""
+    """A frozen linear layer that stays packed: a form of :class:`mlx.nn.QuantizedLinear`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.product(x)
@@ -139,7 +139,7 @@ class PackedLinear(_PackedLayer, nn.QuantizedLinear):
 
 
 class PackedEmbedding(_PackedLayer, nn.QuantizedEmbedding):
-    """A quantised table of tokens that stays packed: a form of :class:`mlx.nn.QuantizedEmbedding`."""
+    """A table of embeddings that stays packed: a form of :class:`mlx.nn.QuantizedEmbedding`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return rows_of(self, x).dense()

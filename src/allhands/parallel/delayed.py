@@ -2,17 +2,17 @@
 computed.
 
 Step k updates by the summed gradients of step k - 1, which were exchanged meanwhile: w(k+1) = w(k)
-- U(g(k-1)). No rank waits for an exchange that is shorter than the passes, and all ranks always have
-the same weights. The first step updates nothing, and the gradients of the last step are not used: n
-steps make n - 1 updates.
+- U(g(k-1)). No rank waits for an exchange that is shorter than the passes, and all ranks always
+have the same weights. The first step updates nothing, and the gradients of the last step are not
+used: n steps make n - 1 updates.
 
 Gradients should fit the weights that they will change. So a rank computes its passes with predicted
-weights: those after one more update by its own part of the gradients that are being exchanged. If the
-sum has arrived already, as after a checkpoint, the rank still takes its own part, so that a checkpoint
-changes nothing; without its own part it takes the sum. The errors of the ranks' predictions cancel.
-The weights themselves are updated by sums alone, and are the same on all ranks. A prediction by the
-last update, as for pipelines (SpecTrain, arXiv 1809.02839), cost a small story model 2 % after 2,000
-steps.
+weights: those after one more update by its own part of the gradients that are being exchanged. If
+the sum has arrived already, as after a checkpoint, the rank still takes its own part, so that a
+checkpoint changes nothing; without its own part it takes the sum. The errors of the ranks'
+predictions cancel. The weights themselves are updated by sums alone, and are the same on all ranks.
+A prediction by the last update, as for pipelines (SpecTrain, arXiv 1809.02839), cost a small story
+model 2 % after 2,000 steps.
 
 Each step checks whether its gradient is finite, before it is sent.
 """
@@ -49,7 +49,7 @@ class _Late:
     """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
 
     Attributes:
-        part: this rank's trained tokens, and the squares of its gradients; ``None`` for summed
+        part: this rank's trained tokens, and the sum of its gradients' squares; ``None`` for summed
             gradients.
     """
 
@@ -80,7 +80,7 @@ class DelayedGradients(DataParallel):
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # received, and not yet applied
         self._part: _Late | None = (
-            None  # this rank's own of those, until the next passes are computed
+            None  # this rank's own part of those, until the next passes are computed
         )
 
     def prepare(self, passes: Passes, expected: Expected) -> None:

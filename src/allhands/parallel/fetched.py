@@ -369,7 +369,7 @@ class FetchedGraph:
 
     Args:
         wait: waits for arrays that other ranks send.
-        computed: waits for arrays that the device computes, while this waits for other ranks.
+        computed: waits for results of the device, which may itself wait for other ranks.
         pushes: called before gradients are added up over ranks.
         room: returns the bytes available for what blocks keep between the passes; ``None``: enough.
 

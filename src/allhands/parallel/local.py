@@ -2,9 +2,9 @@
 every round of steps.
 
 In a round rank r changes the weights x to x_r. Then all ranks take an outer step along the mean
-change: d = sum_r (n_r / n) (x_r - x), where n_r is the number of tokens that rank r has trained on in
-the round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default the result is the
-mean of the weights (local SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv
+change: d = sum_r (n_r / n) (x_r - x), where n_r is the number of tokens that rank r has trained on
+in the round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default the result is
+the mean of the weights (local SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv
 2311.08105).
 
 With fragments the arrays are exchanged in turn, each once in a round (Streaming DiLoCo, arXiv
@@ -13,8 +13,8 @@ of these steps are kept: an array becomes the outer step's result plus this rank
 weights were sent, and these count in its next change. Then ranks have the same weights only after
 :meth:`LocalSteps.close_round`.
 
-A rank divides its gradients by its own tokens, and its change is weighted by these tokens. So a round
-of one step of plain SGD equals the step of data parallelism, for rows of any lengths.
+A rank divides its gradients by its own tokens, and its change is weighted by these tokens. So a
+round of one step of plain SGD equals the step of data parallelism, for rows of any lengths.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Sending:
     """Changes of arrays that are being exchanged, in calls one after the other.
 
     Attributes:
-        sent: the weights from which the changes were computed.
+        sent: the weights when they were sent.
         share: this rank's share in the sum.
         calls: the pieces of each call.
         begun: the running call, by the type of its arrays.

@@ -263,7 +263,7 @@ def check_matrices(
 
 
 def _without_experts(cut: _Cut, mixture: Mixture | None) -> _Cut:
-    """Return ``cut`` without the experts of ``mixture``, which ranks have whole."""
+    """Return ``cut`` without experts that ranks have whole; ``mixture`` ``None``: all of it."""
     if mixture is None:
         return cut
     columns, rows = (

@@ -85,7 +85,7 @@ class Speed:
     update: float = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Seconds of a step with so many tokens, if all ranks together computed one token a second."""
+        """Seconds of a step of so many tokens, if all ranks together did one token a second."""
         return (tokens + self.update) / self.part
 
 

@@ -434,7 +434,7 @@ def _adapted_mlp(
     ranks: tuple[int, int],
     *factors: mx.array,
 ) -> mx.array:
-    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors a1, b1, a2, b2."""
 
     def forward(
         x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array

@@ -16,9 +16,7 @@ from importlib.resources import files
 
 @cache
 def text_of(file: str) -> str:
-    """Return the text of a file of this package, without the comment at its beginning, and with
-    what it includes.
-    """
+    """Return the text of a file here, without its first comment and with its includes."""
     text = (files(__name__) / file).read_text(encoding="utf-8")
     return re.sub(
         r'#include "(\w+\.cuh)"\n',
