@@ -27,7 +27,7 @@ class DocumentRow:
     def __init__(self, documents: mx.array) -> None:
         self._documents = documents
         self._starts: NDArray[np.int32] | None = None
-        # True once a layer has asked for a mask that is narrower than its document.
+        # True once a layer has asked for a mask with a window, of any size.
         self.windowed = False
 
     @property
