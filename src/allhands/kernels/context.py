@@ -2,8 +2,8 @@
 
 A rank computes two pieces of each row, as rows of their own: (2 B, P) tokens, the first pieces of
 all rows before the second ones (:class:`~allhands.data.pieces.Pieces`). mlx_lm's models ask their
-key-value cache for the position of their first token, for the mask, and for the keys and values of
-all that a token sees. :class:`ContextRow` takes the cache's place: it gives each piece its own
+key-value cache for the position of their first token, for the mask, and for all keys and values
+that a token sees. :class:`ContextRow` takes the cache's place: it gives each piece its own
 position, and gathers keys and values over the ranks. In the backward pass their gradients are added
 up over the ranks, and each rank keeps those of its own positions.
 """
@@ -27,7 +27,7 @@ class ContextRow:
 
     Attributes:
         offset: (2 B,) position of the first token of each piece.
-        rows: B.
+        rows: number B of rows.
         length: tokens of a whole row, with padding.
         places: positions of the first and of the second piece.
         windowed: true once a layer has asked for a mask that is narrower than the row.
@@ -39,8 +39,9 @@ class ContextRow:
     def __init__(
         self, group: Communicator, rows: int, piece: int, documents: mx.array | None
     ) -> None:
-        """``rows`` B of 2 N pieces with ``piece`` P tokens; ``documents``: (B, 2 N P) number of
-        each place's.
+        """Take ``rows`` B, each of 2 N pieces of ``piece`` P tokens.
+
+        ``documents``: (B, 2 N P), the document number at each position.
         """
         numbers = Pieces(group.rank, group.size).numbers
         self._group, self.rows = group, rows
@@ -54,13 +55,11 @@ class ContextRow:
 
     @property
     def starts(self) -> NDArray[np.int32] | None:
-        """(B, 2 N P), where the document of each place begins; ``None``: with the row."""
+        """(B, 2 N P): first position of the document at each position; ``None``: 0 everywhere."""
         return None if self._documents is None else self._documents.starts
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
-        """(2 B, 1, P, 2 N P) bool: whether the place of the row (third axis) sees that of the
-        column.
-        """
+        """(2 B, 1, P, 2 N P) bool: true where a query (third axis) sees a key (fourth axis)."""
         everyone = mx.arange(self.length)
         own = mx.stack([mx.arange(places.start, places.stop) for places in self.places])
         distance = own[:, :, None] - everyone
@@ -76,18 +75,18 @@ class ContextRow:
         return visible.reshape(2 * self.rows, 1, piece, self.length)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """(2 B, heads, P, D) -> (2 B, heads, 2 N P, D): the keys and values of whole rows, for each
-        of their pieces.
+        """(2 B, heads, P, D) -> (2 B, heads, 2 N P, D): gather the keys and values of whole rows,
+        for each of their pieces.
         """
         whole = self.joined(keys.swapaxes(1, 2), values.swapaxes(1, 2))
         first, second = (mx.concatenate([each, each]).swapaxes(1, 2) for each in whole)
         return first, second
 
     def joined(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """(2 B, P, ..., D) of each rank -> (B, 2 N P, ..., D) in the order of positions, for keys
-        and for values.
+        """(2 B, P, ..., D) -> (B, 2 N P, ..., D): gather keys and values over ranks, in the order
+        of positions.
 
-        They travel together. The gradient is this rank's part of the sum over ranks.
+        One exchange carries both. The gradient is this rank's part of the sum over ranks.
         """
 
         def forward(*own: mx.array) -> list[mx.array]:
@@ -104,12 +103,12 @@ class ContextRow:
         return first, second
 
     def joined_of(self, own: Sequence[mx.array]) -> list[mx.array]:
-        """Return the arrays of :meth:`joined`, not to be differentiated."""
+        """Return the arrays of :meth:`joined`, without a gradient."""
         everyone = self._group.all_gather(mx.concatenate(list(own), axis=-1))
         return _apart(self._in_order(everyone), own[0].shape[-1])
 
     def own_of(self, whole: Sequence[mx.array]) -> list[mx.array]:
-        """Return this rank's part of the sum over ranks of arrays like :meth:`joined_of`."""
+        """Sum arrays like those of :meth:`joined_of` over ranks; return this rank's part."""
         mine = sum_scatter(self._group, self._by_rank(mx.concatenate(list(whole), axis=-1)))
         return _apart(mine, whole[0].shape[-1])
 
@@ -138,7 +137,7 @@ def caches_across(
 
     Args:
         tokens: (2 B, P).
-        documents: (B, 2 N P) int32, the number of the document of each place of whole rows.
+        documents: (B, 2 N P) int32, the document number at each position of whole rows.
     """
     # One object: the mask is built once and shared by the layers that ask for it.
     return [ContextRow(group, tokens.shape[0] // 2, tokens.shape[1], documents)] * num_layers

@@ -2,8 +2,8 @@
 
 mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` takes the
 cache's place: it keeps nothing and returns a mask that is block-diagonal by document. Positions
-need no change: rotary embeddings depend only on differences of positions, which do not change with
-the beginning of a document. Some architectures may differ, so :func:`require_isolation` checks that
+need no change: rotary embeddings depend only on differences of positions, which are the same
+wherever a document begins. Some architectures may differ, so :func:`require_isolation` checks that
 the hidden states of a document equal those of the document alone.
 """
 
@@ -27,17 +27,17 @@ class DocumentRow:
     def __init__(self, documents: mx.array) -> None:
         self._documents = documents
         self._starts: NDArray[np.int32] | None = None
-        # True once a layer has asked for a mask that is narrower than its document.
+        # True once a layer has asked for a mask with a window, of any size.
         self.windowed = False
 
     @property
     def numbers(self) -> mx.array:
-        """(B, T) int32, the number of the document of each place."""
+        """(B, T) int32, the document number at each position."""
         return self._documents
 
     @property
     def starts(self) -> NDArray[np.int32]:
-        """(B, T), where the document of each place begins: each is in one piece."""
+        """(B, T): first position of the document at each position; documents are in one piece."""
         if self._starts is None:
             documents = np.asarray(self._documents)
             places = np.arange(documents.shape[1], dtype=np.int32)
@@ -49,7 +49,7 @@ class DocumentRow:
         return self._starts
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
-        """(B, 1, T, T) bool: whether the place of the row (third axis) sees that of the column."""
+        """(B, 1, T, T) bool: true where a query (third axis) sees a key (fourth axis)."""
         places = mx.arange(self._documents.shape[1])
         distance = places[:, None] - places[None, :]
         visible = distance >= 0
@@ -65,28 +65,28 @@ class DocumentRow:
 
 
 def caches_for(num_layers: int, documents: mx.array) -> list[Any]:
-    """Return the ``cache`` argument for a model of ``num_layers``, so that each place sees only its
-    own document.
+    """Return the ``cache`` argument for a model of ``num_layers``, with which each position sees
+    only its own document.
 
     Args:
-        documents: (B, T) int32, the number of the document of each place.
+        documents: (B, T) int32, the document number at each position.
     """
     # One object: the mask is built once and shared by the layers that ask for it.
     return [DocumentRow(documents)] * num_layers
 
 
 def require_isolation(model: Any, name: str) -> None:
-    """Check, by computing it, that ``model`` can keep documents apart.
+    """Check, by a computation, that ``model`` can keep documents apart.
 
     Args:
         model: (B, T) token ids, and ``cache`` -> (B, T, V) logits.
 
     Raises:
-        ConfigError: the architecture does not.
+        ConfigError: the architecture cannot keep them apart.
     """
     first, second = [1, 2, 3, 5, 8], [13, 4, 2, 7]
-    # Two rows that are cut in different places: some architectures would apply a mask to the wrong
-    # row, or head.
+    # Two rows with documents of different lengths: some architectures apply a mask to the wrong row
+    # or head.
     rows = mx.array([first + second, second + first])
     documents = mx.array(
         [[0] * len(first) + [1] * len(second), [0] * len(second) + [1] * len(first)]
@@ -101,8 +101,8 @@ def require_isolation(model: Any, name: str) -> None:
             return mx.abs(later.astype(mx.float32) - alone).max()
 
         apart = difference(model(rows, cache=caches_for(len(model.layers), documents)))
-        # No more than the rounding of half precision, and little beside what the other document
-        # does otherwise.
+        # At most the rounding of half precision, and little compared to the difference without a
+        # mask.
         kept_apart = bool(
             (
                 (apart <= 0.02 * mx.abs(alone).max()) & (apart <= 0.2 * difference(model(rows)))
@@ -110,7 +110,7 @@ def require_isolation(model: Any, name: str) -> None:
         )
     except (TypeError, ValueError, AttributeError, IndexError, KeyError):
         kept_apart = False
-    # Rows are too short here to see that.
+    # These rows are too short to show that a model depends on their length.
     if not kept_apart or follows_length(model):
         raise ConfigError(
             f"documents cannot be kept apart in this architecture ({name})",

@@ -1,8 +1,8 @@
 """SwiGLU for Linux CPUs, where MLX's exponential is a scalar library call and costs a third of a
 step.
 
-The logistic function is computed from a rational approximation of tanh with nothing but
-multiplications, additions and one division, which vectorise: five times faster at an error of 2e-7.
+The logistic function is computed from a rational approximation of tanh. Its multiplications,
+additions and one division vectorise: it is five times faster, at an error of 2e-7.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _swiglu_vjp(
 
 
 def with_vjp(function: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with its gradient given by ``vjp(primals, cotangent, output)``."""
+    """Return ``function`` with its gradient given by ``vjp(primals, cotangent, output)``."""
     differentiable: Any = mx.custom_function(function)
     differentiable.vjp(vjp)
     return differentiable
@@ -94,7 +94,7 @@ def gated(gate: mx.array, up: mx.array, selection: KernelSelection) -> mx.array:
 def use_fast_mlp(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let the model's known SwiGLU blocks use :func:`swiglu`; return their number.
 
-    Only instances change, and neither the names nor the values of their parameters do.
+    Only instances change; the names and values of their parameters stay.
     """
     found = [module for module in model.modules() if known.is_swiglu(module)]
     for module in found:

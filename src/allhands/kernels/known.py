@@ -1,10 +1,10 @@
-"""The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by
+"""The modules of mlx_lm that faster forms may replace, listed one by one and checked instance by
 instance.
 
 A form computes the same as one ``__call__`` in mlx_lm's source, so the list has only classes whose
-source was read. A module counts as known if its class is listed and if all its attributes are named
-in the list. All other modules compute as in mlx_lm. ``tests/unit/test_known.py`` fails when the
-source of a listed class changes.
+source was read. A module counts as known if its class and all its attributes are listed. All other
+modules compute as in mlx_lm. ``tests/unit/test_known.py`` fails when the source of a listed class
+changes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _SWIGLU_ATTRIBUTES = {
     "intermediate_size",
 }
 
-# Projections, norms of queries and keys where there are any, rotation, causal attention,
-# projection. The names of the number of heads and of the number of heads of keys and values differ.
+# Projections, norms of queries and keys in some classes, rotation, causal attention, projection.
+# Classes differ in their names for the number of heads and the number of key-value heads.
 _SHORT = ("n_heads", "n_kv_heads")
 _NUM = ("num_heads", "num_key_value_heads")
 _LONG = ("num_attention_heads", "num_key_value_heads")
@@ -99,11 +99,11 @@ _ATTENTION_ATTRIBUTES = {
     ),
     *("partial_rotary_factor", "repeats", "rope_theta"),
 }
-# Gemma's adds 1 to its weight; like MLX's it norms the last axis of its input.
+# Gemma's norm adds 1 to its weight; like MLX's it works on the last axis of its input.
 _NORM_TYPES = {"gemma3_text.RMSNorm"}
 
-# Rotations whose angles depend on the place alone. Not: rope_utils.DynamicNTKScalingRoPE and
-# internlm3's, whose base follows the length of the row.
+# Rotations whose angles depend on the position alone. rope_utils.DynamicNTKScalingRoPE and
+# internlm3's are not listed: their base depends on the length of the row.
 ROTATIONS = _names(
     """
     hunyuan.DynamicNTKAlphaRoPE hunyuan_v1_dense.DynamicNTKAlphaRoPE rope_utils.Llama3RoPE rope_utils.ProportionalRoPE
@@ -153,8 +153,7 @@ _BLOCK_ATTRIBUTES = {
     *("num_attention_heads", "use_sliding", "is_sliding_window"),
 }
 
-# ``lm_head(model(inputs, cache))``; where the embedding is the head, depending on
-# ``args.tie_word_embeddings``.
+# ``lm_head(model(inputs, cache))``; the embedding is the head if ``args.tie_word_embeddings``.
 _HEAD_BY_ARGS = _names(
     """
     afmoe apertus bitnet dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe glm helium hunyuan_v1_dense internlm3
@@ -169,8 +168,8 @@ _HEAD_IS_LAYER = _names(
     """
 )
 _HEAD_IS_EMBEDDING = _names("gemma hunyuan lfm2 lfm2_moe")
-# The same with another name for the choice, or with logits that are scaled where there is a head of
-# its own.
+# The same, with the choice in another attribute; or with scaled logits if the embedding is not the
+# head.
 _HEAD_BY_ATTRIBUTE = _names("gemma3_text seed_oss")
 _HEAD_IF_TIED = _names("minicpm minicpm3")
 
@@ -183,8 +182,8 @@ IN_ORDER = SPLIT - {"iquestloopcoder", "nanbeige"} | _names(
 
 
 def name_of(module: Any) -> str:
-    """Module and class within ``mlx_lm.models``, such as ``"llama.MLP"``; empty for classes from
-    elsewhere.
+    """Return module and class within ``mlx_lm.models``, such as ``"llama.MLP"``; empty for other
+    classes.
     """
     kind = type(module)
     return (
@@ -215,10 +214,10 @@ class Attention:
     """A known attention block.
 
     Attributes:
-        heads: of the queries.
-        kv_heads: of keys and values.
+        heads: number of query heads.
+        kv_heads: number of key-value heads.
         width: features of a head.
-        normed: whether queries and keys go through norms.
+        normed: true if queries and keys go through norms.
     """
 
     heads: int
@@ -228,8 +227,8 @@ class Attention:
 
 
 def attention_of(module: Any) -> Attention | None:
-    """Return the sizes of ``module`` if it is a known attention block that rotates whole heads by
-    halves.
+    """Return the sizes of ``module`` if it is a known attention block that rotates the pairs
+    (i, i + width / 2) of whole heads.
     """
     names = ATTENTION.get(name_of(module))
     if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
@@ -254,19 +253,19 @@ def attention_of(module: Any) -> Attention | None:
 
 
 def _is_norm(norm: Any) -> bool:
-    # A form of our own may have taken the class's place already.
+    # The norm may have a form of our own already.
     return nn.RMSNorm in (type(norm), type(norm).__base__) or name_of(norm) in _NORM_TYPES
 
 
 def _outputs(layer: Any) -> int:
-    """Features of a linear layer's output, adapted or not; 0 if it is none."""
+    """Return the output features of a linear layer, adapted or not; 0 for another module."""
     base = layer.get("linear", layer)
     found = base.get("weight", base.get("codes"))
     return 0 if found is None else found.shape[0]
 
 
 def _turns_halves(rope: Any, width: int) -> bool:
-    """Return true if ``rope`` turns the pairs (i, i + width / 2) by angles of the place alone."""
+    """Return true if ``rope`` turns the pairs (i, i + width / 2) by the position alone."""
     if not (type(rope) is nn.RoPE or name_of(rope) in ROTATIONS) or not _only_has(
         rope, _ROTATION_ATTRIBUTES
     ):
@@ -276,7 +275,7 @@ def _turns_halves(rope: Any, width: int) -> bool:
 
 
 def key_of_rotation(rope: Any) -> Hashable:
-    """Equal for two rotations of :func:`attention_of` only if they turn alike."""
+    """Return a key that rotations of :func:`attention_of` share only if they turn alike."""
     facts = {name: value for name, value in {**vars(rope), **rope}.items() if name not in _IDLE}
     told = [
         (name, _bytes(value) if isinstance(value, mx.array) else value)
@@ -290,9 +289,9 @@ def _bytes(array: mx.array) -> bytes:
 
 
 def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
-    """(length, width / 2) float32 cosines and sines of the places, times the rotation's own scale.
+    """(length, width / 2) float32 cosines and sines by position, times the rotation's own scale.
 
-    They are asked of the model's own rotation in float32, whatever its base and scaling are.
+    The model's own rotation computes them in float32, whatever its base and scaling are.
     """
     ones = mx.concatenate([mx.ones((width // 2,)), mx.zeros((width // 2,))])
     turned = rope(mx.contiguous(mx.broadcast_to(ones, (1, 1, length, width))))
@@ -301,10 +300,10 @@ def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
 
 
 def head_of(model: Any) -> Any:
-    """Return the module whose weight makes the logits of ``model.model``'s output and nothing else
-    does; ``None`` if unknown.
+    """Return the module whose weight alone turns ``model.model``'s output into logits; ``None`` if
+    unknown.
 
-    The module may be an embedding, a linear layer or something that is put around one of them.
+    The module may be an embedding, a linear layer or a wrapper of one of them.
     """
     family, _, kind = name_of(model).partition(".")
     if kind != "Model":
@@ -330,8 +329,7 @@ def runs_in_order(model: Any) -> bool:
     return kind == "Model" and family in IN_ORDER
 
 
-# Modules that compute otherwise in a longer row, or at a later place of one, whatever they attend
-# to.
+# Modules that depend on the length of a row, or on the position in it, whatever they attend to.
 _BY_LENGTH = _names(
     """
     internlm3.DynamicNTKScalingRoPE llama4.Attention ministral3.Attention mistral4.Mistral4Attention
@@ -341,12 +339,12 @@ _BY_LENGTH = _names(
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Return true if something in ``model`` depends on a row's length or a text's place in it."""
+    """Return true if something in ``model`` depends on a row's length or a text's position."""
     return any(name_of(module) in _BY_LENGTH for module in model.modules())
 
 
 def length_that_counts(model: nn.Module) -> int | None:
-    """Return the row length, with padding, from which angles depend on it; ``None`` where they
+    """Return the row length, with padding, from which on angles depend on it; ``None`` if they
     never do.
     """
     found = [
@@ -356,21 +354,20 @@ def length_that_counts(model: nn.Module) -> int | None:
 
 
 def sees_ahead(model: nn.Module) -> int | None:
-    """Return the size of the blocks in which places attend to later ones; ``None`` if they never
-    do.
+    """Return the size of the blocks in which positions attend to later ones; ``None`` if they
+    never do.
 
-    phi3small's sparse layers add the causal mask, which is true or false, to the scores as a
-    number.
+    phi3small's sparse layers add the causal mask, which is boolean, to the scores as a number.
     """
     found = [m for m in model.modules() if name_of(m) == "phi3small.Attention" and m.block_sparse]
     return max((int(module.blocksparse_block_size) for module in found), default=None)
 
 
 def can_be_compiled(model_type: str | None) -> bool:
-    """Return true if a pass can be compiled: dbrx chooses its experts in Python, by numbers."""
+    """Return true if a pass can be compiled; dbrx's loops over the chosen experts in Python."""
     return model_type != "dbrx"
 
 
 def calls_blocks(model: Any) -> bool:
-    """Return true if a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
+    """Return true if a pass calls ``model.layers``; iquestloopcoder's calls parts of these."""
     return name_of(model) != "iquestloopcoder.Model"

@@ -3,7 +3,7 @@ CPUs.
 
 MLX's CPU back-end computes one operation after the other, on one thread and one number at a time;
 norms, rotations, softmax and SwiGLU are several passes each. Here each is one pass, on all cores.
-These operations compute at once: they cannot be compiled, and their gradients need values, too.
+These operations and their gradients compute at once, from values: they cannot be compiled.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from allhands.kernels.selection import (
 )
 from allhands.runtime.native_calls import at, call, call_checked, pointers
 
-_WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
+_WIDTH = 16  # of a vector; the width of a head is padded to a multiple of it
 
 
 def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively if they can;
     return their number.
 
-    Only instances change, by a subclass of their own class; the names and values of parameters
+    Only instances change: each gets a subclass of its own class. The names and values of parameters
     stay. Call it after the choice of trained weights, and not for a model whose step is compiled.
     """
     if not available():
@@ -83,7 +83,7 @@ def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
 
 
 def is_native(model: nn.Module) -> bool:
-    """Return true if something in ``model`` computes natively: when it is called, not in a graph."""
+    """Return true if a part of ``model`` computes natively: when it is called, not in a graph."""
     forms = (NativeNorm, NativeMlp, NativeAttention, NativeExperts, Linear, AdaptedLinear)
     return any(isinstance(module, forms) for module in model.modules())
 
@@ -92,14 +92,14 @@ def before_training(model: Any) -> list[Any]:
     """Return the blocks through which no gradient goes back: those before the first one that is
     trained.
 
-    None of a model that is not known to run each block once, in order.
+    The list is empty if the model is not known to run each block once, in order.
     """
     if not known.runs_in_order(model):
         return []
     layers: list[Any] = list(model.layers)
     trained = [len(flatten(layer.trainable_parameters())) for layer in layers]
     if sum(trained) < len(flatten(model.trainable_parameters())):
-        return []  # something beside the blocks, perhaps the embedding below them
+        return []  # something outside the blocks is trained, perhaps the embedding below them
     return layers[: next((i for i, count in enumerate(trained) if count), 0)]
 
 
@@ -111,8 +111,7 @@ def rms_norm(
 ) -> mx.array:
     """:func:`mlx.core.fast.rms_norm` of float32: (..., D), (D,).
 
-    It can be differentiated in ``x``, and in ``weight`` if that is ``trained``; not at all if
-    ``frozen``.
+    It has a gradient in ``x``, and in ``weight`` if that is ``trained``; none if ``frozen``.
     """
     sizes = (ctypes.c_int(x.size // x.shape[-1]), ctypes.c_int(x.shape[-1]))
 
@@ -210,12 +209,13 @@ def attention(
 
     Args:
         q: (B, T - before, heads * D).
-        k: (B, T, fewer heads * D), as ``v``.
-        turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
-        before: number of the place of the first query.
-        starts: (B, T - before) int32, the first place that each sees, where that is not the row's
+        k: (B, T, key-value heads * D); ``v`` likewise.
+        turns: (T or more, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's
+            features.
+        before: position of the first query.
+        starts: (B, T - before) int32, the first position that each query sees; default: the row's
             first.
-        frozen: whether no gradient is wanted.
+        frozen: true if no gradient is wanted.
 
     Returns:
         Like ``q``.
@@ -250,7 +250,7 @@ def attention_across(
 
     Args:
         own: q, k and v of (2 B, P, heads * D), the first pieces of all rows before the second ones.
-        turns: for the places of whole rows.
+        turns: for the positions of whole rows.
 
     Returns:
         Like q.
@@ -266,7 +266,7 @@ def attention_across(
             yield slice(number * row.rows, (number + 1) * row.rows), slice(0, places.stop), computed
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        # Of copies, for which MLX keeps nothing while it differentiates.
+        # MLX keeps nothing for these copies while it differentiates.
         joined = row.joined_of([mx.array(floats(each)) for each in (k, v)])
         mx.eval(joined)
         whole[:] = map(floats, joined)
@@ -297,7 +297,7 @@ def attention_across(
 
 @dataclass(frozen=True)
 class _Attention:
-    """The native code with what :func:`attention` is called with beside q, k and v."""
+    """The native code of :func:`attention` for any q, k and v."""
 
     turns: tuple[Array, Array]
     scale: float
@@ -305,7 +305,7 @@ class _Attention:
     starts: Array | None
 
     def forward(self, inputs: Sequence[Array], out: Array) -> None:
-        """``inputs``: q, k and v."""
+        """Compute ``out`` from ``inputs``: q, k and v."""
         width, wide = self._widths
         views = [_widened(each, width) for each in inputs]
         tables = self._tables(width, wide)
@@ -316,7 +316,7 @@ class _Attention:
         )
 
     def backward(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """``inputs``: q, k, v and the cotangent; ``outputs``: the gradients in the first three."""
+        """Compute ``outputs``, the gradients in q, k and v, from these and the cotangent."""
         width, wide = self._widths
         *views, cotangent = (_widened(each, width) for each in inputs)
         tables = self._tables(width, wide)
@@ -348,15 +348,15 @@ class _Attention:
 
 
 def _filled_up(width: int) -> int:
-    """Return the width of a head that the native code takes."""
+    """Return the width of a head, padded for the native code."""
     return -(-width // _WIDTH) * _WIDTH
 
 
 def _widened(heads: Array, width: int) -> Array:
-    """(..., heads * D) with zeros after each half of a head, whose pairs thereby stay pairs; itself
-    if none are needed.
+    """Pad (..., heads * D) with zeros after each half of a head, if needed; pairs of features stay
+    pairs.
 
-    Zeros add nothing to a score, and what comes out of them is zero.
+    Zeros add nothing to a score, and their outputs are zero.
     """
     wide = _filled_up(width)
     if wide == width:
@@ -367,8 +367,8 @@ def _widened(heads: Array, width: int) -> Array:
 
 
 def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array]], None]) -> None:
-    """Let ``fill`` write arrays like :func:`_widened` ones, and put what counts of them into
-    ``rooms``.
+    """Let ``fill`` write arrays padded like :func:`_widened` ones, and copy them without padding
+    into ``rooms``.
     """
     wide = _filled_up(width)
     if wide == width:
@@ -404,12 +404,12 @@ class NativeAttention:
 
 
 def _normed(norm: Any, x: mx.array) -> mx.array:
-    """Head by head, or all heads together: by how many weights there are."""
+    """Norm each head, or all heads together, depending on the number of the norm's weights."""
     return norm(x.reshape(*x.shape[:-1], -1, norm.weight.size)).reshape(x.shape)
 
 
 def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
-    """(length, width / 2) cosines and sines. Layers that turn alike share them."""
+    """(length or more, width / 2) cosines and sines. Layers that turn alike share them."""
     known_turns: dict[str, tuple[Array, Array]] = module._native_turns
     if not known_turns or len(known_turns["turns"][0]) < length:
         cosines, sines = known.turns_of(module.rope, 2 * length, width)
@@ -423,9 +423,7 @@ def _use_attention(
     turns: dict[Hashable, dict[str, tuple[Array, Array]]],
     selection: KernelSelection,
 ) -> None:
-    """Give a known attention block the native form; ``turns`` are the tables of each rotation so
-    far.
-    """
+    """Give a known attention block the native form; ``turns``: the tables so far, by rotation."""
     shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})
     needed = {"_native_sizes": sizes, "_native_turns": shared, SELECTION: selection}
     mix_in(module, NativeAttention, **needed)

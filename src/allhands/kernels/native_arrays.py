@@ -1,4 +1,4 @@
-"""MLX's arrays for the code in ``allhands.runtime.native``, and its matrix product."""
+"""MLX arrays as memory for the code in ``allhands.runtime.native``, and its matrix product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allhands.runtime.native_calls import at, call
 
 Array = NDArray[Any]
 FORWARD_ONLY = "_native_forward_only"
-_LARGE = 1 << 16  # values from which on a copy takes longer than MLX's way of giving memory
+_LARGE = 1 << 16  # values from which on a copy takes longer than :class:`Unwritten`
 _MOST_FACTORS = 512
 
 
@@ -28,15 +28,13 @@ def available() -> bool:
 
 
 def forward_only(module: Any) -> bool:
-    """Return true if no gradient goes back through ``module``; then nothing needs to be kept for
-    one.
-    """
+    """Return true if no gradient goes back through ``module``, which then keeps nothing for it."""
     return bool(getattr(module, FORWARD_ONLY, False))
 
 
 @contextmanager
 def no_gradient_through(block: nn.Module) -> Generator[None]:
-    """Keep nothing that ``block`` computes for a gradient, inside the context."""
+    """Inside the context, keep nothing that ``block`` computes for the backward pass."""
     changed = [module for module in block.modules() if not forward_only(module)]
     for module in changed:
         object.__setattr__(module, FORWARD_ONLY, True)
@@ -48,7 +46,7 @@ def no_gradient_through(block: nn.Module) -> Generator[None]:
 
 
 def floats(array: mx.array) -> Array:
-    """Return a view of an evaluated array, or a copy in rows if it lies otherwise."""
+    """Return a view of an evaluated array, or a copy if it is not row-contiguous."""
     return np.ascontiguousarray(np.asarray(array))
 
 
@@ -58,10 +56,9 @@ def rows(array: mx.array) -> Array:
 
 
 def new(*shape: int) -> tuple[mx.array, Array]:
-    """Return an array of anything, and the view through which it is filled.
+    """Return an array with arbitrary contents, and the view through which it is filled.
 
-    It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its
-    sake.
+    It depends on no input, so MLX keeps nothing for it while it differentiates.
     """
     size = math.prod(shape)
     if size < _LARGE or min(shape[-1], size // shape[-1]) < 2:
@@ -72,16 +69,16 @@ def new(*shape: int) -> tuple[mx.array, Array]:
 
 
 class Unwritten:
-    """Makes arrays that nobody has written: products of a factor for which the native code leaves
-    products out.
+    """Maker of uninitialised arrays: products of a factor for which the native code skips the
+    multiplication.
 
-    A copy or a fill costs a pass over the memory on one thread: of full training 9 % of a step.
-    Should MLX hand over another pointer, or multiply otherwise, the product of ones is there, which
-    is overwritten as well.
+    A copy or a fill costs a pass over the memory on one thread: 9 % of a step in full training.
+    Should MLX pass another pointer, or multiply in another way, the array is the product of ones,
+    which is overwritten as well.
 
     Attributes:
-        ones: the factor; as long as it is known to the native code it must be held. ``None`` before
-            the first use: an operation while modules are imported would have MLX read its variables
+        ones: the factor; must be held as long as the native code knows its address. ``None`` before
+            the first use: an operation at import would make MLX read its environment variables
             before a run sets them.
     """
 
@@ -97,7 +94,7 @@ class Unwritten:
 
     def _grown(self, size: int) -> mx.array:
         ones = mx.ones((size,))
-        # The native code must not know an address that is free, and somebody else's soon.
+        # The native code must forget the old factor's address before another array can get it.
         call("allhands_leave_out", at(np.asarray(ones)))
         self.ones, self._factors = ones, {}
         return ones
@@ -125,9 +122,9 @@ def multiply(
     add: bool = True,
     scale: float = 1.0,
 ) -> Array:
-    """``scale * x @ y``, of which ``left`` or ``right`` is transposed.
+    """Return ``scale * x @ y``; ``left`` transposes ``x``, and ``right`` transposes ``y``.
 
-    With ``into`` it is added to that, or with ``add`` false takes the place of what is there.
+    The product is added to ``into`` if that is given, or overwrites it if ``add`` is false.
     """
     height, inner = x.shape[::-1] if left else x.shape
     columns = y.shape[0] if right else y.shape[1]
@@ -149,11 +146,11 @@ def multiply(
 
 
 def gate(gate: Array, up: Array, into: Array) -> None:
-    """``silu(gate) * up``, element-wise."""
+    """Write ``silu(gate) * up``, element-wise, to ``into``."""
     call("allhands_gated", *map(at, (gate, up, into)), ctypes.c_ssize_t(gate.size))
 
 
 def gate_back(gate: Array, up: Array, cotangent: Array, in_gate: Array, in_up: Array) -> None:
-    """The gradients of :func:`gate`, written to the last two."""
+    """Write the gradients of :func:`gate` to ``in_gate`` and ``in_up``."""
     pointers = map(at, (gate, up, cotangent, in_gate, in_up))
     call("allhands_gated_back", *pointers, ctypes.c_ssize_t(gate.size))

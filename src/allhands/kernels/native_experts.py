@@ -1,7 +1,7 @@
 """Mixtures of experts whose products are computed at once: for training on Linux CPUs.
 
-MLX computes a separate product for each place on a CPU, and keeps every intermediate result for the
-backward pass. Here the places are sorted by expert, each expert is one product, and only the two
+MLX computes a separate product for each token on a CPU, and keeps every intermediate result for the
+backward pass. Here the tokens are sorted by expert, each expert is one product, and only the two
 halves of SwiGLU are kept.
 """
 
@@ -25,12 +25,12 @@ from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelectio
 
 
 class _Layer:
-    """A linear layer of each expert: a dense one, or one in few bits, of which one expert's at a
-    time is made dense.
+    """A linear layer of all experts, dense or quantised; a quantised weight is made dense for one
+    expert at a time.
 
     Attributes:
-        outputs: features of its results.
-        trained: its arrays that want a gradient.
+        outputs: number of output features.
+        trained: its arrays that need a gradient.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -47,13 +47,11 @@ class _Layer:
         )
 
     def run(self, x: Array, expert: int, into: Array) -> None:
-        """The product of (n, in) rows with one expert's (out, in) weight, transposed."""
+        """Write ``x @ w.T`` to ``into``, for (n, in) rows and one expert's (out, in) weight."""
         multiply(x, self._weight(expert), right=True, into=into, add=False)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        """Return the gradient in the rows; those of ``trained`` are written to ``grads`` for this
-        expert.
-        """
+        """Return the gradient in ``x``; write those in ``trained`` to this expert's ``grads``."""
         if grads:
             multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
         return multiply(cotangent, self._weight(expert))
@@ -90,7 +88,7 @@ def _layer_of(layer: Any) -> _Layer | None:
         return _Layer(layer) if layer.weight.dtype == mx.float32 else None
     if type(layer) is QuantizedSwitchLinear:
         return _Layer(layer) if layer.mode == "affine" else None
-    # Where something is dropped, allhands.model.dropout has put a class of its own.
+    # With dropout, allhands.model.dropout has put a class of its own there.
     if type(layer) is not LoRASwitchLinear or type(layer.dropout) is not nn.Dropout:
         return None
     if (
@@ -98,7 +96,7 @@ def _layer_of(layer: Any) -> _Layer | None:
         or (below := _layer_of(layer.linear)) is None
     ):
         return None
-    # Weights below an adapter that are trained with it: not by this.
+    # Weights that are trained together with an adapter above them have no native form.
     return None if below.trained else _AdaptedExperts(layer)
 
 
@@ -118,7 +116,7 @@ class NativeExperts(SwitchGLU):
 
 
 def substitute(module: Any, selection: KernelSelection = BY_RULE) -> bool:
-    """Give a mixture of experts the native form; whether it is one."""
+    """Give a mixture of experts the native form; return true if ``module`` is one."""
     if type(module) is not SwitchGLU or type(module.activation) is not SwiGLU:
         return False
     give_form(module, NativeExperts, **{SELECTION: selection})
@@ -128,23 +126,23 @@ def substitute(module: Any, selection: KernelSelection = BY_RULE) -> bool:
 def experts(
     x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int, *, frozen: bool
 ) -> mx.array:
-    """(..., k, D) results of the experts that each place goes to, not yet weighted.
+    """(..., k, D) outputs of the experts that each token goes to, not yet weighted.
 
     Args:
         x: (..., D).
-        indices: (..., k) experts of each place.
+        indices: (..., k) experts of each token.
         layers: gate, up and down.
-        count: of the experts.
-        frozen: whether no gradient is wanted.
+        count: number of experts.
+        frozen: true if no gradient is wanted.
     """
     gate, up, down = layers
     chosen = indices.shape[-1]
     numbers = np.asarray(indices).reshape(-1)
     order = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[order], np.arange(count + 1))
-    idle = np.flatnonzero(np.diff(ends) == 0)  # experts that nothing goes to
+    idle = np.flatnonzero(np.diff(ends) == 0)  # experts that no token goes to
     places = order // chosen
-    halves: list[Array] = []  # not MLX's, which holds on to the memory of arrays that are gone
+    halves: list[Array] = []  # not MLX arrays: MLX would hold on to their memory
 
     def parts() -> Iterator[tuple[int, slice]]:
         for expert in range(count):
@@ -168,7 +166,9 @@ def experts(
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-        given = [primals] if isinstance(primals, mx.array) else primals  # MLX gives one as it is
+        given = (
+            [primals] if isinstance(primals, mx.array) else primals
+        )  # MLX passes one without a list
         values, towards = rows(given[0]), rows(cotangent)
         made = [new(*array.shape) for array in given[1:]]
         wanted = [view for _, view in made]

@@ -34,22 +34,22 @@ from allhands.runtime.native_calls import at, call, call_checked
 _LEAST_GROUP = 16
 _BLOCK_BYTES = (
     1 << 18
-)  # that are unpacked at a time: what is made of them stays in the processor's cache
+)  # that are unpacked at a time, so that the results stay in the processor's cache
 
 
 class FrozenProduct(Protocol):
     """``x @ w.T`` for a weight that is not trained."""
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
-        """Return the product; with ``back`` ``x @ w``."""
+        """Return ``x @ w.T``, or ``x @ w`` if ``back``."""
         ...
 
 
 class CodedProduct:
-    """``x @ w.T`` for the weight ``codes * scales + biases``, which is never made."""
+    """``x @ w.T`` for the weight ``codes * scales + biases``, which is never dense as a whole."""
 
     def __init__(self, codes: mx.array, scales: mx.array, biases: mx.array) -> None:
-        """Take (out, groups, group size) uint8 codes, and for each group (out, groups, 1) float32."""
+        """Take (out, groups, group size) uint8 codes; (out, groups, 1) float32 scales, biases."""
         outputs, groups, group = codes.shape
         self._shape = outputs, groups * group
         self._held = [np.asarray(each) for each in (codes, scales, biases)]
@@ -75,13 +75,13 @@ def multiply_codes(
     rows: tuple[int, int] | None = None,
     add: bool = False,
 ) -> None:
-    """Write ``x @ w.T``, or with ``back`` ``x @ w``, to ``to``.
+    """Write ``x @ w.T``, or ``x @ w`` if ``back``, to ``to``.
 
     Args:
         held: codes, scales and biases, as :class:`CodedProduct` takes them.
-        rows: the first that they are of, and the number of all, of a larger weight; the product is
-            then written to its columns of ``to``, or taken of its columns of ``x``.
-        add: whether the product is added to what is there.
+        rows: number of the first row in a larger weight, and of all its rows; the product is then
+            written to these columns of ``to``, or if ``back`` takes these columns of ``x``.
+        add: true to add the product to what is there.
     """
     outputs, groups, group = held[0].shape
     first, whole = rows or (0, outputs)
@@ -116,8 +116,8 @@ def coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _nibbles(packed: Array) -> Array:
-    """(out, 2 N) halves of (out, N) bytes, the lower one first: ten times as fast as MLX makes them
-    there.
+    """(out, N) bytes -> (out, 2 N) half bytes, the lower one first: ten times as fast as MLX on a
+    CPU.
     """
     made = np.empty((len(packed), 2 * packed.shape[1]), dtype=np.uint8)
     step = max(1, _BLOCK_BYTES // packed.shape[1])
@@ -128,8 +128,8 @@ def _nibbles(packed: Array) -> Array:
 
 
 def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """(out, in) float32, which (out, groups, group size) uint8 stand for; the rest as for
-    :class:`CodedProduct`.
+    """Return the (out, in) float32 weight of (out, groups, group size) uint8 codes; the arguments
+    are those of :class:`CodedProduct`.
     """
     outputs, groups, group = codes.shape
     sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
@@ -154,13 +154,13 @@ class DenseProduct:
 
 
 def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
-    """Return the product, with its gradient in ``x``."""
+    """Return the product, with a gradient in ``x``."""
     return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
 
 
 def applied(layer: Any, product: FrozenProduct, x: mx.array) -> mx.array:
-    """Return the product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes
-    back through the layer.
+    """Return a ``layer``'s product with ``x``, with a gradient in ``x`` if one goes back through
+    the layer.
     """
     return product.run(x) if forward_only(layer) else differentiable(product, x)
 
@@ -174,8 +174,8 @@ def adapted(
     *,
     frozen: bool = False,
 ) -> mx.array:
-    """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``; not
-    these if ``frozen``.
+    """Return ``x @ w.T + scale * (x @ a) @ b``; keep only ``x`` and ``x @ a`` for the backward
+    pass, or nothing if ``frozen``.
     """
     inner: list[Array] = []
 
@@ -199,7 +199,7 @@ def adapted(
 
 
 def trained(x: mx.array, weight: mx.array) -> mx.array:
-    """``x @ weight.T``, with its gradients in both."""
+    """Return ``x @ weight.T``, with gradients in both."""
 
     def forward(x: mx.array, weight: mx.array) -> mx.array:
         return DenseProduct(weight).run(x)
@@ -217,14 +217,12 @@ def trained(x: mx.array, weight: mx.array) -> mx.array:
 
 
 class CodedLayer:
-    """A frozen quantised layer whose product is computed natively once :attr:`coded` is there."""
+    """A frozen quantised layer whose product is computed natively once :attr:`coded` is set."""
 
     coded: FrozenProduct | None = None
 
     def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
-        """Return the native product for ``x``, alone or within the operation ``name``; ``None`` if
-        MLX multiplies.
-        """
+        """Return the native product for ``x`` in operation ``name``; ``None``: MLX multiplies."""
         if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
             return None
         return self.coded
@@ -234,7 +232,7 @@ class AdaptedLinear(LoRALinear):
     """mlx_lm's LoRALinear with :func:`adapted`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        # Where something is dropped, allhands.model.dropout has put a class of its own.
+        # With dropout, allhands.model.dropout has put a class of its own there.
         plain = (
             type(self.dropout) is nn.Dropout
             and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
@@ -247,14 +245,14 @@ class AdaptedLinear(LoRALinear):
 
 
 def _product_of(linear: Any, x: mx.array) -> FrozenProduct | None:
-    """The product below an adapter, where it is one of these."""
+    """Return the native product of the layer below an adapter; ``None`` if MLX multiplies."""
     if type(linear) is nn.Linear or type(linear) is Linear:
         return DenseProduct(linear.weight) if linear.weight.dtype == mx.float32 else None
     return linear.native_product(x, "adapted_linear")
 
 
 class Linear(nn.Linear):
-    """Computes natively what it can."""
+    """A linear layer that computes natively in float32."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if not x.dtype == self.weight.dtype == mx.float32:
@@ -267,7 +265,7 @@ class Linear(nn.Linear):
 
 
 def substitute(module: Any) -> bool:
-    """Give a linear layer, adapted or not, the native form; whether it has one."""
+    """Give a linear layer, adapted or not, the native form; return true if it has one."""
     if type(module) is nn.Linear:
         give_form(module, Linear)
     elif type(module) is LoRALinear and (

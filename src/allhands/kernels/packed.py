@@ -1,9 +1,9 @@
-"""Quantised layers that stay packed, for CPUs with little memory: blocks of rows are decoded while
-they multiply.
+"""Quantised layers that stay packed, for CPUs with little memory: a product decodes one block of
+rows at a time.
 
 Scales and biases keep the type in which they are stored. If the mode is affine and operations
-compute at once, products are those of :class:`native_products.CodedProduct`, otherwise MLX's own
-with dense blocks.
+compute at once, blocks are multiplied as in :class:`native_products.CodedProduct`, otherwise by MLX
+as dense arrays.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from allhands.kernels import native_products
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.native_arrays import floats, forward_only, new
 
-# Size of a block: codes that stay in the processor's cache, and as many rows as a product needs to
-# be fast.
+# Size of a block: values whose codes stay in the processor's cache, and the fewest rows with which
+# a product is fast.
 _BLOCK_VALUES, _LEAST_ROWS = 1 << 20, 256
 # Up to so many tokens MLX's slow product takes less time than making codes.
 _FEW_TOKENS = 4
@@ -35,7 +35,7 @@ class QuantizedRows:
 
     Attributes:
         weight: (rows, words) uint32.
-        scales: (rows, groups), as ``biases``, which some modes have not.
+        scales: (rows, groups); ``biases`` likewise, which some modes do not have.
     """
 
     weight: mx.array
@@ -76,7 +76,7 @@ class PackedProduct:
     """:class:`native_products.FrozenProduct` of a weight that stays packed."""
 
     def __init__(self, layer: Any) -> None:
-        """Take an affine quantised layer, whose arrays stay what they are."""
+        """Take an affine quantised layer, whose arrays are not changed."""
         self._layer = layer
         outputs, groups = layer.scales.shape
         self.shape = outputs, groups * layer.group_size
@@ -99,7 +99,7 @@ class _PackedLayer(native_products.CodedLayer):
     coded: PackedProduct | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def multiply_at_once(self: Any) -> None:
-        """Compute natively from now on if that is possible: when called, not in a graph."""
+        """From now on compute natively if possible: when called, not in a graph."""
         if self.mode == "affine" and native_products.CodedProduct.fits(self.group_size):
             object.__setattr__(self, "coded", PackedProduct(self))
 
@@ -119,7 +119,7 @@ class _PackedLayer(native_products.CodedLayer):
 
 
 def _by_blocks(layer: Any, x: mx.array) -> mx.array:
-    """``x @ w.T`` by MLX's operations, with a block of the weight dense at a time."""
+    """``x @ w.T`` by MLX's operations; one block of the weight is dense at a time."""
     return mx.concatenate([x @ block.dense().T for _, block in blocks_of_rows(layer)], axis=-1)
 
 
@@ -131,7 +131,7 @@ def _by_blocks_back(layer: Any, cotangent: mx.array) -> mx.array:
 
 
 class PackedLinear(_PackedLayer, nn.QuantizedLinear):
-    """A frozen quantised linear layer that stays packed: a form of :class:`mlx.nn.QuantizedLinear`."""
+    """A frozen linear layer that stays packed: a form of :class:`mlx.nn.QuantizedLinear`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.product(x)
@@ -139,7 +139,7 @@ class PackedLinear(_PackedLayer, nn.QuantizedLinear):
 
 
 class PackedEmbedding(_PackedLayer, nn.QuantizedEmbedding):
-    """A quantised table of tokens that stays packed: a form of :class:`mlx.nn.QuantizedEmbedding`."""
+    """A table of embeddings that stays packed: a form of :class:`mlx.nn.QuantizedEmbedding`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return rows_of(self, x).dense()
@@ -152,8 +152,8 @@ PACKED = (PackedLinear, PackedEmbedding)
 
 
 class PackedDoRALinear(DoRALinear):
-    """mlx_lm's DoRALinear over a packed layer, whose dense weight is never kept: not for the
-    backward pass either.
+    """mlx_lm's DoRALinear over a packed layer, whose dense weight is never kept, not even for the
+    backward pass.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -163,10 +163,10 @@ class PackedDoRALinear(DoRALinear):
         return out + self.linear.bias if "bias" in self.linear else out
 
     def _norms(self) -> mx.array:
-        """(out,) of the rows of the adapted weight."""
+        """(out,) norms of the adapted weight's rows."""
         at_once = self.linear.coded is not None
         a, b = self.lora_a, self.lora_b
-        if at_once:  # of arrays that are not being differentiated: else every block would be kept
+        if at_once:  # copies that are not differentiated: else every block would be kept
             a, b = mx.array(floats(a)), mx.array(floats(b))
         found: list[mx.array] = []
         for first, block in blocks_of_rows(self.linear):

@@ -17,8 +17,8 @@ Kind = Literal["cpu", "metal", "cuda"]
 # A quantised weight is made dense from so many tokens on; below, MLX's quantised product is faster.
 DENSE_FROM_TOKENS = 200
 
-# For each kind of device the forms of an operation, that of the rule first. What has one form only
-# is no choice. ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of
+# For each kind of device the forms of an operation, the rule's first. Operations with a single form
+# are left out. ``plain`` is MLX's own operations; the forms of loss_chunk are rows, or the size of
 # the logits.
 FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "rms_norm": {"cpu": ("native", PLAIN), "cuda": ("fused", PLAIN)},
@@ -45,8 +45,8 @@ QUANTISED = ("quantized_linear", "adapted_linear", "dequantize")
 
 
 def forms(name: str, kind: Kind, tokens: int) -> tuple[str, ...]:
-    """Return the forms of an operation on a kind of device, that of the rule first; none if it is
-    no choice there.
+    """Return the forms of an operation on a kind of device, the rule's first; none if there is no
+    choice.
     """
     found = FORMS[name].get(kind, ())
     if name == "quantized_linear" and kind == "cuda" and tokens < DENSE_FROM_TOKENS:
@@ -93,7 +93,7 @@ def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[
     """Read ``ALLHANDS_KERNELS`` for a kind of device, for :attr:`KernelSelection.requested`.
 
     Raises:
-        ConfigError: an operation or form that there is not.
+        ConfigError: an operation or form does not exist here, or an operation is given twice.
     """
     here = {
         name: [each for each in kinds[kind] if each not in missing]
@@ -137,5 +137,5 @@ def selection_of(module: Any) -> KernelSelection:
 
 
 def give_selection(module: Any, selection: KernelSelection) -> None:
-    """Let ``module``, or the functions that are made for it as a model, select by ``selection``."""
+    """Let ``module``, or the functions that are made for a whole model, select by ``selection``."""
     object.__setattr__(module, SELECTION, selection)

@@ -2,17 +2,17 @@
 computed.
 
 Step k updates by the summed gradients of step k - 1, which were exchanged meanwhile: w(k+1) = w(k)
-- U(g(k-1)). No rank waits for an exchange that is shorter than the passes, and all ranks always have
-the same weights. The first step updates nothing, and the gradients of the last step are not used: n
-steps make n - 1 updates.
+- U(g(k-1)). No rank waits for an exchange that is shorter than the passes, and all ranks always
+have the same weights. The first step updates nothing, and the gradients of the last step are not
+used: n steps make n - 1 updates.
 
 Gradients should fit the weights that they will change. So a rank computes its passes with predicted
-weights: those after one more update by its own part of the gradients that are being exchanged. If the
-sum has arrived already, as after a checkpoint, the rank still takes its own part, so that a checkpoint
-changes nothing; without its own part it takes the sum. The errors of the ranks' predictions cancel.
-The weights themselves are updated by sums alone, and are the same on all ranks. A prediction by the
-last update, as for pipelines (SpecTrain, arXiv 1809.02839), cost a small story model 2 % after 2,000
-steps.
+weights: those after one more update by its own part of the gradients that are being exchanged. If
+the sum has arrived already, as after a checkpoint, the rank still takes its own part, so that a
+checkpoint changes nothing; without its own part it takes the sum. The errors of the ranks'
+predictions cancel. The weights themselves are updated by sums alone, and are the same on all ranks.
+A prediction by the last update, as for pipelines (SpecTrain, arXiv 1809.02839), cost a small story
+model 2 % after 2,000 steps.
 
 Each step checks whether its gradient is finite, before it is sent.
 """
@@ -38,8 +38,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Named, Reduced
 
-# Names of the state between steps: summed gradients, whether there are any, and their number of
-# tokens; and the same for each rank's own part.
+# Names of the state between steps: summed gradients; whether there are any, with their number of
+# tokens; the same for each rank's own part; and the last norm.
 _SUM, _TOKENS = "late/sum/", "late/tokens"
 _PART, _PART_TOKENS, _LAST_NORM = "late/part/", "late/part_tokens", "late/last_norm"
 
@@ -49,7 +49,7 @@ class _Late:
     """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
 
     Attributes:
-        part: this rank's trained tokens, and the squares of its gradients; ``None`` for summed
+        part: this rank's trained tokens, and the sum of its gradients' squares; ``None`` for summed
             gradients.
     """
 
@@ -72,7 +72,7 @@ class DelayedGradients(DataParallel):
 
     def __init__(self, exchanging: Exchanging) -> None:
         communicator = exchanging_beside(exchanging.communicator)
-        # Packed here, as it is sent: what is summed within a step are a few numbers.
+        # Gradients are packed here, as they are sent; within a step only a few numbers are summed.
         super().__init__(replace(exchanging, communicator=communicator, codec=None))
         self._sends = Packing(communicator, exchanging.codec if exchanging.size > 1 else None)
         self._own: _Late | None = None  # of the present step, not being sent yet
@@ -80,7 +80,7 @@ class DelayedGradients(DataParallel):
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # received, and not yet applied
         self._part: _Late | None = (
-            None  # this rank's own of those, until the next passes are computed
+            None  # this rank's own part of those, until the next passes are computed
         )
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
@@ -207,7 +207,7 @@ class DelayedGradients(DataParallel):
     def _kept(
         self, late: _Late | None, tokens: int, name: str, name_of_tokens: str
     ) -> Mapping[str, mx.array]:
-        """Gradients by the names of the trained arrays, zeros for none, and whether there are any
+        """Return gradients by the names of the trained arrays, or zeros; and whether there are any,
         with their tokens.
         """
         zeros = ((each, mx.zeros_like(array)) for each, array in self._weights())
@@ -218,7 +218,7 @@ class DelayedGradients(DataParallel):
     def _found(
         self, state: Mapping[str, mx.array], name: str, name_of_tokens: str
     ) -> tuple[list[Named], int] | None:
-        """The reverse of :meth:`_kept`; ``None``: there were none."""
+        """Reverse :meth:`_kept`; ``None``: there were no gradients."""
         present, units, rest = values_of(state[name_of_tokens])
         if not present:
             return None
@@ -227,14 +227,14 @@ class DelayedGradients(DataParallel):
         ), whole_count(units, rest)
 
     def _named(self, grads: list[Named]) -> list[Named]:
-        """Gradients by the names of the trained arrays."""
+        """Return gradients by the names of the trained arrays."""
         flat = self._passes.flat
         if flat is None:
             return grads
         return list(flat.leaves.named([array for _, array in grads]))
 
     def _joined(self, named: list[Named]) -> list[Named]:
-        """The reverse of :meth:`_named`."""
+        """Reverse :meth:`_named`."""
         flat = self._passes.flat
         if flat is None:
             return named

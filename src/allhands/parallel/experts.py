@@ -1,14 +1,13 @@
-"""Experts that ranks have divided among them, each of which computes rows of its own: expert
-parallelism.
+"""Expert parallelism: ranks divide the experts among them, and each rank computes rows of its own.
 
-A rank has an equal part of the experts of every mixture, and all else whole. In a mixture the ranks
-of a group gather the hidden states of all their tokens, with the routers' choices and weights. Each
-rank computes what its experts add, for all of them, and a reduce-scatter brings the sums back to
-the rank that has the rows (the all-gather dispatcher of Megatron Core). So a module needs two
-exchanges in the forward pass, and two in the backward pass.
+A rank has an equal part of the experts of every mixture, and everything else whole. In a mixture
+the ranks of a group gather the hidden states of all their tokens, with the routers' choices and
+weights. For all these tokens each rank computes what its experts add, and a reduce-scatter brings
+the sums back to the rank that has the rows (the all-gather dispatcher of Megatron Core). So a
+module needs two exchanges in the forward pass, and two in the backward pass.
 
-Ranks have other numbers of tokens: before each pass they agree on the largest one, up to which all
-of them fill up. A rank without rows takes part with nothing.
+Ranks have different numbers of tokens: before each pass they agree on the largest one, and all pad
+to it. A rank without rows takes part with padding alone.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from allhands.parallel.parts import OwnedParts
 
 # Modules of mlx_lm.models.
 HAVE_EXPERTS = frozenset(name.partition(".")[0] for name in MIXTURES)
-# Numbers of experts travel as two digits, which types of two bytes hold exactly.
+# Numbers of experts are sent as two digits, which types of two bytes hold exactly.
 _DIGIT = 128
 
 
@@ -56,9 +55,9 @@ class ExpertPass:
     """A pass of all ranks of a group together.
 
     Attributes:
-        counts: tokens of each rank; 0 for one that takes part with nothing.
-        most: tokens that each rank sends, filled up.
-        keys: (ranks * most, 2) keys of dropout of all tokens, once they have been exchanged.
+        counts: tokens of each rank; 0 for a rank without rows.
+        most: tokens that each rank sends, with padding.
+        keys: (ranks * most, 2) dropout keys of all tokens, once they have been exchanged.
     """
 
     counts: tuple[int, ...]
@@ -67,12 +66,12 @@ class ExpertPass:
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """(ranks * most,) whether there is a token at a place of what the ranks send."""
+        """(ranks * most,) true where the ranks send a token, false for padding."""
         return (np.arange(self.most) < np.array(self.counts)[:, None]).reshape(-1)
 
 
-# Where all ranks compute the same tokens, and where this one computes what its own experts add, as
-# a probe does.
+# A pass in which all ranks compute the same tokens, and one in which this rank computes only what
+# its own experts add, as a probe does.
 ALIKE, ALONE = ExpertPass((), 0), ExpertPass((), 0)
 
 
@@ -81,7 +80,7 @@ class Dispatch:
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        # Groups that the world exchanges for do the same at the same time.
+        # If the world exchanges for all groups, these compute the same at the same time.
         self.in_step = group.world if isinstance(group, GroupWithinWorld) else group
         self._members = list(
             group.members if isinstance(group, GroupWithinWorld) else range(group.size)
@@ -89,7 +88,7 @@ class Dispatch:
         self._now: ExpertPass | None = ALONE
 
     def most(self, mine: int) -> int:
-        """Return the largest of all ranks' numbers; called on all ranks in step together."""
+        """Return the largest of all ranks' ``mine``; called on all ranks in step together."""
         return int(self._gathered(mine).max())
 
     def agree(self, tokens: int, least: int = 0) -> ExpertPass | None:
@@ -98,7 +97,7 @@ class Dispatch:
         Called on all ranks in step together.
 
         Args:
-            least: tokens of a pass without rows, if there is a next pass in any case.
+            least: smallest number of tokens of a pass, if there is a next pass in any case.
         """
         told = self._gathered(tokens)
         if not (most := max(int(told.max()), least)):
@@ -110,7 +109,7 @@ class Dispatch:
 
     @contextmanager
     def passing(self, now: ExpertPass) -> Generator[None]:
-        """Compute a pass inside the block."""
+        """Let mixtures compute in the pass ``now`` inside the block."""
         before, self._now = self._now, now
         try:
             yield
@@ -118,11 +117,11 @@ class Dispatch:
             self._now = before
 
     def start(self) -> None:
-        """Compute nothing any more but passes."""
+        """From now on, compute only inside :meth:`passing`."""
         self._now = None
 
     def compute(self, own: OwnExperts, x: mx.array, keys: DropoutKeys | None) -> mx.array:
-        """(..., D) what the experts of all ranks add, weighted, for (..., D) inputs of this rank."""
+        """(..., D) weighted outputs of all ranks' experts, for (..., D) inputs of this rank."""
         now = self._now
         assert now is not None, "experts of other ranks were requested outside of a pass"
         if now is ALONE:
@@ -138,11 +137,11 @@ class Dispatch:
     def _fetched(
         self, now: ExpertPass, own: OwnExperts, x: mx.array, numbers: mx.array, weights: mx.array
     ) -> tuple[RoutedTokens, mx.array, mx.array]:
-        """The places of all ranks that go to this rank's experts, (R, D) their inputs and (R,)
-        their weights.
+        """Gather the tokens of all ranks that go to this rank's experts, their (R, D) inputs and
+        (R,) weights.
 
-        Of what all ranks send, only these rows are kept for the backward pass. One exchange has
-        everything, so that there is one order of them.
+        Of what all ranks send, only these rows are kept for the backward pass. A single exchange
+        carries everything, so that all ranks exchange in the same order.
         """
         (tokens, width), count = x.shape, numbers.shape[-1]
         digits = [each.astype(x.dtype) for each in (numbers // _DIGIT, numbers % _DIGIT)]
@@ -174,7 +173,7 @@ class Dispatch:
     def _returned(
         self, now: ExpertPass, chosen: RoutedTokens, added: mx.array, tokens: int
     ) -> mx.array:
-        """(tokens, D) the sums of what all ranks have added for this rank's tokens."""
+        """(tokens, D) sums of the outputs of all ranks' experts for this rank's tokens."""
         size = len(self._members) * now.most
 
         def forward(added: mx.array) -> mx.array:
@@ -194,7 +193,7 @@ class Dispatch:
 
 
 def _filled(rows: mx.array, most: int) -> mx.array:
-    """(most, ...) rows with zeros after them."""
+    """Pad rows with zeros to (most, ...)."""
     return mx.pad(rows, [(0, most - len(rows)), (0, 0)]) if len(rows) < most else rows
 
 
@@ -203,12 +202,12 @@ class Experts(OwnedParts):
     """This rank's part of a model whose experts are divided.
 
     Attributes:
-        model: with this rank's experts.
+        model: the model with this rank's experts.
         dispatch: the exchange with the ranks that have the other experts.
         data: the ranks that have the same experts, for other rows or other token positions.
         together: all ranks that compute at the same time: those of ``dispatch``, each with those
             that have the same rows.
-        mixtures: all of the model.
+        mixtures: all mixtures of the model.
     """
 
     model: nn.Module
@@ -225,8 +224,8 @@ class Experts(OwnedParts):
 
 
 def let_experts_compute(experts: Experts | None) -> None:
-    """Let mixtures compute with the other ranks, if experts are divided; after all other forms of
-    modules.
+    """Let mixtures compute with the other ranks, if experts are divided; called after all other
+    changes of modules.
     """
     if experts is None:
         return
@@ -236,7 +235,7 @@ def let_experts_compute(experts: Experts | None) -> None:
 
 
 class _Dispatched(WithOwnExperts):
-    """A mixture of which each rank has some experts, and computes rows of its own."""
+    """A mixture whose experts are divided among ranks, which compute rows of their own."""
 
     _dispatch: Dispatch
 
@@ -245,7 +244,7 @@ class _Dispatched(WithOwnExperts):
 
 
 def mixtures_of(model: Any) -> Iterator[tuple[str, nn.Module, Mixture]]:
-    """Name, module and kind of all mixtures of the blocks.
+    """Yield name, module and kind of all mixtures of the blocks.
 
     Raises:
         ModelError: experts of this architecture cannot be divided, or it has none.
@@ -291,11 +290,10 @@ def divide_experts(
     data: Communicator,
     together: Communicator | None = None,
 ) -> Experts:
-    """Leave this rank with its part of every mixture's experts, which are read for it array by
-    array.
+    """Reduce the model to this rank's part of every mixture's experts, read array by array.
 
-    The model computes what it should once :func:`let_experts_compute` has been called; until then,
-    for probes, what this rank's experts add.
+    The model computes correctly once :func:`let_experts_compute` has been called; until then, for
+    probes, mixtures return only what this rank's experts add.
 
     Args:
         group: the ranks that divide the experts; ``data``: those that have the same ones.

@@ -1,9 +1,9 @@
 """Passes over blocks whose arrays are fetched, as one graph that a device computes block by block.
 
-Forward and backward pass of a micro-batch are made together, and computed apart. A block is
-computed once: its products keep their inputs for the backward pass, which multiplies by weights
-that are fetched anew (:mod:`allhands.kernels.fused.again`). Where a block multiplies in another
-way, or where memory is short, only its input is kept, and the block is computed again.
+Forward and backward pass of a micro-batch are built together, and computed one after the other. A
+block is computed once: its products keep their inputs for the backward pass, which multiplies by
+weights that are fetched anew (:mod:`allhands.kernels.fused.again`). If a block multiplies in
+another way, or if memory is short, only its input is kept, and the block is computed again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from allhands.parallel.rows import DividedRow, Slot
 from allhands.parallel.sharding import Sharding, Unit
 
 _FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
-# Bytes of a block that may stay from the forward to the backward pass, of all that it has.
+# Largest part of a block's bytes that may stay in memory from the forward to the backward pass.
 _MAY_STAY = 1 / 16
-# What a block keeps, relative to the outputs of its products: with attention and feed-forward part
-# in few operations, as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own
-# take the place of these, as measured on a CPU for six architectures.
+# Bytes that a block keeps, relative to the outputs of its products: with fused attention and
+# feed-forward part, measured on an H200 (benchmarks/gpu_sharded.py: 7b), and with MLX's own
+# operations, measured on a CPU for six architectures.
 _KEPT_FUSED, _KEPT = 1.25, 3.5
-# Blocks at the start that are computed while the host ends a step.
+# Number of first blocks that are computed while the host ends a step.
 _FIRST = 2
-# Blocks at the end of a backward pass that the host does not wait for, where others have left room:
-# meanwhile it hands out the update, and the next passes.
+# Most blocks at the end of a backward pass that the host does not wait for, if others have left
+# room: meanwhile it hands out the update and the next passes.
 _AHEAD = 3
 
 
@@ -49,7 +49,7 @@ class _Segment:
     product.
 
     Attributes:
-        again: whether the backward pass takes it from elsewhere.
+        again: true if the backward pass uses another array for it.
     """
 
     places: tuple[Slot, ...]
@@ -58,7 +58,7 @@ class _Segment:
 
     @property
     def looked_up(self) -> bool:
-        """True for a table of tokens, whose numbers no backward pass needs."""
+        """True for a table of embeddings, whose numbers no backward pass needs."""
         return _is_table(self)
 
     @property
@@ -71,7 +71,7 @@ class _Segment:
         )
 
     def part(self, row: mx.array) -> mx.array:
-        """The segment of a row whose arrays lie end to end."""
+        """Cut the segment out of a row whose arrays lie end to end."""
         start, last = self.places[0].start, self.places[-1]
         return row[start : last.start + last.size].reshape(self.shape)
 
@@ -81,10 +81,10 @@ def _is_table(arrays: _Segment | DividedRow) -> bool:
 
 
 class _Block:
-    """A unit whose arrays are given, twice.
+    """A unit whose arrays are given for the forward pass, and again for the backward pass.
 
     Attributes:
-        segments: of each of the unit's rows, in order.
+        segments: segments of each of the unit's rows, in order.
         once: True if the unit can be computed once, and nothing large stays in memory for the
             backward pass.
         again: the rows that the backward pass needs once more.
@@ -122,13 +122,13 @@ class _Block:
 
     @property
     def trained(self) -> list[bool]:
-        """Whether each of :attr:`every` is trained."""
+        """True for each of :attr:`every` that is trained."""
         rows = zip(self.unit.rows, self.segments, strict=True)
         return [row.trained for row, segments in rows for _ in segments]
 
     def bytes_kept(self, tokens: int) -> float:
-        """Bytes that stay between the passes of so many tokens if the block is computed once; an
-        estimate.
+        """Estimate the bytes that stay between the passes of so many tokens if the block is
+        computed once.
         """
         outputs = sum(
             segment.shape[-2] for segment in self.every if segment.again and len(segment.shape) > 1
@@ -139,8 +139,8 @@ class _Block:
         return (_KEPT_FUSED if fused else _KEPT) * tokens * outputs * stage.dtype.size
 
     def values(self, wholes: Sequence[mx.array], *, alone: bool) -> list[mx.array]:
-        """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets
-        memory of its own.
+        """Return the arrays of :attr:`every`, from whole rows; ``alone``: arrays that are not
+        fetched again get memory of their own.
         """
         found: list[mx.array] = []
         for row, segments, whole in zip(self.unit.rows, self.segments, wholes, strict=True):
@@ -154,8 +154,8 @@ class _Block:
         return found
 
     def values_again(self, wholes: Sequence[mx.array], first: Sequence[mx.array]) -> list[mx.array]:
-        """The arrays of :attr:`every` for the backward pass: of the rows :attr:`again`, else those
-        of the ``first``.
+        """Return the arrays of :attr:`every` for the backward pass: from ``wholes``, the rows
+        :attr:`again`, or else from ``first``.
         """
         rows, at, found = iter(wholes), 0, list[mx.array]()
         for row, segments in zip(self.unit.rows, self.segments, strict=True):
@@ -180,9 +180,7 @@ class _Block:
         again: Sequence[mx.array] | None,
         arguments: tuple[mx.array, ...],
     ) -> list[mx.array]:
-        """The unit's outputs, computed with ``arrays``, and in the backward pass with those of
-        ``again``.
-        """
+        """Return the unit's outputs, computed with ``arrays``; the backward pass uses ``again``."""
         with self._installed(arrays, again):
             return self._compute.computed(received, arguments)
 
@@ -193,8 +191,8 @@ class _Block:
         again: Sequence[mx.array],
         arguments: tuple[mx.array, ...],
     ) -> list[mx.array]:
-        """:meth:`outputs`, of which nothing is kept but the input: the backward pass computes the
-        unit once more.
+        """Return :meth:`outputs`, but keep only the input: the backward pass computes the unit once
+        more.
         """
         trained = self.trained
         before = [] if received is None else [received]
@@ -216,7 +214,7 @@ class _Block:
         return [with_vjp(lambda *primals: run(primals, arrays), backward)(*before, *mine)]
 
     def gradients(self, found: Sequence[mx.array]) -> list[mx.array]:
-        """The gradients of the trained rows, of those of their segments."""
+        """Join the gradients of segments to those of the trained rows."""
         rest, rows = list(found), list[mx.array]()
         for row, segments in zip(self.unit.rows, self.segments, strict=True):
             if row.trained:
@@ -248,12 +246,12 @@ class _Block:
                     segment.product.give(None)
             for module, mine in others.values():
                 give_again(module, None)
-                # For backward passes that look at their module when they are made.
+                # For backward passes that read their module's arrays when they are built.
                 module.update(mine)
 
 
 def _arrays(fetched: Sequence[Sequence[Collective]]) -> list[list[mx.array]]:
-    """The rows of each block that exchanges fetch."""
+    """Return the arrays of each block's exchanges: its rows."""
     return [[each.array for each in rows] for rows in fetched]
 
 
@@ -266,8 +264,8 @@ def _arrays_of(row: DividedRow, segments: Sequence[_Segment], whole: mx.array) -
 
 
 def _able(model: nn.Module) -> set[int]:
-    """The identities of linear layers whose backward pass may be with other arrays; gives layers
-    that form.
+    """Give linear layers a form whose backward pass may use other arrays; return the identities of
+    the layers that have one.
     """
     modules = model.modules()
     # DoRA looks at the weights of the layer below.
@@ -314,12 +312,12 @@ def _is_weight_of(place: Slot, layer: nn.Module) -> bool:
 
 
 class _Graph:
-    """A micro-batch's passes, still to be computed; without ``found`` nothing.
+    """A micro-batch's passes, still to be computed; empty without ``found``.
 
     Attributes:
-        sums: of the objective.
-        hidden: what each block but the last one hands on.
-        gradients: of each block's rows, from the block ``first`` on.
+        sums: sums of the objective.
+        hidden: outputs of each block but the last one.
+        gradients: gradients of each block's rows, from the block ``first`` on.
     """
 
     def __init__(self, first: int, found: tuple[Any, Any, Any] | None) -> None:
@@ -329,7 +327,7 @@ class _Graph:
         self.gradients: list[list[mx.array]] = [] if found is None else found[2]
 
     def forward(self, at: int) -> list[mx.array]:
-        """Return a block's output, and of the last block the sums and its gradients."""
+        """Return a block's output; for the last block, the sums and its gradients."""
         if not self.sums:
             return []
         return self.hidden[at] if at < len(self.hidden) else [*self.sums, *self.backward(at)]
@@ -351,12 +349,12 @@ class _Graph:
 
 @dataclass
 class FetchedPasses:
-    """A micro-batch's passes with the rows that they need, and once more for the backward pass, for
-    each block.
+    """A micro-batch's passes, and each block's rows: ``wholes`` for the forward pass, ``again`` for
+    the backward pass.
 
     Attributes:
-        begun: blocks whose rows are on their way, from the first on.
-        ahead: blocks at the end that the host does not wait for.
+        begun: number of first blocks whose rows are on their way.
+        ahead: number of blocks at the end that the host does not wait for.
     """
 
     wholes: list[list[Collective]]
@@ -370,15 +368,13 @@ class FetchedGraph:
     """The passes of a whole model whose arrays are fetched for one block at a time.
 
     Args:
-        wait: called with arrays that other ranks send.
-        computed: called with arrays that the device computes, while it may itself wait for other
-            ranks.
+        wait: waits for arrays that other ranks send.
+        computed: waits for results of the device, which may itself wait for other ranks.
         pushes: called before gradients are added up over ranks.
-        room: gives the bytes that there are for what blocks keep between the passes; ``None``:
-            enough.
+        room: returns the bytes available for what blocks keep between the passes; ``None``: enough.
 
     Attributes:
-        rows: those that are trained, in the order of their gradients.
+        rows: the trained rows, in the order of their gradients.
     """
 
     def __init__(
@@ -417,7 +413,7 @@ class FetchedGraph:
         """Return the blocks that are computed once more in the backward pass of a micro-batch of so
         many tokens.
 
-        What is found stays, because each choice is a graph of its own.
+        The choice for a number of tokens stays, because each choice is a graph of its own.
         """
         if tokens not in self._twice:
             self._twice[tokens] = frozenset(self._chosen(tokens))
@@ -432,8 +428,8 @@ class FetchedGraph:
         }
         if self._room is None or fetching.twice:
             return found
-        # The first block's input is looked up; of the others the first ones keep theirs the
-        # longest.
+        # Not the first block, whose input is looked up. Of the others, the first ones keep their
+        # arrays the longest.
         others = [at for at in range(max(self._first, 1), last) if at not in found]
         missing = sum(self._blocks[at].bytes_kept(tokens) for at in others) - self._room()
         for at in others:
@@ -448,8 +444,8 @@ class FetchedGraph:
         return [self._sharding.wholes(unit.rows) for unit in self._units[:-1][:_FIRST]]
 
     def begin_first(self, rows: list[list[Collective]], prepared: FetchedPasses | None) -> None:
-        """Begin to fetch the first blocks' rows, and to compute them, where their passes are
-        prepared; called on all ranks together.
+        """Begin to fetch the first blocks' rows, and to compute these blocks if their passes are
+        ``prepared``; called on all ranks together.
         """
         for place, each in enumerate(rows):
             self._sharding.begin(each)
@@ -463,17 +459,17 @@ class FetchedGraph:
         first_rows: Sequence[list[Collective]] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> FetchedPasses:
-        """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet;
-        ``None``: of none.
+        """Build the passes of a micro-batch of so many tokens, without computing anything yet.
 
         Args:
-            first_rows: what :meth:`begin_first` is called with before :meth:`begin`; else they are
-                fetched there.
-            meanwhile: called between the parts of what the host does.
+            arguments: the micro-batch; ``None``: there is none.
+            first_rows: rows with which :meth:`begin_first` is called before :meth:`begin`; default:
+                :meth:`begin` fetches them.
+            meanwhile: called between the parts of the host's work.
         """
         sharding, begun = self._sharding, len(first_rows)
         rest = [sharding.wholes(unit.rows) for unit in self._units[begun:]]
-        # Lists of its own: others may still have those.
+        # Copies of these lists, because the caller may still use them.
         wholes = [*map(list, first_rows), *rest]
         meanwhile()
         again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
@@ -485,8 +481,8 @@ class FetchedGraph:
         return FetchedPasses(wholes, again, graph, begun, ahead)
 
     def _ahead(self, tokens: int) -> int:
-        """Blocks at the end of a backward pass that the host need not wait for: what the blocks
-        before them have kept has room for them.
+        """Return the number of blocks at the end of a backward pass that the host need not wait
+        for: they fit into the memory that other blocks have given back.
         """
         if tokens in self._aheads:
             return self._aheads[tokens]
@@ -496,7 +492,7 @@ class FetchedGraph:
             for at in range(stop, len(self._units) - 1)
             if at not in twice
         )
-        # Rows, and gradients of them.
+        # Rows and their gradients.
         needed = 2 * sum(row.size * row.dtype.size for row in self._units[self._first].rows)
         self._aheads[tokens] = int(min(_AHEAD, given_back // needed))
         return self._aheads[tokens]
@@ -534,8 +530,8 @@ class FetchedGraph:
                 return tables
             return again[at - 1] if at > 1 else again[0][len(tables) :]
 
-        # The last block's passes are one; the others' backward passes follow. The gradients of a
-        # block travel behind the next rows, which are waited for.
+        # The last block's passes are computed together; the others' backward passes follow. A
+        # block's gradients are sent after the next rows, for which the computation waits.
         for at in range(last - 1, first - 1, -1):
             wanted, late = graph.backward(at), at - first < prepared.ahead
             if at == last - 1 and not self._sharding.fetching.twice:  # memory is fullest
@@ -558,14 +554,14 @@ class FetchedGraph:
         *,
         waits: bool = True,
     ) -> list[mx.array]:
-        """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched;
-        returns it.
+        """Compute ``wanted`` with a block's rows, while the ``following`` rows are fetched; return
+        ``wanted``.
 
-        The host waits for what was wanted ``before``: so no more than two blocks are on the way,
-        with three's rows.
+        If it ``waits``, the host waits for what was wanted ``before``: so at most two blocks are on
+        the way, with the rows of three.
         """
         sharding = self._sharding
-        if not sharding.scatters:  # else the device itself waits, for which it needs no host
+        if not sharding.scatters:  # else the device waits by itself, without the host
             self._wait([each.array for each in fetched[at]])
         fetched[at] = []
         sharding.begin(following)
@@ -576,8 +572,8 @@ class FetchedGraph:
         return wanted
 
     def _tables(self, again: list[list[Collective]]) -> list[Collective]:
-        """The tables of tokens among the rows that the first block needs once more, if they are to
-        be fetched only once it is computed: large, and there when memory is fullest.
+        """Return the embedding tables that the first block needs once more, if they are fetched
+        only when it is computed: they are large, and would be there when memory is fullest.
         """
         if not (self._sharding.fetching.twice and self._sharding.scatters):
             return []
@@ -595,7 +591,7 @@ class FetchedGraph:
         given = [row.joined(None) for row in rows] if gradients is None else gradients
         for _ in rows:
             self._pushes()
-        # The gradient of a table of tokens is the last that is computed.
+        # The gradient of a table of embeddings is computed last.
         order = sorted(range(len(rows)), key=lambda at: _is_table(rows[at]))
         rows, given = [rows[at] for at in order], [given[at] for at in order]
         for row, new in zip(rows, self._sharding.push_rows(rows, given), strict=True):
@@ -603,7 +599,9 @@ class FetchedGraph:
             parts[id(row)] = new if before is None else before + new
 
     def _function(self, twice: frozenset[int]) -> Any:
-        """The function of whole rows and a micro-batch that makes a :class:`_Graph`."""
+        """Return the function of whole rows and a micro-batch that gives the parts of a
+        :class:`_Graph`.
+        """
         if twice not in self._functions:
 
             def function(wholes: Any, again: Any, arguments: Any) -> Any:

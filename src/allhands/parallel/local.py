@@ -2,19 +2,19 @@
 every round of steps.
 
 In a round rank r changes the weights x to x_r. Then all ranks take an outer step along the mean
-change: d = sum_r (n_r / n) (x_r - x), where n_r is the number of tokens that rank r has trained on in
-the round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default the result is the
-mean of the weights (local SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv
+change: d = sum_r (n_r / n) (x_r - x), where n_r is the number of tokens that rank r has trained on
+in the round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default the result is
+the mean of the weights (local SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv
 2311.08105).
 
 With fragments the arrays are exchanged in turn, each once in a round (Streaming DiLoCo, arXiv
 2501.18512). With a delay changes are exchanged during further steps, and no rank waits. The changes
 of these steps are kept: an array becomes the outer step's result plus this rank's changes since its
-weights were sent, and these are part of its next change. Then ranks have the same weights only after
+weights were sent, and these count in its next change. Then ranks have the same weights only after
 :meth:`LocalSteps.close_round`.
 
-A rank divides its gradients by its own tokens, and its change is weighted by these tokens. So a round
-of one step of plain SGD equals the step of data parallelism, for rows of any lengths.
+A rank divides its gradients by its own tokens, and its change is weighted by these tokens. So a
+round of one step of plain SGD equals the step of data parallelism, for rows of any lengths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Reduced
 
-# Weights are sent in pieces of at most so many bytes, so that a rank sends heartbeats over a slow
-# link, and of at least so many, because each piece costs latency.
+# Weights are sent in pieces of at most so many bytes, so that a rank sends heartbeats in between
+# over a slow link, and of at least so many, because each piece costs latency.
 _PIECE_BYTES, _LEAST_BYTES = 8_000_000, 250_000
 
 
@@ -54,8 +54,8 @@ class _Piece:
 
 
 def _cut(named: Mapping[str, mx.array], most: int) -> Iterator[_Piece]:
-    """Return all arrays in order; an array of over ``most`` bytes is cut into equal pieces of whole
-    groups.
+    """Yield the pieces of all arrays in order; an array of over ``most`` bytes is cut into equal
+    pieces of whole groups.
     """
     for name, array in named.items():
         step = -(-array.size // max(1, -(-array.nbytes // most)))
@@ -80,11 +80,11 @@ class _Sending:
     """Changes of arrays that are being exchanged, in calls one after the other.
 
     Attributes:
-        sent: the weights from which the changes were computed.
+        sent: the weights when they were sent.
         share: this rank's share in the sum.
         calls: the pieces of each call.
         begun: the running call, by the type of its arrays.
-        sums: the received sums of each array, and the rounding errors of packing.
+        sums: the received sums of each array; ``left``: the rounding errors of packing.
     """
 
     sent: dict[str, mx.array]
@@ -132,7 +132,7 @@ class LocalSteps(DataParallel):
         self._before: dict[str, mx.array] = {}  # the weights from which changes are computed
         self._momentum: dict[str, mx.array] = {}
         self._fragments: list[_Fragment] = []
-        self._places: dict[str, int] = {}  # of the arrays, in what is left out
+        self._places: dict[str, int] = {}  # of the arrays, in ``left``
         self._sending: _Sending | None = None
 
     @property
@@ -174,7 +174,7 @@ class LocalSteps(DataParallel):
     ) -> Reduced:
         expect_bulk(self._exchanging.communicator, False)
         own = mine.num_targets
-        # A mean, weighted by tokens; a value that is not finite on one rank is not in the sum.
+        # A mean, weighted by tokens. If it is not finite on one rank, neither is the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
         totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(
             mine, numbers, squares, extra
@@ -214,7 +214,7 @@ class LocalSteps(DataParallel):
         )
         if not (
             ends or (sending is not None and sending.is_done)
-        ):  # else the weights will be others
+        ):  # else the weights change before the next passes
             super().start_next(passes, upcoming)
 
     def close_round(self) -> None:
@@ -266,7 +266,7 @@ class LocalSteps(DataParallel):
         fragment.tokens = (0, 0)
 
     def _share(self, fragment: _Fragment) -> float:
-        """The share of this rank in the mean change of a fragment."""
+        """Return this rank's share in the mean change of a fragment."""
         own, tokens = fragment.tokens
         return own / tokens if tokens else 1.0 / self._exchanging.size
 
@@ -350,7 +350,7 @@ class LocalSteps(DataParallel):
 
 
 def fragments_of(arrays: Mapping[str, mx.array], count: int) -> list[list[str]]:
-    """Return the names of ``arrays`` in ``count`` parts of about as many bytes, each with some of
+    """Divide the names of ``arrays`` into ``count`` parts of about equal bytes, each with arrays of
     all layers.
     """
     found: list[list[str]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv
+"""Tensor parallelism: ranks divide the matrices of blocks among them (Megatron-LM, arXiv
 1909.08053).
 
 Attention is divided by heads, and a feed-forward block by its inner features. The experts of a
@@ -8,9 +8,9 @@ the paper's words), and the last one by inputs (by rows). So a module needs two 
 of its output in the forward pass, and of the gradient of its input in the backward pass. These sums
 are around whole modules, so that their order is the same on all ranks.
 
-Inside such a module an array is either divided, or whole on all ranks. Of the gradient of a whole
-array each rank has a part: norms of heads, routers, and the halves of adapters that are not divided.
-Outside of the modules all ranks compute the same.
+Inside such a module an array is either divided, or whole on all ranks. Whole arrays are norms of
+heads, routers, and the halves of adapters that are not divided; each rank has a part of their
+gradient. Outside of the modules all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FEED_FORWARD = _Cut(_INTO, ("down_proj",))
 
 
 def _mixture(*parts: str) -> _Cut:
-    """The cut of a mixture of experts, each of which is divided, as shared ones are."""
+    """Return the cut of a mixture whose experts are all divided, shared ones as well."""
     return _Cut(
         tuple(f"{part}.{layer}" for part in parts for layer in _INTO),
         tuple(f"{part}.down_proj" for part in parts),
@@ -104,8 +104,8 @@ _CUTS: Mapping[str, _Cut] = MappingProxyType(
         "deepseek_v2.DeepseekV2MoE": _mixture("switch_mlp", "shared_experts"),
     }
 )
-# Of mlx_lm.models: every block is attention and feed-forward part, both of the modules above.
-# mistral is llama's.
+# Kinds of mlx_lm.models: every block is attention and feed-forward part, both listed above. mistral
+# uses llama's modules.
 CAN_BE_DIVIDED = frozenset(
     {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"}
 )
@@ -203,7 +203,7 @@ class _Together:
 
 
 def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
-    """Name and module of all attention and feed-forward parts of the blocks, each with its cut.
+    """Yield name, module and cut of all attention and feed-forward parts of the blocks.
 
     Raises:
         ModelError: one is of an unknown kind.
@@ -238,8 +238,8 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
 def check_matrices(
     model: nn.Module, ranks: int, *, whole_experts: bool
 ) -> list[tuple[str, nn.Module, _Cut, Mixture | None]]:
-    """Return the modules with their cuts, and their kinds where a rank has some of their experts
-    whole.
+    """Return the modules with their cuts, and the kinds of mixtures of which a rank has whole
+    experts.
 
     Raises:
         ModelError: the architecture cannot be divided.
@@ -263,7 +263,7 @@ def check_matrices(
 
 
 def _without_experts(cut: _Cut, mixture: Mixture | None) -> _Cut:
-    """``cut`` without the experts that a rank has whole; ``None``: it has a part of each."""
+    """Return ``cut`` without experts that ranks have whole; ``mixture`` ``None``: all of it."""
     if mixture is None:
         return cut
     columns, rows = (
@@ -274,7 +274,7 @@ def _without_experts(cut: _Cut, mixture: Mixture | None) -> _Cut:
 
 
 def _layers_of(path: str, module: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The layers of a module, without those that it does not have."""
+    """Yield the layers of ``names`` that a module has."""
     for name in names:
         found = module
         for key in name.split("."):
@@ -284,7 +284,7 @@ def _layers_of(path: str, module: Any, names: Sequence[str]) -> Iterator[tuple[s
 
 
 def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
-    """Refuse what so many ranks cannot divide.
+    """Refuse a module that so many ranks cannot divide.
 
     Raises:
         ConfigError: they cannot.
@@ -334,10 +334,10 @@ def _base(layer: Any) -> Any:
 
 
 class _Slicer:
-    """Takes one rank's part of modules.
+    """Reduces modules to one rank's part.
 
     Attributes:
-        parts: its place in each divided array, by name.
+        parts: the part's place in each divided array, by name.
         by_rows: adapters of layers whose inputs are divided.
     """
 

@@ -1,9 +1,8 @@
-"""Mixtures of experts of which a rank has some: how tokens are routed, and what its own experts add
-to the result.
+"""Mixtures of experts of which a rank has some: the routing of tokens, and the results of its own
+experts.
 
-A rank's experts compute the places that are routed to them, and no others. How many these are is
-known when the router has been computed, so that a pass of such a mixture is computed, and not
-compiled.
+A rank's experts compute only the tokens that are routed to them. Their number is known only once
+the router has been computed, so a pass of such a mixture cannot be compiled.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Mixture:
 
     Attributes:
         experts: name of the module with the stacked experts.
-        route: its router, with all that it does to the weights.
-        shared: name of the experts that take every token, in the kinds that may have any.
+        route: its router, including what it does to the weights.
+        shared: name of the shared experts, which take every token, in kinds that may have any.
     """
 
     experts: str
@@ -49,7 +48,7 @@ class Mixture:
     shared: str = ""
 
     def shared_part(self, module: Any, x: mx.array) -> mx.array | None:
-        """Return what the experts add that take every token; ``None``: there are none."""
+        """Return the output of the shared experts; ``None``: there are none."""
         shared = module.get(self.shared) if self.shared else None
         return None if shared is None else shared(x)
 
@@ -93,13 +92,13 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The places that go to a rank's experts; at least one, so that ranks have graphs of one form.
+    """The tokens that go to a rank's experts; at least one, so that all ranks' graphs are alike.
 
     Attributes:
-        at: (R,) which of M places.
-        among: (R,) which of M * k places and choices.
-        numbers: (R, 1) of the experts, among those of the rank.
-        nothing: True if no place goes to them, and the one here counts nothing.
+        at: (R,) numbers of the tokens, among M.
+        among: (R,) numbers of the choices, among M * k.
+        numbers: (R, 1) numbers of the experts, among those of the rank.
+        nothing: True if no token goes to them; the one here then counts as zeros.
     """
 
     at: mx.array
@@ -108,12 +107,12 @@ class RoutedTokens:
     nothing: bool
 
     def of(self, array: mx.array, which: mx.array) -> mx.array:
-        """Return the rows of ``array`` that ``which`` names; zeros if they count nothing."""
+        """Return the rows of ``array`` that ``which`` names; zeros if :attr:`nothing`."""
         found = array[which]
         return mx.where(mx.array(False), found, mx.zeros_like(found)) if self.nothing else found
 
     def spread(self, rows: mx.array, size: int) -> mx.array:
-        """(size, D) sums of (R, D) rows at their places."""
+        """(size, D) sums of (R, D) rows by token."""
         return mx.zeros((size, rows.shape[-1]), dtype=rows.dtype).at[self.at].add(rows)
 
 
@@ -138,11 +137,11 @@ class OwnExperts:
         mix_in(self.module, form, _own=self, _keys=None, **attributes)
 
     def drop_as_installed(self) -> None:
-        """Let the experts drop what dropout has been installed for since then."""
+        """Let the experts use the dropout that has been installed since :meth:`compute_as`."""
         object.__setattr__(self.module, "_keys", dropout_keys_of(self.module))
 
     def routed(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """(M, D) inputs of M places, (M, k) numbers of the experts that they go to, and their
+        """(M, D) inputs of M tokens, (M, k) numbers of the experts that they go to, and (M, k)
         weights.
         """
         chosen, weights = self.mixture.route(self.module, x)
@@ -150,12 +149,12 @@ class OwnExperts:
         return x.reshape(-1, x.shape[-1]), chosen.reshape(-1, count), weights.reshape(-1, count)
 
     def chosen(self, numbers: mx.array, present: NDArray[np.bool_] | None = None) -> RoutedTokens:
-        """Return the places that go to these experts.
+        """Return the tokens that go to these experts.
 
         Args:
-            numbers: (M, k) numbers of the experts that each place goes to, among those of all
+            numbers: (M, k) numbers of the experts that each token goes to, among those of all
                 ranks.
-            present: (M,) whether there is anything at a place; default: everywhere.
+            present: (M,) false for padding; default: true everywhere.
         """
         count = numbers.shape[-1]
         own = np.asarray(numbers).reshape(-1).astype(np.int64) - self.first
@@ -180,12 +179,12 @@ class OwnExperts:
         keys: DropoutKeys | None = None,
         keys_of_all: mx.array | None = None,
     ) -> mx.array:
-        """(R, D) what these experts add at places that go to them.
+        """(R, D) weighted outputs of these experts for the tokens that go to them.
 
         Args:
-            rows: (R, D) inputs there; ``weights``: (R,) those of the experts.
-            keys: of dropout, where the experts drop anything.
-            keys_of_all: (M, 2) the keys of all places; default: those that are in use.
+            rows: (R, D) inputs; ``weights``: (R,) weights of the experts.
+            keys: dropout keys, if the experts have dropout.
+            keys_of_all: (M, 2) keys of all tokens; default: those that are in use.
         """
         experts: Any = self.module[self.mixture.experts]
         with nullcontext() if keys is None else keys.at_places(chosen.at, keys_of_all):
@@ -193,7 +192,7 @@ class OwnExperts:
         return made[:, 0] * weights[:, None]
 
     def of(self, x: mx.array, keys: DropoutKeys | None) -> mx.array:
-        """(..., D) what these experts add to the result for (..., D) inputs; ``keys``: see
+        """(..., D) weighted outputs of these experts for (..., D) inputs; ``keys``: see
         :meth:`part`.
         """
         flat, numbers, weights = self.routed(x)
@@ -203,8 +202,8 @@ class OwnExperts:
 
 
 class WithOwnExperts:
-    """A mixture of which this rank has some experts, for tokens that all ranks have: what it adds
-    to the result.
+    """A mixture of which this rank has some experts. It computes their part of the result, for
+    tokens that all ranks have.
     """
 
     _own: OwnExperts
@@ -224,8 +223,8 @@ class WithOwnExperts:
 def take_experts(
     path: str, module: Any, mixture: Mixture, rank: int, size: int, *, lazy: bool = False
 ) -> tuple[OwnExperts, dict[str, Region]]:
-    """Leave ``module`` with the ``rank``-th of so many equal parts of its experts; the places of
-    their arrays, by name.
+    """Reduce ``module`` to the ``rank``-th of ``size`` equal parts of its experts; return also the
+    places of their arrays, by name.
 
     Raises:
         ConfigError: see :func:`check_layers`.
@@ -251,7 +250,7 @@ def take_experts(
 
 
 def check_layers(path: str, module: Any, mixture: Mixture, ranks: int) -> None:
-    """Refuse experts of which so many ranks cannot have equal parts.
+    """Refuse experts that so many ranks cannot divide equally.
 
     Raises:
         ConfigError: they cannot, or a layer is of an unknown kind.

@@ -1,8 +1,8 @@
-"""Rows: the arrays of a block that have one type and are trained alike, end to end, of which each
-rank keeps a part.
+"""Rows: arrays of a block end to end, of one type and all trained or all frozen, of which each rank
+keeps a part.
 
-Where other ranks have divided an array already, this rank's part of it is whole rows of a matrix,
-so that it is a box of the whole array (:class:`BoxedRow`).
+If ranks have divided an array already, a rank's part of it is whole rows of a matrix, so that it is
+a box of the whole array (:class:`BoxedRow`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allhands.io.regions import Box, Flat, Region, everything
 from allhands.io.trees import part_of
 from allhands.kernels.fused.flat_params import Laid
 
-# Numbers of a part are a multiple, so that kernels' vectors fit.
+# The size of a part is a multiple of this, so that kernels' vectors fit.
 _ALIGNED = 16
 
 
@@ -44,7 +44,7 @@ class DividedRow:
     Attributes:
         places: the arrays.
         trained: True if all of them are trained; otherwise none is.
-        each: numbers that a rank exchanges: of the largest part; zeros follow a smaller one.
+        each: numbers that a rank exchanges: the size of the largest part; smaller ones are padded.
         alone: True if this rank has all of it, and nothing is exchanged.
     """
 
@@ -59,7 +59,7 @@ class DividedRow:
         trained: bool,
         shares: Sequence[float] = (),
     ) -> None:
-        """``shares``: of each rank; without them all have equal parts."""
+        """``shares``: relative sizes of the ranks' parts; default: equal parts."""
         self.places = tuple(places)
         self.dtype = dtype
         self.trained = trained
@@ -72,7 +72,7 @@ class DividedRow:
         self._frozen: list[mx.array] = []
 
     def _longest(self) -> int:
-        """The numbers of the largest part."""
+        """Return the size of the largest part."""
         equal = _aligned(-(-self.size // self._ranks))
         return max(
             (_aligned(stop - start) for start, stop in pairwise(self._bounds)), default=equal
@@ -80,7 +80,7 @@ class DividedRow:
 
     @property
     def kept(self) -> int:
-        """Numbers of this rank's part with the zeros at its end that fill it up."""
+        """Size of this rank's part, with the zeros at its end that pad it."""
         return _aligned(self._own[1] - self._own[0])
 
     @property
@@ -89,22 +89,22 @@ class DividedRow:
         return True
 
     def laid(self) -> Laid:
-        """Return the trained arrays of this rank's part as they lie in it."""
+        """Return the layout of the trained arrays in this rank's part."""
         sizes = [(place.name, region.size) for place, region in self.regions()]
         starts = [0, *accumulate(size for _, size in sizes)][: len(sizes)]
         return Laid(tuple(name for name, _ in sizes), tuple(starts), self.kept)
 
     def regions(self) -> Iterator[tuple[Slot, Region]]:
-        """This rank's numbers of each array of which it keeps any, in order."""
+        """Yield the arrays of which this rank keeps numbers, in order, with the region of these."""
         for place in self.places:
             start, stop = (min(max(edge - place.start, 0), place.size) for edge in self._own)
             if start < stop:
                 yield place, Flat(start, stop)
 
     def take(self) -> dict[str, mx.array]:
-        """Read this rank's numbers and take the arrays out of the model; the trained ones by name.
+        """Read this rank's numbers, and remove the arrays; return trained numbers by name.
 
-        One array after the other is read, and none of which this rank keeps nothing.
+        Arrays are read one by one, and only those of which this rank keeps numbers.
         """
         mine: dict[str, mx.array] = {}
         for place, region in self.regions():
@@ -117,14 +117,14 @@ class DividedRow:
                 for place, region in self.regions()
             }
         self._frozen = list(mine.values())
-        if not self._bounds:  # there is little to fill up: as it is exchanged
+        if not self._bounds:  # padded as it is exchanged, because little is missing
             self._frozen = [self._filled(self._frozen)]
             mx.eval(self._frozen)
         return {}
 
     def part(self, parts: Mapping[str, Any], held: mx.array | None = None) -> mx.array:
-        """(each,) this rank's part, of the tree of trained ``parts``; ``held``: (kept,) the same,
-        as :meth:`laid`.
+        """(each,) this rank's part, from the tree of trained ``parts``, or from ``held``: (kept,)
+        numbers that lie as :meth:`laid` says.
         """
         if held is not None:
             missing = self.each - held.size
@@ -134,9 +134,7 @@ class DividedRow:
         return self._filled([part_of(parts, place.name).reshape(-1) for place, _ in self.regions()])
 
     def row(self, whole: mx.array) -> mx.array:
-        """Return the arrays one after the other, of a whole row in which parts lie as ranks
-        exchange them.
-        """
+        """Return the arrays end to end, from a whole row with parts as ranks exchange them."""
         if not self._bounds:
             return whole
         begins = range(0, whole.size, self.each)
@@ -146,12 +144,12 @@ class DividedRow:
         )
 
     def arrays(self, whole: mx.array) -> list[mx.array]:
-        """Return the arrays in a whole row, in which parts lie as ranks exchange them."""
+        """Return the arrays, from a whole row with parts as ranks exchange them."""
         row = self.row(whole)
         return [row[p.start : p.start + p.size].reshape(p.shape) for p in self.places]
 
     def joined(self, arrays: Sequence[mx.array] | None) -> mx.array:
-        """Return the row of these arrays, long enough for all parts; ``None``: of zeros."""
+        """Join arrays to a whole row with parts as ranks exchange them; ``None``: zeros."""
         if arrays is None:
             return mx.zeros((self._ranks * self.each,), dtype=self.dtype)
         pieces = [array.astype(self.dtype).reshape(-1) for array in arrays]
@@ -163,7 +161,7 @@ class DividedRow:
         return mx.pad(row, (0, missing)) if missing else row
 
     def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
-        """Return this rank's numbers in a part by the names of the arrays."""
+        """Yield this rank's numbers in a part, with the names of the arrays."""
         first = 0
         for place, region in self.regions():
             yield place.name, _shaped(place, region, part[first : first + region.size])
@@ -175,7 +173,7 @@ class DividedRow:
             place.module[place.key] = array
 
     def remove(self) -> None:
-        """Leave what holds no memory in their place."""
+        """Replace the model's arrays by ones that hold no memory."""
         self.install([self._absent(place) for place in self.places])
 
     def _absent(self, place: Slot) -> mx.array:
@@ -191,8 +189,8 @@ class DividedRow:
 
 
 class BoxedRow(DividedRow):
-    """:class:`DividedRow` of which each rank keeps an equal number of each array's rows, as far as
-    there are any.
+    """:class:`DividedRow` of which each rank keeps equally many rows of each array; the last ranks
+    may keep fewer, or none.
 
     Arrays lie in it part by part, so that whole ones have to be copied out of it.
     """
@@ -250,7 +248,7 @@ class BoxedRow(DividedRow):
         return mx.pad(mx.concatenate(columns, axis=1), [(0, 0), (0, rest)]).reshape(-1)
 
     def _filled(self, arrays: list[mx.array]) -> mx.array:
-        """A part, in which each array has as many numbers as on the rank that has most of it."""
+        """Join arrays to a part, each padded to its size on the rank that has most of it."""
         have = {place.name: array for (place, _), array in zip(self.regions(), arrays, strict=True)}
         filled = [
             mx.pad(have[place.name], (0, self._most(place) - have[place.name].size))
@@ -269,16 +267,16 @@ class BoxedRow(DividedRow):
             first += self._most(place)
 
     def _rows(self, place: Slot) -> int:
-        """The rows of an array that a rank keeps at most."""
+        """Return the number of rows of an array that a rank keeps at most."""
         return -(-place.shape[0] // self._ranks)
 
     def _most(self, place: Slot) -> int:
-        """The numbers of these rows."""
+        """Return the size of these rows."""
         return self._rows(place) * (place.size // place.shape[0])
 
 
 class KeptRow(DividedRow):
-    """:class:`DividedRow` that other ranks do not have: an array of this rank's own experts."""
+    """:class:`DividedRow` that no other rank has: an array of this rank's own experts."""
 
     alone = True
 
@@ -295,21 +293,21 @@ def _aligned(count: int) -> int:
 
 
 def _bounds(size: int, shares: Sequence[float]) -> list[int]:
-    """The ends of parts of ``size`` numbers that are as large as ``shares`` say, from 0 on."""
+    """Return the bounds, from 0 on, of parts of ``size`` numbers in proportion to ``shares``."""
     units, total = -(-size // _ALIGNED), sum(shares)
     return [0, *(min(round(each / total * units) * _ALIGNED, size) for each in accumulate(shares))]
 
 
 def _cut(array: mx.array, region: Region) -> mx.array:
-    """The numbers of a region, of which a box is whole rows."""
+    """Cut a region out of an array; a box consists of whole rows."""
     if isinstance(region, Flat):
         return array.reshape(-1)[region.start : region.stop]
     return array[region.start[0] : region.start[0] + region.shape[0]]
 
 
 def _shaped(place: Slot, region: Region, numbers: mx.array) -> mx.array:
-    """Numbers of a region with two dimensions if the array has several, by which optimizers tell
-    matrices.
+    """Give a region's numbers more than one dimension if the array has: optimizers tell matrices by
+    that.
     """
     if isinstance(region, Box):
         return numbers.reshape(region.shape)

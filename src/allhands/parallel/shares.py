@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from allhands.data.loader import Cut
 from allhands.data.order import GlobalOrder, divide
 
-# Highest and lowest number of a rank's steps for its speed, and their number after a clear change.
+# Most and fewest steps by which a rank's speed is measured, and their number after a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
-# Of shorter steps so many that they take this long: what disturbs a computer for a moment is no
-# change.
+# Measured steps take at least this long together, because a brief disturbance is no change; and the
+# number of steps that are remembered.
 _EVIDENCE_S, _KEPT = 2.0, 256
-# What a step must get faster by, by many measured steps and by few, and how many standard errors of
-# noise more.
+# Required gain of a step if many steps were measured, and if few; and the number of standard errors
+# that are added to it.
 _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
 # Trials of a rank without rows are so rare that they cost at most this part of the time.
 _TRIALS_COST = 0.005
@@ -41,13 +41,13 @@ _FIRST_TRIAL, _TRIAL_EVERY, _TRIAL_AT_LEAST = 10, 50, 2000
 # Batches with more rows for each rank are divided as if rows could be cut.
 _MANY_ROWS = 32
 _ROUNDED = 1e-4  # of a share
-# Number of future batches by which a division is judged.
+# Number of future updates by which a division is judged.
 _JUDGED = 4
-# Of normal deviations: the standard error of a median, and their size by the median difference of
-# two.
+# For normal deviations: the standard error of a median relative to that of a mean, and the standard
+# deviation relative to the median difference of two.
 _OF_MEDIAN, _OF_JUMPS = 1.2533, 1.4826 / math.sqrt(2)
-_OF_ONE = 0.05  # at least, of one step alone
-_NUMBERS = 3  # that a rank tells of its step
+_OF_ONE = 0.05  # least relative error of a speed by one step; by n steps an n-th of it
+_NUMBERS = 3  # that a rank sends about its step
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StepSample:
     """One step of one rank: tokens and seconds of its passes, seconds of its update, and its part
     of all ranks' speed.
 
-    Parts are compared from step to step: short rows are slower for every rank.
+    Parts are compared from step to step, not speeds: short rows are slower for every rank.
     """
 
     tokens: float
@@ -85,13 +85,13 @@ class Speed:
     update: float = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Seconds of a step with so many tokens, if all ranks together computed one token a second."""
+        """Seconds of a step of so many tokens, if all ranks together did one token a second."""
         return (tokens + self.update) / self.part
 
 
 def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
-    """Return the medians of some steps, because a disturbed step must not count; ``noise`` is that
-    of one step.
+    """Return a rank's speed by the medians of some steps, so that a disturbed step does not count;
+    ``noise`` is that of one step.
     """
     part, update = (
         _median(sorted(each))
@@ -103,8 +103,7 @@ def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
 
 
 def noise_of(jumps: Sequence[float]) -> float:
-    """Return the relative deviation of a step from its neighbours, by the jumps from each to the
-    next.
+    """Return the relative deviation of a step, by the jumps from each step to the next.
 
     A rank that becomes slower makes one jump, which is no noise.
     """
@@ -121,7 +120,7 @@ StepSeconds = Callable[[Sequence[float], Sequence[Speed]], float]
 
 
 def fluid_seconds(tokens: float) -> StepSeconds:
-    """Seconds of a step of so many tokens, if these could be divided freely."""
+    """Return :data:`StepSeconds` of a step of so many tokens, if these could be divided freely."""
 
     def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
         each = tokens / sum(weights)
@@ -162,7 +161,7 @@ def better_weights(
     """
     wanted = 1.0 + worth + _NOISE * max(speed.error for speed in speeds)
     found, fluid = even_weights(speeds, tokens), fluid_seconds(tokens)
-    # First a bound, because dividing batches takes longer, and whole rows cannot be divided better.
+    # First a quick bound: dividing batches takes longer, and whole rows cannot be divided better.
     if fluid(weights, speeds) <= wanted * fluid(found, speeds):
         return None
     return found if seconds(weights, speeds) > wanted * seconds(found, speeds) else None
@@ -170,7 +169,7 @@ def better_weights(
 
 @dataclass(frozen=True)
 class RowSeconds:
-    """:data:`StepSeconds` of some batches whose rows are divided whole.
+    """Maker of :data:`StepSeconds` of some batches whose rows are divided whole.
 
     Attributes:
         work: tokens of every row of the data set.
@@ -182,7 +181,7 @@ class RowSeconds:
     accumulation: int = 1
 
     def __call__(self, begin: int, end: int) -> StepSeconds:
-        """Seconds of the batches from ``begin`` to before ``end``."""
+        """Return :data:`StepSeconds` of the batches from ``begin`` to before ``end``."""
 
         def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
             total = 0.0
@@ -196,7 +195,7 @@ class RowSeconds:
         return seconds
 
     def tokens(self, weights: tuple[float, ...], first: int) -> list[float]:
-        """Tokens that each rank computes of the update that begins with batch ``first``."""
+        """Return each rank's tokens in the update that begins with batch ``first``."""
         tokens = [0.0] * len(weights)
         for batch in range(first, first + self.accumulation):
             shares = divide(self.order.batch(batch), self.work, weights, before=tokens)
@@ -210,7 +209,7 @@ class RowSeconds:
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     """Return the same proportions with sum 1, rounded for reading; none becomes 0.
 
-    A second call changes nothing, although rounding may leave the sum beside 1.
+    A second call changes nothing, even if rounding has moved the sum away from 1.
     """
     whole = sum(weights)
     if abs(whole - 1.0) < _ROUNDED * len(weights) and all(
@@ -347,7 +346,7 @@ class Balance:
             return None
         self._heard += 1
         if self._heard == 1:
-            return None  # builds what later steps find
+            return None  # slower, because it builds what later steps reuse
         nexts = (*(entry[0] for entry in self._plan[1:]), math.inf)
         self._plan = tuple(
             entry for entry, after in zip(self._plan, nexts, strict=True) if after > end
@@ -391,7 +390,7 @@ class Balance:
             self._idle[rank] = 0
 
     def _rests(self, rank: int) -> bool:
-        """True if it has had no rows for a while."""
+        """Return true if a rank has had no rows for a while."""
         return self._idle[rank] >= _SHORT
 
     def _forget_before(self, last: int) -> None:
@@ -458,12 +457,12 @@ class Balance:
         return speeds
 
     def _per_s(self, rank: int, most: int) -> float:
-        """Its median tokens a second; 0 if it was never measured."""
+        """Return a rank's median tokens a second; 0 if it was never measured."""
         speeds = sorted(sample.speed for sample in list(self._samples[rank])[-most:])
         return _median(speeds) if speeds else 0.0
 
     def _try(self, end: int) -> None:
-        """Give a rank that has had no rows for long the smallest of a batch: it may have recovered."""
+        """Give a rank that has long had no rows the shortest of a batch: it may have recovered."""
         begin, (_, weights, _) = end + self._ahead, self._plan[-1]
         due = tuple(rank for rank, idle in enumerate(self._idle) if idle >= self._trial_every[rank])
         if due:

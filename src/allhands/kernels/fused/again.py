@@ -2,8 +2,7 @@
 numbers, fetched again.
 
 Where ranks have divided the weights of a model, whole ones are fetched for a pass and dropped
-afterwards. MLX keeps for the backward pass what its own products have multiplied by. These keep
-their input alone.
+afterwards. MLX's own products keep their weight for the backward pass; these keep only their input.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from allhands.kernels.fused import ops
 
 
 class Again:
-    """A layer with the arrays that its backward pass computes with, in the place of its own.
+    """A view of a layer, with the arrays for its backward pass in place of its own.
 
-    They are other ones where ranks have divided the layer's, and fetch them for each pass.
+    They differ where ranks have divided the layer's arrays, and fetch them for each pass.
     """
 
     def __init__(self, layer: nn.Module, arrays: Mapping[str, mx.array]) -> None:
@@ -37,23 +36,23 @@ class Again:
 
 
 def give_again(layer: nn.Module, arrays: Mapping[str, mx.array] | None) -> None:
-    """Let the backward pass of what ``layer`` computes from now on be with ``arrays``; ``None``:
-    with its own.
+    """Give ``layer`` the ``arrays`` for the backward pass of its next computations; ``None``: its
+    own.
     """
     # Not among its parameters.
     object.__setattr__(layer, "_again", None if arrays is None else Again(layer, arrays))
 
 
 def again_of(layer: Any) -> Any:
-    """Return what the backward pass of ``layer`` computes with: itself, or what it was given for
-    that.
+    """Return the layer that the backward pass of ``layer`` computes with: itself, or an
+    :class:`Again`.
     """
     return vars(layer).get("_again") or layer
 
 
 def for_backward(layer: Any) -> Any:
-    """:func:`again_of` a layer, with the arrays of now: its own may be gone when the backward pass
-    is made.
+    """Return :func:`again_of`, with the present arrays: a layer's own may be gone when the backward
+    pass is made.
     """
     again = again_of(layer)
     if again is not layer:
@@ -62,13 +61,13 @@ def for_backward(layer: Any) -> Any:
 
 
 def other_weight(layer: Any) -> mx.array | None:
-    """Return the weight for the backward pass, where that is another one."""
+    """Return the weight for the backward pass; ``None`` if it is the layer's own."""
     again = again_of(layer)
     return None if again is layer else again.weight
 
 
 class FrozenLinear(nn.Linear):
-    """A dense layer that is not trained, whose backward pass is with what it was given for that."""
+    """A frozen dense layer; :func:`give_again` may change the weight of its backward pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
         again = again_of(self)
@@ -82,7 +81,7 @@ class FrozenLinear(nn.Linear):
 
 
 class FrozenQuantizedLinear(nn.QuantizedLinear):
-    """A quantised layer, whose backward pass is with what it was given for that."""
+    """A quantised layer; :func:`give_again` may change the arrays of its backward pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
         again = again_of(self)
@@ -95,9 +94,10 @@ class FrozenQuantizedLinear(nn.QuantizedLinear):
 def quantised_product(
     layers: Sequence[Any], again: Sequence[Any]
 ) -> Callable[[mx.array], mx.array]:
-    """The products of frozen quantised layers of one input by MLX's own operation, side by side.
+    """Return a function that computes the products of frozen quantised ``layers`` with one input,
+    side by side, by MLX's own operation.
 
-    Their backward pass is with the layers ``again``; see :func:`again_of`.
+    Its backward pass uses the layers ``again``; see :func:`again_of`.
     """
 
     def products(x: mx.array) -> mx.array:

@@ -1,8 +1,8 @@
 """Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA
 GPUs.
 
-As elsewhere in this package only instances change, by a subclass of their own class. The names and
-values of parameters stay, and modules that :mod:`allhands.kernels.known` does not list are not
+As elsewhere in this package only instances change: each gets a subclass of its own class. The names
+and values of parameters stay, and modules that :mod:`allhands.kernels.known` does not list are not
 changed.
 """
 
@@ -31,9 +31,9 @@ from allhands.kernels.instances import give_form, mix_in
 from allhands.kernels.selection import BY_RULE, SELECTION, KernelSelection, selection_of
 from allhands.runtime.accelerator import device_memory
 
-# Share of a GPU's memory for dense copies of quantised weights that a step would make twice: 4.7 GB
-# of an H200's 150 hold those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two
-# layers.
+# 1 / 32 of a GPU's memory may hold dense copies of quantised weights that a step would make twice.
+# For a model of 7 billion parameters, 4.7 GB of an H200's 150 GB hold those of eight layers, and
+# 0.8 GB of a card's 24 GB those of two.
 _KEPT_SHARE = 32
 
 
@@ -118,7 +118,7 @@ class _TrainedNorm(nn.RMSNorm):
 
 
 class _FusedLayer:
-    """Attention and feed-forward part, with the sums around them taken in one pass with the norms."""
+    """A block whose norms also compute a residual sum, or sums of gradients, in the same pass."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         selection = selection_of(self)

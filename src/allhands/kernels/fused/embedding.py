@@ -25,8 +25,7 @@ from allhands.kernels.instances import give_form
 
 
 def make_deterministic(model: nn.Module) -> int:
-    """Let every trained embedding of ``model`` compute the same gradient, bit by bit, whenever it
-    is asked.
+    """Let every trained embedding of ``model`` compute the same gradient each time, bit by bit.
 
     Call it after the choice of trained weights. Only these instances change (their class becomes a
     subclass), and a second call changes nothing. Classes of other libraries derived from
@@ -53,7 +52,7 @@ def _by_kernels(table: mx.array) -> bool:
 
 
 def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """The gradient in the table; that in the ids, which MLX asks for too, is never computed."""
+    """Return the gradient in the table; MLX never computes the one in the ids, but asks for it."""
     table, ids = primals
     return add_in_order(table, ids, cotangent), mx.zeros_like(ids)
 
@@ -64,8 +63,8 @@ def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array,
 # The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded
 # once to the table's type. So its gradient depends on these rows and their order alone, not on
 # other tokens or their places. For N ids and rows of D values this takes log2(N) passes over (N, D)
-# float32, of which it holds a few at a time, beside the gradient itself. On an NVIDIA GPU a kernel
-# adds them one after the other instead, in one pass.
+# float32 arrays; a few of these are in memory at a time, besides the gradient itself. On an NVIDIA
+# GPU a kernel adds the rows one after the other instead, in one pass.
 look_up = with_vjp(_rows, _gradient)
 
 
@@ -76,7 +75,7 @@ def _rows_apart(table: mx.array, ids: mx.array, _rows_of: mx.array) -> mx.array:
 def _gradient_apart(
     primals: Any, cotangent: mx.array, _: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the gradient in the rows themselves; nobody asks for the others."""
+    """Return the gradient in the rows themselves; the others are not used."""
     table, ids, _rows_of = primals
     return mx.zeros_like(table), mx.zeros_like(ids), cotangent
 
@@ -90,7 +89,7 @@ def add_in_order(
     """Return the sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like
     ``table``.
 
-    ``onto``: added to ``table`` itself, which is nobody else's then.
+    ``onto``: add them to ``table`` itself, which must then have no other user.
     """
     result = table if onto else mx.zeros_like(table)
     if cotangent.size == 0:
@@ -100,12 +99,11 @@ def add_in_order(
     if _by_kernels(table) and cotangent.dtype == table.dtype:
         rows = cotangent.reshape(flat.size, table.shape[1])
         return kernels.add_rows(flat, rows, table.shape[0], onto=table if onto else None)
-    # Stable, as MLX says: equal ids keep the order of their places.
+    # The sort is stable, as MLX says: equal ids keep their order.
     order = mx.argsort(flat)
     flat = flat[order]
     totals = _totals(flat, cotangent.reshape(flat.size, math.prod(table.shape[1:]))[order])
-    # Still atomic, but of all that is added to a row only its total is not zero: exact in any
-    # order.
+    # Still atomic, but only one summand of each row is not zero, its total: exact in any order.
     return result.at[flat].add(totals.astype(table.dtype).reshape(flat.size, *table.shape[1:]))
 
 
@@ -118,8 +116,8 @@ def _totals(ids: mx.array, rows: mx.array) -> mx.array:
 
 
 def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
-    """(N, D): for each place the sum of the rows of its id up to there, for (N,) sorted ids (Hillis
-    and Steele).
+    """(N, D): at each place the sum of its id's rows up to there, for (N,) sorted ids (Hillis and
+    Steele).
     """
     step = 1
     while step < len(ids):
@@ -131,13 +129,13 @@ def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
 
 
 class Apart:
-    """Stand-in for the rows that an embedding looks up, to be differentiated in instead of its
+    """Stand-in for the rows that an embedding looks up, for a gradient in these instead of in its
     table.
 
     Attributes:
-        counts: whether uses of the table are counted: while rows are installed.
+        counts: true while rows are installed: uses of the table are counted.
         uses: how often the table was read so far.
-        replaced: how many of these uses were look-ups of what was installed.
+        replaced: how many of these uses were look-ups of installed rows.
     """
 
     def __init__(self) -> None:
@@ -148,7 +146,7 @@ class Apart:
 
     @property
     def besides(self) -> bool:
-        """True if the table has another gradient, as where it makes the logits as well."""
+        """True if the table has a further gradient, as where it makes the logits as well."""
         return self.uses > self.replaced
 
     @contextmanager
@@ -173,7 +171,7 @@ class OrderedEmbedding(nn.Embedding):
     """:class:`mlx.nn.Embedding` with :data:`look_up`.
 
     Attributes:
-        apart: for a gradient in the rows that are looked up, if somebody wants that.
+        apart: for a gradient in the rows that are looked up, if that is wanted.
     """
 
     tables = frozenset({"weight"})
@@ -194,9 +192,7 @@ class OrderedEmbedding(nn.Embedding):
 
 
 class RowsEmbedding(nn.Embedding):
-    """:class:`mlx.nn.Embedding` of which nothing is trained, looked up by a kernel where there is
-    one.
-    """
+    """A frozen :class:`mlx.nn.Embedding`, looked up by a kernel where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return _rows(self.weight, x)

@@ -1,9 +1,9 @@
-"""Flat buffers for trainable parameters: differentiated in, added up over ranks and updated.
+"""Flat buffers for trainable parameters: a few arrays to differentiate in, reduce and update.
 
 Adapters are hundreds of small arrays, and a kernel for a small array takes longer to start than to
-compute. Here they are one float32 array, from which one pass makes all factors in the form of the
-products. Dense layers with the same input are one array as well, so that nothing has to be joined
-for their product. The model holds views, by the same names.
+compute. Here they are one float32 array, from which one pass makes the factors of all products.
+Dense layers with the same input are one array as well, so that nothing has to be joined for their
+product. The model holds views, by the same names.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels
 from allhands.kernels.fused.linear import Product, drops, products_of
 
-_ALIGNED = 64  # values, so that rows begin where vectors may
-# Up to so many numbers all are one array. Of more, each group is one, since old and new exist at
-# the same time.
+_ALIGNED = 64  # values, so that arrays begin where vectors may
+# Up to so many numbers are one array. If there are more, each group is one, because old and new
+# arrays exist at the same time.
 _ONE_MOST = 1 << 28
-_SMALL = 1 << 16  # those of fewer are one nevertheless
+_SMALL = 1 << 16  # groups of fewer numbers are one array nevertheless
 # Layers that make queries, by the names that architectures give them.
 _ATTENTION_INPUTS = {"q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "wq", "wqkv"}
-# Where gradients travel while others are computed: numbers of an array, or a few more.
+# Least numbers of an array where ranks exchange gradients while others are computed.
 _TRAVELLING = 1 << 24
 
 
@@ -75,7 +75,7 @@ class _Layout:
         self.size = self.starts[-1] + _aligned(spare)
 
     def joined(self, arrays: Sequence[mx.array]) -> mx.array:
-        """Return one array of ``arrays`` in the order of the shapes."""
+        """Join ``arrays``, in the order of the shapes."""
         return _joined(arrays, [*self.starts[:-1], self.size])
 
     def parts(self, whole: mx.array) -> list[mx.array]:
@@ -101,7 +101,7 @@ class FlatBuffer(_Layout):
         self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
 
     def lay(self, laid: Laid) -> None:
-        """Have the arrays where they lie already."""
+        """Take over the layout of arrays that lie in one array already."""
         self.starts, self.size, self.shape = [*laid.starts, laid.size], laid.size, (laid.size,)
 
     @property
@@ -110,7 +110,7 @@ class FlatBuffer(_Layout):
         return len(self.shapes) == 1 and math.prod(self.shapes[0]) == self.size
 
     def joined(self, arrays: Sequence[mx.array]) -> mx.array:
-        """Return one array of those in the places' order."""
+        """Join ``arrays``, in the order of the places."""
         return super().joined(arrays).reshape(self.shape)
 
 
@@ -119,7 +119,7 @@ def _aligned(count: int) -> int:
 
 
 def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
-    """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to
+    """Join ``arrays``, which begin at ``ends[:-1]``, with zeros between them and up to
     ``ends[-1]``.
     """
     pieces: list[mx.array] = [mx.zeros((ends[0],), dtype=arrays[0].dtype)] if ends[0] else []
@@ -135,7 +135,7 @@ def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
 
 
 class FlatParams:
-    """The trained arrays of a model as chunks; made once it is settled what is trained."""
+    """The trained arrays of a model as flat chunks; made after the choice of trained weights."""
 
     def __init__(self, model: nn.Module, *, apart: bool = False, travelling: bool = False) -> None:
         """Divide the trained arrays of ``model`` into buffers.
@@ -153,7 +153,7 @@ class FlatParams:
             _Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             for name in trained
         ]
-        # A layer that computes its forward pass again is handed its own arrays, and nothing else.
+        # A layer that computes its forward pass again gets its own arrays only, not a product's.
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
@@ -165,7 +165,7 @@ class FlatParams:
 
     @staticmethod
     def laid(tree: Any, rows: Sequence[Laid]) -> FlatParams:
-        """Return the arrays of a tree of trained arrays as ``rows``, in which all of them lie."""
+        """Return the trained arrays of ``tree`` as chunks; all of them lie in ``rows`` already."""
         found = FlatParams.__new__(FlatParams)
         found._spreads = []
         for row in rows:
@@ -196,8 +196,8 @@ class FlatParams:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
-        """Return the number of the chunk that is the table of ``module``, an embedding, and nothing
-        else.
+        """Return the number of the chunk with nothing but the table of ``module``, an embedding;
+        ``None`` if there is none.
         """
         return next(
             (number for number in self.tables if self.chunks[number].places[0].module is module),
@@ -206,7 +206,7 @@ class FlatParams:
 
     @property
     def tables(self) -> dict[int, int]:
-        """The numbers of a row of each chunk that is a table of embeddings, by the chunk's."""
+        """The row length of each chunk that is a table of embeddings, by the chunk's number."""
         return {
             number: chunk.shapes[0][-1]
             for number, chunk in enumerate(self.chunks)
@@ -217,10 +217,10 @@ class FlatParams:
 
     @property
     def before_attention(self) -> set[int]:
-        """The numbers of chunks that begin with what makes queries, keys and values.
+        """The numbers of chunks that begin with the projection of queries.
 
-        A backward pass comes to these after attention. Its kernels leave the most to an exchange
-        that begins with it: a product whose blocks fill a GPU takes another round for as long as an
+        A backward pass comes to these after attention, whose kernels leave the most room for an
+        exchange that begins with it: a product whose blocks fill a GPU takes another round while an
         exchange holds any multiprocessor.
         """
         names = [chunk.places[0].name for chunk in self.chunks]
@@ -230,7 +230,7 @@ class FlatParams:
 
     @contextmanager
     def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
-        """Let the model compute with what is in the chunks' arrays ``wholes``, differentiably."""
+        """Let the model compute with ``wholes``, an array for each chunk, differentiably."""
         try:
             with self.kept():
                 for spread, whole in zip(self._spreads, wholes, strict=True):
@@ -242,7 +242,7 @@ class FlatParams:
 
     @contextmanager
     def kept(self) -> Generator[None]:
-        """Give the model back the trained arrays that it has now."""
+        """After the block, give the model back the trained arrays that it has now."""
         present = [(place.module, place.key, place.array) for place in self._places]
         try:
             yield
@@ -251,7 +251,7 @@ class FlatParams:
                 module[key] = array
 
     def named(self, wholes: Sequence[mx.array]) -> list[tuple[str, mx.array]]:
-        """Arrays of the chunks' form by the names of the trained arrays."""
+        """Split an array for each chunk into parts, with the names of the trained arrays."""
         return [
             (place.name, part)
             for chunk, whole in zip(self.chunks, wholes, strict=True)
@@ -276,7 +276,7 @@ class _AsTheyLie:
             place.module[place.key] = part
 
     def clear(self) -> None:
-        """Nothing was given."""
+        """Do nothing, because no product was given arrays."""
 
 
 class _Views:
@@ -342,8 +342,8 @@ def _setter(place: _Place) -> Callable[[mx.array], None]:
 
 
 def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
-    """The first of ``places`` if they are the weights of all layers of ``product``, without gaps;
-    else none.
+    """Return the first ``places`` if they are the weights of all layers of ``product``, without
+    gaps; else none.
     """
     found = list(places[: len(product.layers)])
     fits = [place.module for place in found] == product.layers and {
@@ -355,10 +355,10 @@ def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
 def _views(
     places: Sequence[_Place], products: Sequence[Product], *, apart: bool, travelling: bool
 ) -> list[_Packed | _Views]:
-    """One chunk for each type of number, or one for each product and each other array if that were
-    too large.
+    """Return one chunk for each type of number; if the arrays are too large, one for each product
+    and each other array.
 
-    With ``travelling`` several in the model's order instead of the one.
+    With ``travelling`` there are several in the model's order instead of one.
     """
     groups = _product_groups(places, products)
     if sum(place.array.size for place in places) > _ONE_MOST:
@@ -371,8 +371,8 @@ def _views(
 
 
 def _product_groups(places: Sequence[_Place], products: Sequence[Product]) -> list[list[_Place]]:
-    """The weights of each product beside each other, wherever they stand in the model; every other
-    array alone.
+    """Group the weights of each product, wherever they are in the model; every other array is a
+    group of its own.
     """
     owners = {id(layer): product for product in products for layer in product.layers}
     groups: dict[int, list[_Place]] = {}
@@ -383,7 +383,7 @@ def _product_groups(places: Sequence[_Place], products: Sequence[Product]) -> li
 
 
 def _by_kind(places: Sequence[_Place], *, apart: bool) -> list[list[_Place]]:
-    """Parts of one type of number, and with ``apart`` of matrices or of other arrays."""
+    """Divide arrays by type of number, and with ``apart`` into matrices and other arrays."""
     kinds: dict[Any, list[_Place]] = {}
     for place in places:
         kinds.setdefault((place.array.dtype, apart and place.array.ndim > 1), []).append(place)
@@ -404,14 +404,14 @@ def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_P
             parts += (
                 [group] if len(_by_kind(group, apart=apart)) == 1 else [[place] for place in group]
             )
-    # The first ones, which travel last: some of them are of the first layers, whose gradients are
-    # there last.
+    # Small groups come first, and are exchanged last: some are of the first layers, whose gradients
+    # are computed last.
     return [*_by_kind(small, apart=apart), *parts]
 
 
 def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
-    """Groups one after the other, of :data:`_TRAVELLING` numbers or more but for the last; an
-    embedding by itself.
+    """Join groups in order until they have :data:`_TRAVELLING` numbers or more, or an embedding
+    follows, which stays by itself.
     """
     found: list[list[_Place]] = []
     open_ = False
@@ -427,16 +427,16 @@ def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
 
 class _Packed:
     """Adapters: one float32 array of all first factors, then all second ones, from which the
-    products' are gathered.
+    products' factors are gathered.
 
-    Those of a group stand side by side (first factors) and along a diagonal (second ones), which a
-    gather does in one pass, and its reverse in one.
+    In a product of several layers, first factors stand side by side, and second ones along a
+    diagonal. One gather does this in one pass, and another one reverses it.
     """
 
     @staticmethod
     def of(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> _Packed | None:
-        """``None`` if something else is trained than adapters of one scale, or an adapter drops
-        something.
+        """Return ``None`` if something else is trained than float32 adapters of one scale and
+        compute type, or an adapter has dropout.
         """
         layers = [
             layer
@@ -473,7 +473,7 @@ class _Packed:
         nothing = self.chunk.size - 1
         tables = [_tables(product, starts, nothing) for product in self._products]
         self._halves = [_Half([table[i] for table in tables], nothing) for i in (0, 1)]
-        # For each number of the chunk where its gradient stands; those between have none.
+        # The place of the gradient of each number of the chunk; numbers between arrays have none.
         self._back = [
             self._halves[0].reverse(0, self._first),
             self._halves[1].reverse(self._first, self.chunk.size),
@@ -529,7 +529,7 @@ def _collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
 def _tables(
     product: Product, starts: dict[tuple[int, str], int], nothing: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the chunk's indices of a product's factors, (K, R) and (R, N); ``nothing`` for a zero."""
+    """Return the chunk's indices of a product's factors, (K, R), (R, N); zeros: ``nothing``."""
     adapters = [layer if isinstance(layer, LoRALinear) else None for layer in product.layers]
     rank = sum(layer.lora_a.shape[1] for layer in adapters if layer is not None)
     features = next(layer.lora_a.shape[0] for layer in adapters if layer is not None)
@@ -566,8 +566,8 @@ class _Half(_Layout):
         self.index = mx.array(self._numbers)
 
     def reverse(self, start: int, end: int) -> mx.array:
-        """Return the index here of the chunk's places from ``start`` to ``end``; the last one if
-        there is none.
+        """Return for each of the chunk's places from ``start`` to ``end`` its index here; the last
+        index if it has none.
         """
         places = np.full(end - start, self.size - 1, dtype=np.int32)
         mine = np.flatnonzero(self._numbers != self._nothing)

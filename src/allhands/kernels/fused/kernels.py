@@ -21,7 +21,7 @@ _HALF = (mx.bfloat16, mx.float16)
 _MOST_RANK = 32
 # Four blocks a multiprocessor of the largest GPUs.
 _NORM_BLOCKS = 528
-# So much of a row a warp holds without running out of registers.
+# Bytes of a row that a warp holds without running out of registers.
 _WARP_BYTES = 4096
 _WIDEST_NORM_BYTES = 4 * _WARP_BYTES
 
@@ -47,7 +47,7 @@ def width(dtype: mx.Dtype) -> int:
 
 
 def suits(array: mx.array) -> bool:
-    """Return true if the kernels know the type and rows of the last axis are whole."""
+    """Return true if kernels know the type, and the last axis is a multiple of :func:`width`."""
     return array.dtype in _TYPES and array.shape[-1] % width(array.dtype) == 0
 
 
@@ -75,8 +75,8 @@ def take_rows(table: mx.array, ids: mx.array) -> mx.array:
 
 
 def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> mx.array:
-    """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative;
-    no place twice.
+    """Put (N, D) rows at their (N,) places into (``size``, D) zeros, except rows with a negative
+    target; no place may occur twice among the others.
     """
     count, features = rows.shape
     threads = rows.size // width(rows.dtype)
@@ -104,11 +104,11 @@ def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
 
 
 def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None = None) -> mx.array:
-    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D)
-    -> (``size``, D).
+    """Sum the ``rows`` of each id, in their order and in float32: (N,) int32 from 0, (N, D) ->
+    (``size``, D).
 
-    ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that
-    array with the sums added, in its own memory, as :func:`cross_entropy` does.
+    ``onto``: (``size``, D), of the same type, contiguous and with no other user: where kernels are
+    launched one after the other, the sums are added in its own memory, as in :func:`cross_entropy`.
     """
     if onto is not None and not launches_directly():
         return onto + add_rows(ids, rows, size)
@@ -117,7 +117,7 @@ def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None 
     block = min(_BLOCK, -(-parts // 32) * 32)
     constants = {"D": features, "THREADS": block, "ONTO": int(onto is not None)}
     threads = count * -(-parts // block) * block
-    # Stable, as MLX says: equal ids keep the order of their places.
+    # The sort is stable, as MLX says: equal ids keep their order.
     inputs = [ids, mx.argsort(ids), rows, rows if onto is None else onto]
     work = _Work("add_rows", rows.dtype, constants, (count,), threads, block, fill=0.0)
     shape = (size, features) if onto is None else (1,)
@@ -135,8 +135,8 @@ def swiglu(x: mx.array) -> mx.array:
 def swiglu_vjp(
     x: mx.array, cotangent: mx.array, *, again: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes
-    almost for nothing.
+    """Gradient of :func:`swiglu` in ``x``; with ``again`` also its value, which costs almost
+    nothing.
     """
     rows, features = x.shape[0], x.shape[1] // 2
     constants = {"F": features, "AGAIN": int(again)}
@@ -152,8 +152,8 @@ def swiglu_adapted(x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, 
     F) -> (N, F).
 
     Args:
-        ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken
-            for zeros.
+        ranks: rows of ``b`` that belong to gate and to up; their columns of the other are taken as
+            zeros.
     """
     work, rows = _swiglu_adapted("swiglu_adapted", x, ranks, {}), x.shape[0]
     return work.run([x, inner, b], [((rows, x.shape[1] // 2), x.dtype)])[0]
@@ -171,7 +171,7 @@ def swiglu_adapted_vjp(
     """Gradient of :func:`swiglu_adapted` in ``x`` for the cotangent ``c + cinner @ a.T``, and its
     value again.
 
-    (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
+    ``c``, ``cinner`` and ``a``: (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
     """
     work = _swiglu_adapted("swiglu_adapted_vjp", x, ranks, {"DOWN": a.shape[1]})
     dx, y = work.run([x, inner, b, c, cinner, a], [(x.shape, x.dtype), (c.shape, x.dtype)])
@@ -197,8 +197,8 @@ def _swiglu_adapted(
 
 
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
-    """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D
-    / 2, 2) table.
+    """Turn the queries and keys in (B, T, H + 2 KV, D), but not the values, by the table (T or
+    more, D / 2, 2).
     """
     return _rope("rope", x.dtype, x.shape, num_heads, num_kv_heads).run(
         [x, turns], [(x.shape, x.dtype)]
@@ -227,12 +227,12 @@ def _rope(
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative
-    ones counting 0.
+    """Loss of each row, float32, and its gradient, for (N, V) logits and (N,) targets; rows with a
+    negative target count 0.
 
-    ``logits`` must be nobody else's: where kernels run one after the other the gradient takes their
-    place, which halves the memory. In a graph of CUDA's, which is not told, a reader of the
-    gradient might come too early.
+    ``logits`` must have no other user: where kernels are launched one after the other, the gradient
+    overwrites them, which halves the memory. A CUDA graph does not know that they are overwritten,
+    so that a reader of the gradient might come too early.
     """
     rows = logits.shape[0]
     in_place = launches_directly()
@@ -254,7 +254,7 @@ def rms_norm(
     x: mx.array, residual: mx.array | None, weight: mx.array, eps: float
 ) -> tuple[mx.array, mx.array]:
     """:func:`mlx.core.fast.rms_norm` of (N, D) ``x + residual``, and that sum; without a residual
-    (1,) zeros.
+    the sum is (1,) of no meaning.
     """
     rows, features = x.shape
     per_block = 8 if features * x.dtype.size <= 2 * _WARP_BYTES else 4
@@ -286,11 +286,11 @@ def rms_norm_vjp(
     """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and, if it is ``trained``, in
     (D,) ``weight``.
 
-    The first has ``residual`` added, a cotangent of ``x`` itself; the second is float32.
+    ``residual``, a cotangent of ``x`` itself, is added to the first; the second is float32.
     """
     rows, features = x.shape
-    # Sums over the rows take registers as well. More warps a row are faster than their registers
-    # would ask for: of 4,096 features, on an H200, eight take 69 us where four take 110.
+    # Sums over the rows take registers as well. More warps a row than registers require are faster:
+    # for 4,096 features on an H200, eight take 69 us and four 110.
     held = _WARP_BYTES // (8 if trained else 4)
     warps = next((n for n in (1, 2, 4) if features * x.dtype.size <= n * held), 8)
     blocks = min(_NORM_BLOCKS if trained else rows, -(-rows * warps // 8))
@@ -305,7 +305,7 @@ def rms_norm_vjp(
 
 
 def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
-    """Float32 scalar, of all ``arrays``: one launch each, in their order, and one for the end."""
+    """Float32 scalar, over all ``arrays``: one launch each, in their order, and one at the end."""
     most = max(array.size // width(array.dtype) for array in arrays)
     blocks = min(1024, -(-most // _BLOCK))
     out = None
@@ -330,7 +330,7 @@ def _zero() -> mx.array:
 def adam_scalars(
     numbers: Sequence[mx.array], options: mx.array, *, bias_correction: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return :func:`adam`'s scalars without and with decay, the norm, and if norm and loss are
+    """Return :func:`adam`'s scalars without and with decay, the norm, and whether norm and loss are
     finite.
 
     Args:
@@ -414,7 +414,7 @@ class _Work:
 def source(
     name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]
 ) -> tuple[str, str]:
-    """Return the name of a kernel, which says its constants too, and its whole text."""
+    """Return the name of a kernel, which includes its constants, and its whole text."""
     words = [f"{key.lower()}{value}" for key, value in constants]
     full = re.sub(r"\W", "_", "_".join(["allhands", name, _TYPES[dtype], *words]))
     defines = "".join(

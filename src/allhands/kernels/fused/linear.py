@@ -29,7 +29,7 @@ from allhands.kernels.selection import (
     selection_of,
 )
 
-# Makes a dense weight, once the array that it is given is there.
+# Makes a dense weight, after the array that it is given has been computed.
 Dense = Callable[[mx.array], mx.array]
 
 
@@ -66,10 +66,10 @@ def makes_dense(x: mx.array, selection: KernelSelection, *, least: int = 0) -> b
 
 def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one;
-    returns how many.
+    return their number.
 
-    :func:`allhands.kernels.fused.blocks.fuse` does so, too. MLX's own operations do it on every
-    device.
+    :func:`allhands.kernels.fused.blocks.fuse` does so, too. It works on every device: without a
+    kernel, MLX's own operations make the weight dense.
     """
     found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
     for module in found:
@@ -83,9 +83,9 @@ def dequantized(
     """Return the dense weight of a quantised linear or embedding module.
 
     Args:
-        after: is computed before the weight. Without it MLX makes the weights of all layers first
-            (MLX_BFS_MAX_WIDTH=1: what needs nothing comes before what needs something), and all are
-            in memory at once.
+        after: array to compute before the weight. Without it MLX makes the weights of all layers
+            first, and all are in memory at once (with MLX_BFS_MAX_WIDTH=1, operations without
+            inputs come first).
     """
     words: mx.array = layer.weight if after is None else mx.depends(layer.weight, after)
     biases: mx.array | None = layer.get("biases")
@@ -111,7 +111,7 @@ def dequantized_by_mlx(layer: Any, words: mx.array | None = None) -> mx.array:
 
 
 class TrainedLinear(nn.Linear):
-    """A dense layer that is trained itself, with :func:`ops.trained_product`."""
+    """A trained dense layer, with :func:`ops.trained_product`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != self.weight.dtype:
@@ -122,8 +122,8 @@ class TrainedLinear(nn.Linear):
         return y + self.bias if "bias" in self else y
 
     def of_swiglu(self, x: mx.array) -> mx.array:
-        """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N,
-        2 F) -> (N, M).
+        """Return this layer's output for ``ops.swiglu(x)``, which is not kept for the backward
+        pass: (N, 2 F) -> (N, M).
         """
         selection = selection_of(self)
         if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x, selection):
@@ -177,10 +177,10 @@ class Product:
     def __init__(
         self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None
     ) -> None:
-        """Join ``layers``; ``frozen`` are their weights together, as :func:`_join` made them.
+        """Join ``layers``; ``frozen`` holds their joined weights, as :func:`_join` makes them.
 
-        Without those several frozen layers have their products one by one, or their dense weights
-        put together.
+        Without it several frozen layers are multiplied one by one, or their dense weights are
+        concatenated.
         """
         self.layers = list(layers)
         self._selection = selection
@@ -190,16 +190,15 @@ class Product:
         self._kept: mx.array | None = None
 
     def keep_dense(self, most_bytes: int) -> int:
-        """Make the dense weight once, for good, if it would be made twice a step; returns its
-        bytes.
+        """Make the dense weight once, for good, if a step would make it twice; return its bytes.
 
-        The weight of an adapted quantised product is such a one: the backward pass needs it again.
-        0 for other products, and where it would take more than ``most_bytes``.
+        A step does so in an adapted quantised product, because the backward pass needs it again.
+        The result is 0 for other products, and if the weight takes more than ``most_bytes``.
         """
         weight = self._weight
         if len(self._weights) > 1:
             return 0
-        # Where something is dropped layers compute by themselves.
+        # With dropout, layers compute one by one.
         if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(
             map(_may_drop, self.layers)
         ):
@@ -207,7 +206,7 @@ class Product:
         rows, words = weight.weight.shape
         columns, dtype = words * 32 // weight.bits, weight.scales.dtype
         size = rows * columns * dtype.size
-        # A row would do to ask.
+        # One row is enough to ask with.
         if size > most_bytes or not self._is_dense(mx.zeros((1, columns), dtype=dtype)):
             return 0
         self._kept = dequantized(weight, self._selection)
@@ -222,10 +221,10 @@ class Product:
     def give(
         self, arrays: mx.array | tuple[mx.array, ...] | None, again: mx.array | None = None
     ) -> None:
-        """Compute with these, not with what the layers have: their weights as one, or (K, R) and
-        (R, N) factors.
+        """Compute with ``arrays`` instead of the layers' own: the joined weight, or (K, R) and
+        (R, N) factors; ``None``: with their own.
 
-        ``again``: the weights for the backward pass, where that has other ones; see
+        ``again``: the joined weight for the backward pass, if that has another one; see
         :func:`again_of`.
         """
         self._given = (arrays,) if isinstance(arrays, mx.array) else arrays
@@ -269,24 +268,24 @@ class Product:
         return _with_biases(y, bases)
 
     def _again(self, bases: Sequence[Any]) -> mx.array | None:
-        """The trained weights for the backward pass, where that has other ones."""
+        """The joined trained weights for the backward pass, if that has other ones."""
         if self._given is None and any(again_of(base) is not base for base in bases):
             return _together([again_of(base).weight for base in bases])
         return self._given_again
 
     def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
-        """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no
-        such form.
+        """Compute gate and up by this product, then SwiGLU and ``down``, all adapted; ``None`` if
+        there is no such form.
 
-        Neither the products of the adapters' factors nor SwiGLU are kept, and two of these products
-        are never written.
+        SwiGLU and the products of the adapters' factors are not kept. Two of these products are
+        never in memory, because kernels compute them on the way.
         """
         layers = [*self.layers, *down.layers]
         if not all(isinstance(layer, LoRALinear) for layer in layers):
             return None
         ranks = [layer.lora_a.shape[1] for layer in layers]
         features = sum(self.widths)
-        # A row of that width would do to ask.
+        # Only to ask with: it is not computed.
         wide = mx.zeros((x.shape[0], features), dtype=x.dtype)
         fits = (
             kernels.available()
@@ -302,7 +301,7 @@ class Product:
         return _adapted_mlp(x, self._dense(), down._dense(), (ranks[0], ranks[1]), *factors)
 
     def of_swiglu(self, x: mx.array) -> mx.array:
-        """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) ->
+        """Return an adapted layer's product with ``ops.swiglu(x)``, which is not kept: (N, 2 F) ->
         (N, M).
         """
         fits = _is_plain(base_of(self.layers[0])) and ops.fuses_swiglu(x, self._selection)
@@ -326,7 +325,7 @@ class Product:
         return self._weights[0]
 
     def _is_dense(self, x: mx.array) -> bool:
-        """Return true to multiply by a dense weight, which may be made for it, by rule even for few
+        """Return true to multiply by a dense weight, unpacked if needed; by rule even for few
         tokens.
         """
         is_quantised = isinstance(self._weight, nn.QuantizedLinear)
@@ -337,7 +336,7 @@ class Product:
         return quantised_product(weights, [again_of(each) for each in weights])(x)
 
     def _dense(self) -> tuple[Dense, Dense]:
-        """Functions that make the dense weight, for the forward and for the backward pass."""
+        """Return functions that make the dense weight, for the forward and the backward pass."""
         if (kept := self._kept) is not None:
             return (lambda _: kept), (lambda _: kept)
         return self._dense_of(self._weights), self._dense_of(
@@ -352,7 +351,7 @@ class Product:
         return lambda _: _together([each.weight for each in weights])
 
     def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-        """All adapters' factors as those of one, (K, R) and (R, N)."""
+        """Join all adapters' factors to those of one adapter, (K, R) and (R, N)."""
         factors = self._given or _factors(self.layers, self.widths)
         return tuple(factor.astype(dtype) for factor in factors)
 
@@ -384,7 +383,7 @@ def _together(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """(K, R) and (R, N): all adapters' factors as those of one."""
+    """Join all adapters' factors to those of one adapter, (K, R) and (R, N)."""
     adapters = [layer if isinstance(layer, LoRALinear) else None for layer in layers]
     first = [adapter.lora_a for adapter in adapters if adapter is not None]
     second: list[mx.array] = []
@@ -402,18 +401,18 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
 def _adapted(
     x: mx.array, dense: tuple[Dense, Dense], a: mx.array, b: mx.array, *, of_swiglu: bool = False
 ) -> mx.array:
-    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``; ``dense`` as
-    :class:`Product` makes it.
+    """``x @ (dense(x).T + a @ b)``, with gradients in ``x``, ``a`` and ``b``; ``dense`` comes from
+    :class:`Product`.
 
-    With ``of_swiglu`` of ``swiglu(x)``, which is computed again in the backward pass instead of
-    being kept.
+    With ``of_swiglu``, ``swiglu(x)`` replaces ``x``; the backward pass computes it again instead of
+    keeping it.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         y = kernels.swiglu(x) if of_swiglu else x
         inner = y @ a
-        # The small product first: the large one then adds to it as it ends, without a pass of its
-        # own.
+        # The small product comes first: the large one then adds it as it ends, without a further
+        # pass.
         return mx.addmm(inner @ b, y, dense[0](y).T), inner
 
     def backward(
@@ -435,7 +434,7 @@ def _adapted_mlp(
     ranks: tuple[int, int],
     *factors: mx.array,
 ) -> mx.array:
-    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors a1, b1, a2, b2."""
 
     def forward(
         x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array
@@ -468,11 +467,10 @@ class Group:
     def __init__(
         self, layers: Sequence[Any], selection: KernelSelection, *, joins: bool = True
     ) -> None:
-        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a
-        part of those.
+        """Join the weights of ``layers`` if they are frozen; each layer's own become views of them.
 
-        ``joins``: False if each layer's own are to stay as they are, because others take their
-        place from time to time.
+        ``joins``: False to leave each layer's own as they are, because others take their place from
+        time to time.
         """
         self.product = Product(
             layers, selection, _join([base_of(layer) for layer in layers]) if joins else None
@@ -480,9 +478,7 @@ class Group:
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:
-        """Return true if ``layers`` are of one kind, all trained or all frozen, so that they can be
-        one.
-        """
+        """Return true if ``layers`` can be one: of one kind, and all trained or all frozen."""
         bases = [base_of(layer) for layer in layers]
         kinds = {type(base) for base in bases}
         if not all(
@@ -506,9 +502,7 @@ class Group:
         return not any(drops(layer) for layer in self.product.layers)
 
     def require_own_arrays(self) -> None:
-        """Called before layers compute one by one: the group must not have been given other arrays
-        than theirs.
-        """
+        """Check that the group was given no arrays, before layers compute one by one."""
         assert not self.product.is_given, "layers would compute with other arrays than their group"
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -516,8 +510,8 @@ class Group:
 
 
 def _join(bases: Sequence[Any]) -> Any:
-    """A layer with the weights of frozen ``bases`` one below the other, of which theirs become
-    views; else ``None``.
+    """Return a layer with the concatenated weights of frozen ``bases``, whose own become views;
+    ``None`` if any is trained.
     """
     if any(map(_is_trained, bases)):
         return None

@@ -41,10 +41,9 @@ _swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x,
 
 
 def swiglu_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
-    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of
-    being kept.
+    """``swiglu(x) @ weight.T``; the backward pass computes ``swiglu(x)`` again.
 
-    (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
+    (N, 2 F), (M, F) -> (N, M), with gradients in both; only if :func:`fuses_swiglu`.
 
     Args:
         again: see :func:`trained_product`.
@@ -65,13 +64,12 @@ def rope_split(
     num_kv_heads: int,
     selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries and keys turned by their places, and values, of rows in which they stand side by
-    side.
+    """Split rows of queries, keys and values side by side; turn queries and keys by position.
 
     Args:
         x: (B, T, H + 2 KV, D).
-        turns: (T or more, D / 2, 2) float32 cosine and sine for each place and pair (i, i + D / 2)
-            of features.
+        turns: (T or more, D / 2, 2) float32 cosine and sine for each position and pair of features
+            (i, i + D / 2).
 
     Returns:
         (B, H, T, D) and twice (B, KV, T, D).
@@ -133,8 +131,8 @@ def added_rms_norm(
     trained: bool,
     selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array]:
-    """Return ``x + residual`` and its norm, in one pass, and back in one; without a residual ``x``
-    and its norm.
+    """Return ``x + residual`` and its norm, in one pass forward and one backward; without a
+    residual, ``x`` and its norm.
     """
     fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
     if not fits or selection.select("rms_norm", "cuda") == PLAIN:
@@ -162,10 +160,10 @@ def added_rms_norm(
 
 
 def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
-    """``x[places]``: (M, D), (N,) -> (N, D). No place twice, but for those whose (N,) target is
-    negative.
+    """``x[places]``: (M, D), (N,) -> (N, D). Only places whose (N,) target is negative may occur
+    twice.
 
-    The gradient of those is taken for zero.
+    Their gradient is taken as zero.
     """
     if not (kernels.available() and kernels.suits(x)):
         return x[places]
@@ -179,11 +177,11 @@ def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
 def product_with(
     dense: Callable[[mx.array], mx.array], again: Callable[[mx.array], mx.array] | None = None
 ) -> Callable[[mx.array], mx.array]:
-    """``x @ dense(x).T`` for a frozen weight that is made anew for the backward pass instead of
-    being kept.
+    """Return the function ``x @ dense(x).T`` for a frozen weight that is made anew for the backward
+    pass instead of being kept.
 
-    ``dense`` is given what the weight is multiplied by, before which it is not to be made.
-    ``again`` makes it for the backward pass, if something else does.
+    ``dense`` gets the weight's factor, after which it must make the weight. ``again`` makes the
+    weight for the backward pass; default: ``dense``.
     """
     back = dense if again is None else again
 
@@ -194,14 +192,14 @@ def product_with(
 
 
 def trained_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
-    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as
-    optimizers read it.
+    """``x @ weight.T``, whose gradient in ``weight`` lies in memory like the weight, as optimizers
+    read it.
 
-    MLX's own comes transposed. (N, K), (M, K) -> (N, M).
+    MLX's own lies transposed. (N, K), (M, K) -> (N, M).
 
     Args:
-        again: the weight once more, for the backward pass; then ``weight`` itself is not kept for
-            that.
+        again: another array with the weight, for the backward pass, which then does not keep
+            ``weight`` itself.
     """
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""The text of the CUDA kernels, a file each; ``.cuh`` files are parts of them.
+"""The source of the CUDA kernels, one file each; ``.cuh`` files are included in them.
 
 ``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). Sizes of the
 model are constants of the kernel. The number of rows is given at each call, since a kernel is built
@@ -16,9 +16,7 @@ from importlib.resources import files
 
 @cache
 def text_of(file: str) -> str:
-    """Return the text of a file of this package, without the comment at its beginning, and with
-    what it includes.
-    """
+    """Return the text of a file here, without its first comment and with its includes."""
     text = (files(__name__) / file).read_text(encoding="utf-8")
     return re.sub(
         r'#include "(\w+\.cuh)"\n',
