@@ -400,14 +400,15 @@ class MeshWay:
         """Return the seconds of a step."""
         compute = self.compute_s()
         exchanged = self.link_s()
-        if (
-            self.mesh.parts > 1
-        ):  # weights travel beside the passes, but for those of the first block
+        if self.mesh.parts > 1:
+            # Weights travel beside the passes, but for those of the first block. Where ranks share
+            # a computer's cores, one core of a rank sends and receives meanwhile.
             divided = self.divided
             fetches = divided.blocks.layers - 1 + divided.work.trained_layers
-            exchanged = max(
-                exchanged / max(1, fetches * divided.micro_batches), exchanged - compute
-            )
+            least = 1 / max(1, fetches * divided.micro_batches)
+            if self.job.shares:
+                least = max(least, min(1.0, self.ranks / max(1, self.job.room)))
+            exchanged = max(exchanged * least, exchanged - compute)
         serial_s = self.plain.step_s - self.plain.compute_s - self.plain.exposed_s
         waited = exchanged + self.experts_s() + self.rows_s() + self.sums_s()
         return serial_s + compute + waited + self.gradients_s(compute)
