@@ -518,3 +518,15 @@ def test_only_products_that_ask_for_memory_are_left_out(unwritten: native_arrays
     native_arrays.new(2000, 256)  # for which there are not enough ones
     assert product(factor[:300, None]) == {1.0}
     assert product(np.asarray(unwritten.ones)[:300, None]) == {7.0}
+
+
+@pytest.mark.parametrize(("window", "narrow"), [(None, False), (6, False), (4, True)])
+def test_a_window_counts_where_it_is_narrower_than_the_row(
+    window: int | None, narrow: bool
+) -> None:
+    row = DocumentRow(mx.array([[0, 0, 0, 0, 0, 1]]))
+    mask = np.array(row.make_mask(6, window_size=window))[0, 0]
+    expected = np.tril(np.ones((6, 6), bool)) & ~np.tril(np.ones((6, 6), bool), -(window or 6))
+    expected[5, :5] = False
+    assert (mask == expected).all()
+    assert row.windowed == narrow

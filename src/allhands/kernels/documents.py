@@ -27,7 +27,7 @@ class DocumentRow:
     def __init__(self, documents: mx.array) -> None:
         self._documents = documents
         self._starts: NDArray[np.int32] | None = None
-        # True once a layer has asked for a mask with a window, of any size.
+        # True once a layer has asked for a window that is narrower than the row.
         self.windowed = False
 
     @property
@@ -50,10 +50,11 @@ class DocumentRow:
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
         """(B, 1, T, T) bool: true where a query (third axis) sees a key (fourth axis)."""
-        places = mx.arange(self._documents.shape[1])
+        length = self._documents.shape[1]
+        places = mx.arange(length)
         distance = places[:, None] - places[None, :]
         visible = distance >= 0
-        if window_size is not None:
+        if window_size is not None and window_size < length:
             self.windowed = True
             visible = visible & (distance < window_size)
         same = self._documents[:, None, :, None] == self._documents[:, None, None, :]
