@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from allhands.observe.times import times_of
 from allhands.observe.trackers import TrackerSink
 from allhands.report import make_page, read_facts, to_markdown
 from allhands.report.dashboard.runs import summary_of
+from allhands.runtime.accelerator import detect
 
 BATCHES, OF_STEP = 10, 4
 ITERATIONS = [4, 8, 10]
@@ -313,3 +315,18 @@ def test_a_failure_after_the_last_step_is_refused(trainings: Trainings) -> None:
     done = run_allhands(*words, env={"ALLHANDS_FAULTS": str(trainings.root / "late.json")})
     assert done.returncode == 2
     assert "step 5 is never reached" in done.stderr
+
+
+@pytest.mark.skipif(detect().kind != "cpu", reason="a GPU computes passes that are queued ahead")
+def test_a_step_of_compiled_passes_takes_the_time_of_its_own(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    words = ["train", "--model", trainings.model, "--data", "demo", "--adapter-path", tmp_path]
+    done = run_allhands(
+        *words,
+        *("--iters", "10", "--steps-per-report", "1", "--val-batches", "0", "--batch-size", "4"),
+        *("--packing", "--max-seq-length", "512", "--compile", "on"),
+    )
+    assert done.returncode == 0, done.stderr
+    seconds = [report.step_time_s for report in read_metrics(tmp_path).train][2:]
+    assert min(seconds) > 0.3 * statistics.median(seconds), seconds

@@ -48,7 +48,6 @@ def calibrated(
     told: dict[int, list[tuple[float, int]]],
     *,
     tokens: list[float] | None = None,
-    on_gpu: bool = True,
     **options: Any,
 ) -> tuple[Calibration, list[dict[str, Any]]]:
     """By trainings that write what is ``told`` of each batch size, and the options that they were
@@ -105,7 +104,7 @@ def calibrated(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr("allhands.cli.plan_calibration.subprocess.run", train)
-    return calibrate(TrainConfig(batch_size=8, **options), 9.0, on_gpu=on_gpu), asked
+    return calibrate(TrainConfig(batch_size=8, **options), 9.0, on_gpu=True), asked
 
 
 def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(
@@ -119,18 +118,6 @@ def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(
         20_000,
         (8192, 1),
     )  # what it needs, not what it took
-
-
-@pytest.mark.parametrize("shapes", [[1, 1, 2, 3, 3, 3], [1, 2, 3, 3, 3, 4], [1] * 6])
-def test_compiled_passes_of_a_cpu_are_queued_ahead_too(
-    monkeypatch: pytest.MonkeyPatch, shapes: list[int]
-) -> None:
-    told = {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)}
-    found, _ = calibrated(monkeypatch, told, on_gpu=False, compile="on")
-    # Of six steps nearly all may meet a new shape, so these count.
-    assert len(shapes) == steps_of(TrainConfig(compile="on"), on_gpu=False)
-    assert PASS_S <= found.points[0][1] <= PASS_S + 2 * UPDATE_S + NEW_S
-    assert found.points[0][0] == pytest.approx(TOKENS)
 
 
 def test_steps_that_met_a_shape_for_the_first_time_do_not_count(

@@ -140,15 +140,14 @@ def _measured(
     # time.
     sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
     runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
-    points = tuple(_point_of(run, config, on_gpu=on_gpu) for run in runs)
+    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     first, whole_s, others = runs[0], None, max(run.others for run in runs)
     if with_all_cores:
         # With the cores that each of several ranks has.
         whole = _run(
             config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s
         )
-        whole_s = _point_of(whole, config, on_gpu=on_gpu)[1]
-        others = max(others, whole.others)
+        whole_s, others = _point(whole)[1], max(others, whole.others)
     return Calibration(
         points=points,
         exchanged=first.started.trainable_params,
@@ -215,7 +214,7 @@ def small_passes(
         return SmallPasses(tokens, limit, measured.longest, usual, usual, measured.points[0][1])
     run = _run(config, config.batch_size, timeout_s, {"micro_batch_tokens": limit}, on_gpu=on_gpu)
     tokens, batches = run.started.largest or (limit, config.batch_size)
-    _, seconds = _point_of(run, config, on_gpu=on_gpu)
+    _, seconds = _point_of_gpu(run) if on_gpu else _point(run)
     return SmallPasses(tokens, limit, measured.longest, batches, usual, seconds)
 
 
@@ -228,32 +227,13 @@ class _ShortRun:
     others: float = 0.0  # cores that other programs took
 
 
-def _point_of(run: _ShortRun, config: TrainConfig, *, on_gpu: bool) -> tuple[float, float]:
-    """Return the tokens and the seconds of a step."""
-    if on_gpu:
-        return _point_of_gpu(run)
-    return _point_of_compiled(run) if config.compile == "on" else _point(run)
-
-
 def _point(run: _ShortRun) -> tuple[float, float]:
-    """:meth:`_point_of` a CPU: means over all counted steps, since batches differ in length."""
+    """Tokens and seconds of a step: means over all counted steps, since batches differ in length."""
     counted = run.reports[1:] or run.reports
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
     # The fastest, because a computer with other work for a moment is slower, never quicker.
     each = min(1.0 / report.tokens_per_s for report in counted)
     return tokens, tokens * each
-
-
-def _point_of_compiled(run: _ShortRun) -> tuple[float, float]:
-    """:meth:`_point_of` a CPU with compiled passes, where a step queues the passes of the next one
-    if their shape was met before: only all steps together say what one takes.
-    """
-    counted = run.reports[1:] or run.reports
-    sizes = [report.tokens_per_s * report.step_time_s for report in counted]
-    # The passes of the first counted step may have been computed in the step before.
-    ahead = counted[0].shapes == run.reports[0].shapes and len(counted) > 1
-    tokens, seconds = statistics.mean(sizes), sum(report.step_time_s for report in counted)
-    return tokens, tokens * seconds / sum(sizes[ahead:])
 
 
 def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:

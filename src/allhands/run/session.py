@@ -386,6 +386,7 @@ class _RankRun:
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
             non_finite=config.non_finite,
+            queues_ahead=self.ready.accelerator.kind != "cpu",
             packed=config.packing,
             objective=self._objective,
             same_rows=self._same_rows,

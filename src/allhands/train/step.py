@@ -56,6 +56,8 @@ class StepOptions:
         overlap: exchange gradients while others are computed; default: with NCCL.
         dropout: of the model, as :func:`install_dropout` returned it.
         non_finite: reaction to a loss or gradient that is not finite: an error, or no update.
+        queues_ahead: queue the next step's first pass while the device updates weights. A CPU gains
+            nothing by it: the host would compute the pass before this step ends.
         packed: True if windows are rows of packed documents, for messages.
         objective: the training objective.
         heartbeat: called with "compute" (or "first", if a shape is compiled) before each
@@ -79,6 +81,7 @@ class StepOptions:
     overlap: bool | None = None
     dropout: DropoutKeys | None = None
     non_finite: Literal["stop", "skip"] = "stop"
+    queues_ahead: bool = True
     packed: bool = False
     objective: Objective = CAUSAL_LM
     heartbeat: Callable[[str], None] = lambda phase: None
@@ -187,7 +190,8 @@ class TrainStep:
             if strategy.overlaps:
                 mx.async_eval(arrays)
             self.passes.meanwhile = updated.pieces.begin
-            strategy.start_next(self.passes, upcoming)
+            if self.options.queues_ahead:
+                strategy.start_next(self.passes, upcoming)
             updated.pieces.finish()
             times = strategy.wait(reduced, arrays, times, handing_out)
             self._free_since = time.perf_counter()
