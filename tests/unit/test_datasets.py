@@ -263,6 +263,20 @@ def test_one_long_text_is_as_many_examples_as_rows(
     assert any(note.startswith("valid: ") for note in load_data(build_config(given)).notes) == noted
 
 
+@pytest.mark.parametrize("shared", [0, 1, 3])
+def test_validation_examples_that_are_trained_on_are_counted(
+    tiny_model: Path, tmp_path: Path, shared: int
+) -> None:
+    words = ["one", "two", "three", "four", "five", "six"]
+    folder = write(tmp_path / "data", *words[:3])
+    write(folder, *words[3 - shared : 6 - shared], name="valid")
+    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "batch_size": 1}
+    notes = load_data(build_config(flags)).notes
+    assert any(note.startswith(f"{shared} of 3 validation") for note in notes) == (shared > 0)
+    # Only what is held out is said to be: half of six examples.
+    assert any(note.startswith("3 of 6 examples") for note in notes) == (shared == 0)
+
+
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
     folder = write(write(tmp_path / "data", "some words"), "more words", name="eval")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True}

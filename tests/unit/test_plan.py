@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -621,6 +622,19 @@ def test_gradients_that_explode_are_told_before_how_to_be_faster(
     shown = call_allhands("plan", "--after", str(tmp_path)).stdout
     assert shown.startswith("warning: ") == bool(told)
     assert "waiting for other ranks" in shown
+
+
+def test_a_run_that_ended_too_early_is_not_called_healthy(tmp_path: Path) -> None:
+    made = history(comm_s=0.0)
+    assert made.started is not None
+    lines = [encode_event(event) for event in (replace(made.started, time=1e9), made.train[0])]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    found = json.loads(call_allhands("plan", "--after", str(tmp_path), "--json").stdout)
+    assert (found["signs"], found["status"]) == ([], "crashed or killed")
+    told = call_allhands("plan", "--after", str(tmp_path)).stdout
+    assert f"{tmp_path.name}: crashed or killed" in told
+    assert "no sign" not in told
 
 
 def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:

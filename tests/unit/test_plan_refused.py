@@ -17,6 +17,7 @@ from allhands.model.reading import list_of_files
 from allhands.model.weight_files import LIST_FILE, present
 from allhands.plan.devices import device_of
 from allhands.plan.links import link_of
+from allhands.runtime.accelerator import detect
 
 DEVICE = ("plan", "--device", "M1 Pro", "--iters", "9")
 
@@ -49,6 +50,16 @@ def test_a_training_that_is_refused_is_not_planned(
     assert "--lora-parameters" in none.stderr
     assert "attn.q, no.such" in none.stderr
     assert "linear layers of a block: self_attn.q_proj, " in none.stderr
+
+
+@pytest.mark.skipif(detect().kind != "cpu", reason="a GPU can divide the optimizer's state")
+def test_a_strategy_that_training_refuses_is_not_planned(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    words = ("--model", str(tiny_model), "--data", str(tiny_data), "-n", "2", "--strategy", "zero1")
+    plan = call_allhands("plan", *words, "--iters", "3", cwd=tmp_path)
+    assert (plan.returncode, plan.stdout) == (2, "")
+    assert "--compile on" in plan.stderr
 
 
 def test_a_directory_that_is_no_model_is_told_as_training_tells_it(

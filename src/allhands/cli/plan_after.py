@@ -34,12 +34,16 @@ def show_after(run: Path, *, as_json: bool) -> None:
             "signs": [*map(asdict, signs)],
             "plan": compared and compared.as_json(),
             "notes": notes,
+            "status": facts.status,
         }
         values["judgements"] = [*map(asdict, done)]
         print_json(values)
         return
     told = [f"{one.level}: {one.text}" for one in done]
-    if not signs and not ruined:
+    if facts.status in ("failed", "crashed or killed"):
+        why = f": {facts.reason}" if facts.reason else ""
+        told.append(f"{facts.history.name}: {facts.status}{why}")
+    elif not signs and not ruined:
         told.append(f"{facts.history.name}: no sign that it needs another way of training")
     told += [f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs]
     for text in (*told, *notes):

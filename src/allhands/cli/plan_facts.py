@@ -37,6 +37,7 @@ from allhands.model.shapes import find_shape, model_config, num_parameters, rows
 from allhands.model.sources import resolve
 from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import PackedGradients
+from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
 from allhands.plan.asked import asks, require_asked
@@ -53,6 +54,7 @@ from allhands.run.model_sizes import (
     left_to_adam,
     linears,
 )
+from allhands.run.strategy_choice import require_fit
 from allhands.run.training_memory import (
     WRITING_BYTES,
     DecoderShape,
@@ -136,6 +138,9 @@ class _Facts:
         self.blocks = self.model.blocks
         if asks(config):
             require_asked(config, self.model.values, self._most_ranks(), self._known_backend)
+        elif self._most_ranks() > 1:
+            native = not self.devices and detect().runs_natively(config.compile)
+            require_fit(config, TrainingNeeds(config.optimizer, native))
         self.measured: Calibration | None = None
         self.as_one_of = config
         if not self.devices:

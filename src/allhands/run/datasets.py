@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,7 @@ from allhands.model.load import LoadedTokenizer, load_tokenizer
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
 # Ranks of one host come to their data within this time of each other.
 PATIENCE_S = 3.0
+_LOOKED_AT = 2_000_000  # tokens of data whose examples are compared before a training
 _TELL_EVERY_S = 5.0
 # Shorter work is not worth a line.
 _TOLD_FROM_S = 2.0
@@ -389,7 +391,13 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
     trained, held = (
         _count(stored[split], config) if split in stored else 0 for split in ("train", "valid")
     )
-    yield from _held_notes(config, trained, held)
+    shared = _shared(tokens, stored["valid"].tokens) if "valid" in stored else 0
+    if shared:
+        yield (
+            f"{shared:,} of {len(stored['valid'].tokens):,} validation examples are trained on, too: the validation "
+            "loss does not say how the model does on new data"
+        )
+    yield from _held_notes(config, trained, held, shared)
     # A row's targets are one token further on.
     count, what, least, whole = len(tokens), "example", config.batch_size - 1, "batch"
     if config.packing:
@@ -404,9 +412,19 @@ def _count(stored: StoredTokens, config: TrainConfig) -> int:
     return max(stored.report.num_examples, rows)
 
 
-def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
+def _shared(trained: TokenSet, held: TokenSet) -> int:
+    """Return the number of validation examples that are also trained on; 0 where the data are too
+    large to look at each example before a training.
+    """
+    if len(trained.tokens) + len(held.tokens) > _LOOKED_AT:
+        return 0
+    known = {trained.tokens[a:b].tobytes() for a, b in pairwise(trained.offsets)}
+    return sum(held.tokens[a:b].tobytes() in known for a, b in pairwise(held.offsets))
+
+
+def _held_notes(config: TrainConfig, trained: int, held: int, shared: int) -> Iterator[str]:
     """Notes on the number of validation examples, beside that of the trained ones."""
-    if held >= LARGE_PART * (held + trained):
+    if not shared and held >= LARGE_PART * (held + trained):
         yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
     if config.val_batches == 0:
         return

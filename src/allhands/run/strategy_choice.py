@@ -17,6 +17,7 @@ from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
 _WORTH_IT = 1 << 26
+_COMPILED = "add --compile on"
 _OTHERS = f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
 
 
@@ -53,7 +54,7 @@ def chosen_strategy(
         )
         return "zero1" if divided else "data"
     elif wanted.cpu_native and name == "zero1":
-        hint = "add --compile on"
+        hint = _COMPILED
     _require_fit(((name, where), *_beside(config)), wanted, hint)
     return name
 
@@ -66,7 +67,8 @@ def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
         ConfigError: one does not.
     """
     asked = _asked_for(config)
-    _require_fit((asked, *_beside(config)) if asked[0] != "auto" else (), wanted, _OTHERS)
+    hint = _COMPILED if wanted.cpu_native and asked[0] == "zero1" else _OTHERS
+    _require_fit((asked, *_beside(config)) if asked[0] != "auto" else (), wanted, hint)
 
 
 def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: str) -> None:
