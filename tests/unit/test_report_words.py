@@ -77,6 +77,18 @@ def test_validation_that_goes_up_and_down_after_its_best_is_not_overfitting() ->
     assert [one.kind for one in judge(train, Curve.of(steady))] == ["overfitting"]
 
 
+def test_a_rise_that_flattens_is_overfitting() -> None:
+    # A model of 135 million parameters learned random answers of 40 examples by heart.
+    steps = np.arange(1, 25)
+    train = Curve.of([*zip(steps, 5.6 - 0.035 * steps, strict=True)])
+    risen = [(0, 4.281), (6, 2.812), (12, 3.071), (18, 3.143), (24, 3.174)]
+    found = {one.kind: one.level for one in judge(train, Curve.of(risen))}
+    assert found["overfitting"] == "warning"
+    # Up and down above the best one, with the same end: its scatter explains it.
+    scattered = [(0, 4.281), (6, 3.140), (12, 3.200), (18, 3.143), (24, 3.174)]
+    assert "overfitting" not in {one.kind for one in judge(train, Curve.of(scattered))}
+
+
 def test_validation_that_rises_while_training_stands_still_may_be_overfitting() -> None:
     (found,) = judged(lambda step: 4 - 2 * min(step, 100) / 100, valley(100, 0.5), noise=0.0)
     assert (found.kind, found.level) == ("overfitting", "note")

@@ -331,8 +331,9 @@ def _risen_since(valid: Curve) -> Curve | None:
         return None
     step, low = _lowest(valid)
     after = valid.since(step)
-    rises = (
-        sure_change(after) > 0 if len(after) > RISING else bool(np.all(np.diff(after.losses) > 0))
+    # Each time, though a line through a rise that flattens is not sure; or surely as a whole.
+    rises = bool(np.all(np.diff(after.losses) > 0)) or (
+        len(after) > RISING and sure_change(after) > 0
     )
     return after if len(after) > 1 and rises and after.losses[-1] >= low * (1 + RISE) else None
 
