@@ -100,12 +100,15 @@ def _last_word(
 
 
 def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last failure that the supervisor saw, in words."""
-    last = next(
-        (one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")),
-        None,
+    """Return the last failure that the supervisor saw, and why it gave up, in words."""
+    kinds = ("failed", "fault"), ("given up",)
+    failure, end = (
+        next((one for one in reversed(journal) if one.get("kind") in each), None) for each in kinds
     )
-    return told(last) if last is not None else ""
+    if failure is None or end is None:
+        return told(failure or end or {})
+    error = str(failure.get("error") or failure.get("message", ""))
+    return told(end) if error in told(end) else f"{told(failure)}; {told(end)}"
 
 
 def told(event: Mapping[str, Any]) -> str:
