@@ -182,6 +182,23 @@ def test_a_step_is_the_median_without_the_first_report(tmp_path: Path) -> None:
     assert figures(compared(run))["step"].measured == pytest.approx(0.65)
 
 
+def test_a_run_that_divided_the_model_is_compared_with_that_way(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=2)
+    set_option(run, num_ranks=2, strategy="fsdp")
+    way = {
+        **{"name": "fully sharded", "ranks": 2, "rank_bytes": 400_000_000, "strategy": "fsdp"},
+        **{"flags": "-n 2 --strategy fsdp", "step_s": 0.4, "training_s": 26.0},
+    }
+    found = figures(compared(run, memory=[*WAYS, way]))
+    assert (found["step"].planned, found["steps"].planned) == (0.4, 24.0)
+    assert found["memory"].planned == 400_000_000
+    assert "exchange" not in found  # which is that of data parallel ranks
+    # A plan of an earlier version has no time of it.
+    old = {name: value for name, value in way.items() if not name.endswith("_s")}
+    found = figures(compared(run, memory=[*WAYS, old]))
+    assert (found["step"].planned, found["steps"].planned) == (0.25, 15.0)
+
+
 def test_the_exchange_and_the_ranks_of_the_run(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", ranks=2

@@ -43,6 +43,7 @@ from allhands.parallel.runahead import limit_for
 from allhands.plan.asked import asks, require_asked
 from allhands.plan.dividing import dividing_of, left_out
 from allhands.plan.job import Job
+from allhands.plan.meshes import flags_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
 from allhands.plan.speed import StepModel, fitted
@@ -138,6 +139,11 @@ class _Facts:
         self.blocks = self.model.blocks
         if asks(config):
             require_asked(config, self.model.values, self._most_ranks(), self._known_backend)
+            if self._most_ranks() > 1:
+                self.notes.append(
+                    "the first table is of ranks that all have the whole model and rows of their own: the second one has "
+                    f"the time and the memory with {flags_of(config)}"
+                )
         elif self._most_ranks() > 1:
             native = not self.devices and detect().runs_natively(config.compile)
             require_fit(config, TrainingNeeds(config.optimizer, native))

@@ -205,16 +205,18 @@ class _Compared:
         if start_s:
             yield Figure("start", "time to the start", start_s, self._start_s(), marked)
         reports = _met_nothing_new(self.history, self.reports)
+        way = self._timed_way()
+        step_s = line.prediction.step_s if way is None else way.step_s
         yield Figure(
             "step",
-            "a step",
-            line.prediction.step_s,
+            "a step" if way is None else f"a step ({way.name})",
+            step_s,
             _typical(each.step_time_s for each in reports),
             marked,
         )
         tokens = _typical(each.tokens_per_s * each.step_time_s for each in reports)
         yield Figure("tokens", "tokens of a step", plan.step.tokens, tokens, marked)
-        if line.machines > 1:
+        if line.machines > 1 and way is None:
             exchange_s = _typical(each.comm_s for each in reports)
             yield Figure(
                 "exchange",
@@ -223,9 +225,18 @@ class _Compared:
                 exchange_s,
                 marked,
             )
-        yield from self._whole(line, line.training_s - start_s)
+        if way is None:
+            yield from self._whole(line.training_s - start_s, line.validation_s)
+        else:  # validations take longer like steps
+            more = way.step_s / line.prediction.step_s
+            yield from self._whole(way.training_s - start_s, line.validation_s * more)
 
-    def _whole(self, line: KeptLine, steps_s: float) -> Iterator[Figure]:
+    def _timed_way(self) -> KeptMemory | None:
+        """Return the planned way in which the run divided the model, if the plan has its time."""
+        ways = self._ways() if self.ranks > 1 and self._strategy() != "data" else []
+        return ways[0] if ways and ways[0].step_s and ways[0].training_s else None
+
+    def _whole(self, steps_s: float, validation_s: float) -> Iterator[Figure]:
         """Yield the time of all steps, and of all validations unless it is very short."""
         history, planned, ran = self.history, self.plan.steps, self.started.total_steps
         marked = self._differs(*_LENGTH, "steps")
@@ -238,12 +249,12 @@ class _Compared:
         whole = ended is not None and ended.reason == "finished" and self.same_ranks
         took_s = ended.total_time_s if ended is not None and whole else None
         yield Figure("steps", name, steps_s * ran / planned, took_s, marked)
-        if line.validation_s > _PART * steps_s:
+        if validation_s > _PART * steps_s:
             spent = sum(each.duration_s for each in history.valid) if whole else None
             yield Figure(
                 "validations",
                 "of that all validations",
-                line.validation_s * ran / planned,
+                validation_s * ran / planned,
                 spent,
                 marked,
             )
@@ -260,12 +271,8 @@ class _Compared:
         """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has
         it.
         """
-        ways = [
-            way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags
-        ]
-        same: list[str] = [*_OF_LENGTH]
+        ways, same = self._ways(), [*_OF_LENGTH]
         if self.ranks > 1:
-            ways = [way for way in ways if way.strategy == self._strategy()]
             same += ["strategy", "tp", "cp", "ep", "pp", "dp_shard", "reshard"]
         if not ways:
             return
@@ -286,6 +293,13 @@ class _Compared:
             max(peaks, default=0) or None,
             self._differs(*same, *saving),
         )
+
+    def _ways(self) -> list[KeptMemory]:
+        """Return the planned ways for as many ranks that divide the work as the run did."""
+        ways = [
+            way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags
+        ]
+        return [way for way in ways if self.ranks == 1 or way.strategy == self._strategy()]
 
     def _strategy(self) -> str:
         """Return the way in which the run divided the work, by the name that the plan has for it."""

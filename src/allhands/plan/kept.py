@@ -121,13 +121,17 @@ class KeptLine:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """A way of dividing the work, and the bytes of a rank at its peak."""
+    """A way of dividing the work, and the bytes of a rank at its peak; ``step_s`` and ``training_s``
+    are 0 where they are not told.
+    """
 
     name: str
     ranks: int
     rank_bytes: _Bytes
     flags: str
     strategy: str
+    step_s: _Time = 0.0
+    training_s: _Time = 0.0
 
 
 @dataclass(frozen=True)
