@@ -4,6 +4,7 @@ way of training.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from allhands.io.formatting import counted, format_moment
 from allhands.io.terminal import console_for, echo, print_json, print_table
 from allhands.observe.judging import harm
 from allhands.plan.compared import Comparison
-from allhands.plan.outgrown import signs_of
-from allhands.report.facts import read_facts
+from allhands.plan.outgrown import Sign, signs_of
+from allhands.report.facts import ReportFacts, read_facts
 from allhands.report.planned import comparison_of, plan_words, planned_grids
 
 
@@ -40,12 +41,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
         print_json(values)
         return
     told = [f"{one.level}: {one.text}" for one in done]
-    if facts.status in ("failed", "crashed or killed"):
-        why = f": {facts.reason}" if facts.reason else ""
-        told.append(f"{facts.history.name}: {facts.status}{why}")
-    elif not signs and not ruined:
-        told.append(f"{facts.history.name}: no sign that it needs another way of training")
-    told += [f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs]
+    told += _told_of(facts, signs, ruined=ruined)
     for text in (*told, *notes):
         echo(text)
     if compared is not None:
@@ -54,6 +50,16 @@ def show_after(run: Path, *, as_json: bool) -> None:
         echo(
             f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one."
         )
+
+
+def _told_of(facts: ReportFacts, signs: Sequence[Sign], *, ruined: bool) -> Iterator[str]:
+    """Yield how a run ended that was not to end so, and its signs."""
+    name, reason = facts.history.name, f": {facts.reason}" if facts.reason else ""
+    if facts.status in ("failed", "crashed or killed"):
+        yield f"{name}: {facts.status}{reason}"
+    elif not signs and not ruined:
+        yield f"{name}: no sign that it needs another way of training"
+    yield from (f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs)
 
 
 def _show_compared(name: str, compared: Comparison) -> None:
