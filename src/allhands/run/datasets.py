@@ -394,8 +394,8 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
     shared = _shared(tokens, stored["valid"].tokens) if "valid" in stored else 0
     if shared:
         yield (
-            f"{shared:,} of {len(stored['valid'].tokens):,} validation examples are trained on, too: the validation "
-            "loss does not say how the model does on new data"
+            f"{shared:,} of {len(stored['valid'].tokens):,} validation examples are trained on, too: their loss "
+            "says nothing about new data"
         )
     yield from _held_notes(config, trained, held, shared)
     # A row's targets are one token further on.
