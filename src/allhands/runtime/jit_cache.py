@@ -56,7 +56,7 @@ _DIRECTLY = {
 # After so many operations MLX frees what they no longer need, and compares the memory with its limit.
 # The second is for a model that hardly fits: a step takes up to 5 % longer (benchmarks/gpu.py,
 # pipeline_gpu.py), and of blocks of a 70B model some gigabytes less are held. The third is for a
-# limit at what a step needs, which it keeps within 1 % (benchmarks/gpu_sharded.py: 13b).
+# limit just above what a step needs, which it keeps (benchmarks/gpu_sharded.py: 13b).
 FREED_AFTER, FREED_OFTEN, FREED_AT_ONCE = 28, 14, 5
 switched_off: set[str] = set()  # what MLX is known to have read as such in this process
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
