@@ -32,7 +32,8 @@ def chosen_strategy(
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
-    (name, where), hint = _asked_for(config), _OTHERS
+    name, where = _asked_for(config)
+    hint = _hint(name, wanted)
     if config.sync_every > 1:
         name, where, hint = (
             "local",
@@ -53,8 +54,6 @@ def chosen_strategy(
             communicator, trained, wanted.masters
         )
         return "zero1" if divided else "data"
-    elif wanted.cpu_native and name == "zero1":
-        hint = _COMPILED
     _require_fit(((name, where), *_beside(config)), wanted, hint)
     return name
 
@@ -67,8 +66,13 @@ def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
         ConfigError: one does not.
     """
     asked = _asked_for(config)
-    hint = _COMPILED if wanted.cpu_native and asked[0] == "zero1" else _OTHERS
+    hint = _hint(asked[0], wanted)
     _require_fit((asked, *_beside(config)) if asked[0] != "auto" else (), wanted, hint)
+
+
+def _hint(name: str, wanted: TrainingNeeds) -> str:
+    """Return what to do if a strategy does not fit."""
+    return _COMPILED if wanted.cpu_native and name == "zero1" else _OTHERS
 
 
 def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: str) -> None:
