@@ -1,1 +1,1 @@
-"""Rows on the way from files to batches: records, tokens, their order, and what is wrong with them."""
+"""Data from files to batches: records, tokens, order, padding, and the checks on all of them."""

@@ -4,7 +4,7 @@ Chat templates are programs: they trim, drop the thinking of earlier turns, move
 so rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole
 conversation is rendered once as it is, and once for every answer with a marker in that answer's
 place. The text before the marker must be a prefix of the real text and the text after it a suffix;
-what lies between is the answer. A span that fails this is an error, never a guess.
+the text between them is the answer. A span that fails this is an error, never a guess.
 
 Most conversations do not need the second rendering: a probe shows once how the template writes an
 answer (:class:`Pattern`), and where the text has exactly that, once for every answer and nowhere
@@ -24,7 +24,7 @@ from allhands.data.encoding import Span, common_prefix
 from allhands.data.records import Message
 from allhands.errors import DataError
 
-# Private-use characters at both ends: they cannot begin or end what a template writes around them.
+# Private-use characters at both ends: no text that a template writes begins or ends with them.
 _MARKER = "\ue0a1answer\ue0a2"
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 _ANSWER: Message = {"role": "assistant", "content": _MARKER}
@@ -36,8 +36,8 @@ class Pattern:
 
     Attributes:
         header: text before every answer, from the end of the question on.
-        leads: what may stand between header and words, and is part of the answer (an empty thinking
-            block).
+        leads: texts that may stand between header and words; they belong to the answer (an empty
+            thinking block).
         ending: blanks and end-of-turn token after the words; never empty.
         extra: headers after the last answer (a template that always asks for another).
     """
@@ -50,7 +50,7 @@ class Pattern:
     def spans(self, text: str, messages: Sequence[Message]) -> dict[int, Span]:
         """Find the answers of ``messages`` in ``text``, by index, without those that call tools.
 
-        Empty if any of them is not plain to see.
+        The result is empty if any answer is not written exactly in this form.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if text.count(self.header) != len(answers) + self.extra:
@@ -70,9 +70,7 @@ class Pattern:
         return spans
 
     def _end_of_words(self, text: str, start: int, answer: Message) -> int:
-        """Return the end of an answer's words that begin at ``start``; -1 if other words stand
-        there.
-        """
+        """Return the end of the answer's words after ``start``; -1 if other words stand there."""
         words: str = answer["content"]
         for lead in self.leads:
             for form in (words, words.strip()):
@@ -95,7 +93,7 @@ class _Trial:
 
 
 class AnswerFinder:
-    """Finds answers in what one chat template makes of a conversation.
+    """Finds answers in conversations that one chat template has rendered.
 
     Args:
         render: the template as a function of messages, tools and ``prompt``; raises DataError where
@@ -114,10 +112,10 @@ class AnswerFinder:
     def spans(
         self, text: str, messages: list[Message], tools: list[Any] | None, wanted: Sequence[int]
     ) -> tuple[Span, ...]:
-        """Character ranges in ``text``, which is the conversation rendered, of ``messages[i] for i
-        in wanted``.
+        """Find the character ranges of the answers ``messages[i] for i in wanted``.
 
-        A range begins after the header of the turn and ends after its end-of-turn token.
+        A range begins after the header of the turn and ends after its end-of-turn token. ``text``
+        is the rendered conversation.
 
         Raises:
             DataError: an answer cannot be located beyond doubt.
@@ -133,13 +131,15 @@ class AnswerFinder:
         wanted: Sequence[int],
         known: Mapping[int, Span],
     ) -> tuple[Span, ...]:
-        """Find the same spans by rendering the conversation again for every answer that is not
-        ``known``.
+        """Find the same spans; render the conversation again for each answer not in ``known``.
+
+        Raises:
+            DataError: an answer cannot be located beyond doubt.
         """
         spans: list[Span] = []
         floor = 0
-        # Those before a wanted one are located too: it begins after their ends, whatever words they
-        # have.
+        # Answers before a wanted answer are located too: the wanted answer must begin after them,
+        # even if their words are equal.
         for index in [
             i for i in range(max(wanted, default=-1) + 1) if messages[i]["role"] == "assistant"
         ]:
@@ -189,10 +189,11 @@ class AnswerFinder:
     def _trials(
         self, text: str, messages: list[Message], tools: list[Any] | None, index: int
     ) -> Iterator[_Trial]:
-        """The conversation with a marker as the answer, whole and then shortened.
+        """Render the conversation with a marker as the answer, whole and then shortened.
 
-        The first is enough but for tool calls: a template may reject a tool's output after anything
-        but a call, so the messages up to the next user's, or all that follow, are left out then.
+        The whole conversation is enough unless the answer calls tools. A template may reject a
+        tool's output that follows no call. So the next trials leave out the messages after the
+        answer, first up to the next user's message and then all.
         """
         head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
         with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | _ANSWER
@@ -215,12 +216,14 @@ class AnswerFinder:
             return None
 
     def _openings(self, before: str) -> Iterator[str]:
-        """Texts that may stand before the answer, given the text before the marker, the likeliest
-        first.
+        """Yield texts that may stand before the answer, the likeliest first.
 
-        What a template puts between header and words (an empty thinking block) belongs to the
+        Text that a template puts between header and words (an empty thinking block) belongs to the
         answer, since the model has to write it. Without a header the answer begins at the marker,
-        or at the blanks before it that a prompt does not have.
+        or at the blanks before the marker that a prompt does not have.
+
+        Args:
+            before: the rendered text before the marker.
         """
         if self.header and self.header in before:
             yield before[: before.rindex(self.header) + len(self.header)]
@@ -263,7 +266,7 @@ class AnswerFinder:
         return parts[1:] if len(parts) == 3 else ["", ""]
 
     def _token_at(self, text: str) -> str | None:
-        """The token of its own that a text begins with, after blanks."""
+        """Return the added token at the beginning of a text, after blanks; None without one."""
         found = (
             re.match(r"\s*(" + _any_of(self._added_tokens) + ")", text)
             if self._added_tokens
@@ -273,7 +276,7 @@ class AnswerFinder:
 
     @cached_property
     def ending(self) -> str:
-        """The end-of-turn token, or whatever else the template writes after every answer, without
+        """End-of-turn token, or else the text that the template writes after every answer, without
         blanks.
         """
         # Both turns end alike; then one goes on with the next user's header.
@@ -283,8 +286,8 @@ class AnswerFinder:
 
     @cached_property
     def closing(self) -> str | None:
-        """The token that closes an answer, the last one too; None if that is no token, or not the
-        same for all.
+        """Token that closes every answer, the last one included; None if the closing text is not
+        one token, or not the same for all answers.
         """
         last = self._after_answers[1]
         found = self._token_at(last)

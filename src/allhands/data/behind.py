@@ -1,6 +1,4 @@
-"""The files that stand behind what a run has loaded, by their content: to say which of them differs
-on a computer.
-"""
+"""Hashes of the files that a run has read, to name the files that differ between computers."""
 
 from __future__ import annotations
 
@@ -15,24 +13,27 @@ _MOST_FILES = 200
 
 
 def files_behind_data(data: Path, splits: Collection[str], model: Path) -> dict[str, str]:
-    """SHA-256 of the data's files of these splits and of the tokenizer's, by ``role/name``."""
+    """Return the SHA-256 of the data files of these splits and of the tokenizer's files.
+
+    The keys are ``data/NAME`` and ``tokenizer/NAME``.
+    """
     tokenizer = tokenizer_files_of(model) if model.is_dir() else []
     return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", tokenizer)}
 
 
 def hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of those files that can be read, by ``role/name``."""
+    """Return the SHA-256 of each readable file, by ``role/name``."""
     found: dict[str, str] = {}
     for file in files:
         try:
             found[f"{role}/{file.name}"] = input_hash(file)
         except OSError:
-            continue  # it is told as missing
+            continue  # the comparison reports it as missing
     return found
 
 
 def _data_files(path: Path, wanted: Collection[str]) -> list[Path]:
-    """The files of these splits by their names, unless there are very many."""
+    """Return the files named like these splits; none if there are more than 200."""
     if path.is_file():
         return [path]
     begin = [name for name, split in NAMES_OF_SPLITS.items() if split in wanted]

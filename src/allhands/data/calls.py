@@ -26,31 +26,30 @@ Json = dict[str, Any]
 # Roles of messages whose words are a call.
 CALL_ROLES = ("function_call", "tool_call")
 _CALL_KEYS = ("tool_calls", "function_call", "tool_call")
-# How others call the arguments of a call; the first that is there counts.
+# Keys under which data sets have the arguments of a call; the first one that is there counts.
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _CALL_HINT = 'write {"type": "function", "function": {"name": "...", "arguments": {...}}}'
-# In a schema these may be null and mean it.
+# Keys of a schema whose null is a value, not padding.
 _NULLABLE = ("default", "const", "example")
 
 
 def called_function(call: Json) -> Json:
-    """Return the part of a tool call or a tool that has a name: itself, or what is under
-    ``function``.
+    """Return the part of a tool call or tool that has the name: the object under ``function``, or
+    else the call itself.
     """
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
 def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool) -> Json:
-    """Return a message whose calls, if it has any, are a list under ``tool_calls``, whatever they
-    were called.
+    """Return the message with its calls, if any, as a list under ``tool_calls``.
 
     Args:
-        padded: whether nulls among arguments come from a table, and are none.
+        padded: whether null arguments are a table's padding, and are removed.
 
     Raises:
-        DataError: something is no call; two keys name different calls; one who is no assistant
-            calls.
+        DataError: a value is not a call; two keys hold different calls; a message that is not an
+            assistant's has a call under an older key.
     """
     keys = [
         key
@@ -83,7 +82,11 @@ def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool
 
 
 def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list[Json]:
-    """The calls that stand under one key; none if there is only padding."""
+    """Return the calls under one key; none if there is only padding.
+
+    Raises:
+        DataError: the value is not a call or a list of calls.
+    """
     value = _decoded(value)
     calls = [_decoded(call) for call in value] if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) or not call for call in calls) or value is False:
@@ -100,7 +103,7 @@ def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list
 
 
 def _decoded(value: Any) -> Any:
-    """The list or object that a string of JSON holds, None for a blank one; anything else as it is."""
+    """Return the list or object in a string of JSON, None for a blank string, else the value."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -110,7 +113,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _is_void(value: Any) -> bool:
-    """Return True if a value holds only nulls, as objects do that a table has for want of others."""
+    """Return True if a value holds only nulls, as objects do that a table added as padding."""
     if isinstance(value, dict):
         return all(
             key == "type" or item is None or (item != {} and _is_void(item))
@@ -163,7 +166,7 @@ def _once_encoded(arguments: Any) -> Any:
 
 
 def _unpadded(value: Any, kept: Collection[str] = ()) -> Any:
-    """The value without fields that are null, but for those of ``kept`` names; nulls of lists stay."""
+    """Return the value without null fields, except those named in ``kept``; nulls in lists stay."""
     if isinstance(value, dict):
         return {
             key: _unpadded(item, kept)
@@ -174,9 +177,9 @@ def _unpadded(value: Any, kept: Collection[str] = ()) -> Any:
 
 
 def without_foreign_nulls(messages: list[Json], tools: list[Any]) -> list[Json]:
-    """Return the messages without arguments that are null and that the called tool does not have.
+    """Return the messages without null arguments that the called tool does not have.
 
-    Tables give each call the arguments of all others, as nulls.
+    A table gives each call the arguments of all other calls, as nulls.
     """
     known: dict[Any, Any] = {}
     for function in map(called_function, tools):
@@ -210,11 +213,10 @@ def _spoken(calls: list[Json]) -> list[Any]:
 
 
 def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
-    """Return a function call, or a list of them, that stands in the place of a message's words
-    (ShareGPT).
+    """Return the function calls that stand in the place of a message's words (ShareGPT).
 
     Raises:
-        DataError: it is none.
+        DataError: the value is not a call or a list of calls.
     """
     if isinstance(value, str):
         value = parse_json(value, f"{what}, a function call,", place)
@@ -248,10 +250,10 @@ def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list
     None if there are none.
 
     Raises:
-        DataError: they are broken, or both are there and differ.
+        DataError: the tools are not a list of objects, or both keys are there and differ.
     """
     tools = _checked_tools(value, name, place)
-    # Other data sets call other things so.
+    # Some data sets have other things under "functions".
     described = (
         [_decoded(one) for one in functions]
         if isinstance(functions := _decoded(functions), list)
@@ -272,8 +274,10 @@ def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list
 
 
 def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None:
-    """A list of objects, or the same as JSON; fields that are null, which no schema has, are left
-    out.
+    """Return the tools, given as a list of objects or as JSON, without null fields.
+
+    Raises:
+        DataError: the value is not a list of objects.
     """
     if isinstance(value, str):
         value = list_if_text(value, quoted(name), place)
@@ -288,19 +292,19 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
         )
     tools = as_json(value, quoted(name), place)
     kept = _unpadded(tools, _NULLABLE)
-    # Where tables have filled up the objects, they have done it to these fields, too.
+    # A table that has padded the objects has padded the fields of _NULLABLE, too.
     return (kept if kept == tools else _unpadded(tools)) or None
 
 
 def as_tool(one: Json) -> Json:
-    """Return a tool, or a function's description as one."""
+    """Return a tool as ``{"type": "function", "function": ...}``, also given its inner part."""
     if isinstance(one.get("function"), dict):
         return one
     return {"type": "function", "function": dict(one)}
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call as the object that their JSON is; as they stand if it is none."""
+    """Return a call's arguments as an object, read from JSON if need be; else unchanged."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

@@ -1,8 +1,7 @@
-"""Check of a data set before a run is spent on it: counts, losses, padding, and faults that ruin
-runs.
+"""Check of a data set before a run: counts, cut tokens, padding, and faults that ruin runs.
 
-Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is
-applied here, so that what it takes away can be counted.
+Records are rendered one by one, whole; only numbers are kept. The limit on the length is applied
+here, so that the tokens it cuts off can be counted.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ from allhands.runtime.sizing import Sizing
 Severity = Literal["ruins", "harms", "note"]
 
 _PLACES, _SHORT_TOKENS = 3, 3
-# An answer is conspicuous if so many records, and this share of them, have it; so many answers are
-# looked at.
+# An answer is reported if at least _SAME_ANSWERS records, and more than this share of them, have
+# it. Places are kept for the first _FIRST_ANSWERS different answers.
 _SAME_ANSWERS, _SAME_ANSWER_SHARE, _FIRST_ANSWERS = 5, 0.2, 1000
-# How `Reasons` calls what it groups no further.
+# Message with which `Reasons` groups the reasons that it does not list singly.
 _OTHER_REASONS = "other reasons"
-# How examples are counted that begin otherwise than what is generated; `template_findings` tells
-# it.
+# Code under which examples are counted whose answers do not begin as generated ones do;
+# `template_findings` reports it.
 _OPENED_OTHERWISE = "opened-otherwise"
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The part of a run's options that decides what it sees.
+    """Options of a run that decide which tokens training sees.
 
     Attributes:
         sizing: how the device cuts and pads batches.
         vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token
             ids out.
-        packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut
-            off.
-        trains_embedding: whether the rows of tokens in the model's embedding change.
+        packing: examples are joined and cut into rows of ``max_seq_length`` tokens; no token is
+            lost.
+        trains_embedding: whether training changes the model's embedding.
         near_limit: texts of each split that are searched for near duplicates; 0 searches none.
     """
 
@@ -90,15 +89,16 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class DataFinding:
-    """Something that ruins or harms a run, or is good to know. Its words are the command line's.
+    """One finding about the data. The command line has the words for it.
 
     Attributes:
         code: stable name.
-        severity: "ruins": training would stop, or its result would be of no use.
-        split: where it was found; None: in the model.
+        severity: "ruins": training would stop, or its result would be of no use; "harms": the
+            result would be worse; "note": good to know.
+        split: the split with the fault; None if the fault is in the model.
         count: examples concerned (0 if it is not about examples), of ``total`` that were rendered.
         places: ``file:line`` of the first of them.
-        details: what else its words need.
+        details: further values for the words.
     """
 
     code: str
@@ -123,8 +123,8 @@ class SplitReport:
         lengths: tokens of each rendered example before the cut, and how many the limit takes away.
         tokens: tokens of all examples after the cut.
         trained: trained tokens of each example.
-        counts: examples by the code of what was found of them, such as "answers-cut", however few
-            they are.
+        counts: examples by code, such as "answers-cut", also where they are too few for a finding.
+        padding: estimate of the padding in the batches.
     """
 
     name: str
@@ -150,12 +150,16 @@ def check(
     *,
     report: Callable[[str, int], None] | None = None,
 ) -> tuple[list[SplitReport], list[DataFinding]]:
-    """Look at every record of ``splits`` as training would.
+    """Examine every record of ``splits`` as training would see it.
 
     Args:
-        splits: by name, "train" first, records and the errors of the rows that are none. A split
-            without any is one that is missing.
+        splits: examples by name of the split, "train" first, with an error for each unusable row.
+            An empty split counts as missing.
+        examiner: renders the records; has the options.
         report: called after each record with the split and the records done in it.
+
+    Returns:
+        The numbers of each split, and the findings.
     """
     overlap = Overlap(examiner.options.near_limit)
     tallies = {name: _Tally(name, examiner, overlap) for name in splits}
@@ -183,7 +187,7 @@ class Examiner:
         )
         self._answers = Renderer(tokenizer, mask_prompt=True, **same)
         self.stops = stop_tokens(tokenizer)
-        # Where it is the end-of-text token too, two of them say nothing.
+        # A begin-of-text token that also ends texts may occur twice in a row without a fault.
         self.bos: int | None = (
             None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
         )
@@ -194,8 +198,9 @@ class Examiner:
         self._own_text = None if options.trains_embedding else pattern_of(own)
 
     def view(self, record: Record) -> tuple[Rendered, Bools | None]:
-        """Return a record before the cut; and its answers with their ends, (L,), None where they
-        cannot be told.
+        """Render a record without the cut; return it and the mask of its answers.
+
+        The mask, (L,), includes the answers' end-of-turn tokens; None if it cannot be found.
 
         Raises:
             AllhandsError: the renderer's own.
@@ -211,13 +216,11 @@ class Examiner:
 
     @cached_property
     def opening(self) -> str:
-        """Text that the chat template writes after the header of a generated answer only, not of a
-        trained one.
-        """
+        """Text that the chat template writes after the header of generated answers only."""
         return _openings(self.tokenizer)[1]
 
     def opens_otherwise(self, record: Record) -> bool:
-        """Return True if the last answer does not begin as the template makes generated ones begin."""
+        """Return True if the last answer does not begin as the template begins generated ones."""
         answer = next(
             (message for message in reversed(record.turns) if message["role"] == "assistant"), None
         )
@@ -230,8 +233,11 @@ class Examiner:
         return not answer["content"].lstrip().startswith(self.opening)
 
     def tokens_in(self, words: str) -> dict[str, list[str]]:
-        """Tokens that are written in ``words``: special ones, and those that may be new and are not
-        learned.
+        """Find tokens that are written out in ``words``.
+
+        Returns:
+            Under "special" the special tokens; under "own" the tokens that were added to the
+            vocabulary, if training does not change the embedding.
         """
         patterns = {"special": self._special_text, "own": self._own_text}
         return {
@@ -251,8 +257,8 @@ def template_findings(
     """Compare the beginning of an answer in generation with that in training.
 
     Args:
-        reports: of the data, whose answers may begin with what the template writes in generation
-            only.
+        reports: reports of the data, whose answers may have the generated beginning themselves;
+            None if there are no data.
     """
     header, opening = _openings(tokenizer)
     if header:
@@ -276,8 +282,8 @@ def answer_text(record: Record) -> str:
 
 # --- one split ------------------------------------------------------------------------------------
 
-# Findings that are counted example by example: how grave, from which share of the examples on they
-# are told, and from which share on they ruin the run.
+# Findings that are counted example by example: severity, share of the examples from which on they
+# are reported, and share from which on they ruin the run.
 _RULES: dict[str, tuple[Severity, float, float]] = {
     **dict.fromkeys(
         ("answers-lost", "answers-cut", "nothing-trained", "no-end-of-turn"), ("harms", 0.0, 0.1)
@@ -318,7 +324,7 @@ class _Hits:
 
 
 class _Tally:
-    """Adds up one split."""
+    """Counts and findings of one split, added up row by row."""
 
     def __init__(self, name: str, examiner: Examiner, overlap: Overlap) -> None:
         self.name = name
@@ -376,7 +382,7 @@ class _Tally:
                 self._trained_prompt += int((rendered.mask & ~answer)[:limit].sum())
             key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
             self._answers[key] += 1
-            # An answer that many share comes early; only of those, places are kept.
+            # A frequent answer comes early, so places are kept for the first answers only.
             if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:
                 self._answer_places[key].add(record.where)
 
@@ -389,7 +395,7 @@ class _Tally:
                 yield "answers-lost"
             elif answer[limit:].any():
                 yield "answers-cut"
-        elif not rendered.mask.any() and not record.is_blank:  # of which a warning tells
+        elif not rendered.mask.any() and not record.is_blank:  # blank records have a warning
             yield "nothing-trained"
 
     def _contents(self, record: Record, rendered: Rendered, answer: Bools | None) -> Iterator[str]:
@@ -451,7 +457,7 @@ class _Tally:
         )
 
     def findings(self) -> Iterator[DataFinding]:
-        """Findings about the split."""
+        """Yield the findings about the split."""
         for code, reasons in self._errors.items():
             yield from self._reasons(code, "ruins", reasons)
         yield from self._reasons("suspicious-rows", "note", self._warnings)
@@ -466,10 +472,10 @@ class _Tally:
         yield from self._about_the_whole()
 
     def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[DataFinding]:
-        """A finding for each reason; it brings its own words."""
+        """Yield a finding for each reason, with the reason's own words."""
         for reason in reasons.listed():
             hits = _Hits(reason.count, reason.places[:_PLACES])
-            # Its remedy is a file that only `data prepare` writes.
+            # The reason's own hint names a file that only `data prepare` writes.
             hint = "repair the others first" if reason.message == _OTHER_REASONS else reason.hint
             yield self._finding(code, severity, hits, message=reason.message, hint=hint)
 

@@ -44,11 +44,10 @@ _ABOUT = (
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the columns of a question and its answer by their usual names; ``None`` unless nothing
-    else has a say in it.
+    """Return the columns of a question and its answer, found by their usual names.
 
-    A context, choices or any other words beside them belong to the question, or to nobody: that is
-    not guessed.
+    ``None`` if the row has other columns with content: a context or choices may belong to the
+    question, and that is not guessed.
     """
     names = [
         name for name, value in row.items() if value is not None and name.lower() not in _ABOUT
@@ -63,7 +62,8 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
     """Advise on a record of unknown shape: a column mapping if its keys suggest one.
 
     Args:
-        known: columns of the row that are known, by part.
+        known: columns of the row that are known already, by part ("prompt", "completion", ...).
+        source: name of the file.
     """
     if "input_ids" in row:
         return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
@@ -97,8 +97,9 @@ def _is_prose(name: str) -> bool:
 
 
 def nearest(row: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
-    """Return the columns of a row, nested ones too, that are called most like the wanted ones;
-    empty without any.
+    """Return a hint with the row's columns, nested ones too, named most like the wanted ones.
+
+    The hint is empty if there are none.
     """
     paths = {key.lower(): key for key in row}
     for name, value in row.items():

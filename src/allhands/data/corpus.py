@@ -1,6 +1,4 @@
-"""Plain text of training sources, for what learns from words alone: streamed, with some of it held
-out.
-"""
+"""Plain text of training sources, streamed, with a part held out: to train a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from allhands.data.shapes import parse_example
 from allhands.data.sources import Source
 from allhands.errors import DataError
 
-# Characters. Whoever reads ahead some hundred pieces then holds some megabytes.
+# Characters. A reader that keeps some hundred pieces then holds some megabytes.
 _PIECE = 1 << 14
 _MAX_HELD_OUT = 1 << 20
 _TAIL_SHARE = 50
@@ -25,19 +23,19 @@ Progress = Callable[[int, int], None]
 
 
 class Corpus:
-    """The texts of the training split, and what is held out: the validation split, or else the end
-    of the text.
+    """The texts of the training split, and held-out texts: the validation split, or else the last
+    fiftieth of the training text.
 
-    Of texts, their ``text``; of chats and completions, the words of all turns. Rows that cannot be
-    used are counted and passed over.
+    A text row gives its ``text``; a chat or completion gives the words of all turns. Rows that
+    cannot be used are counted and passed over.
 
     Attributes:
-        held_out: texts of together at most a million characters; complete when ``training`` is at
-            its end.
-        held_out_is_split: whether they are the validation split.
-        documents: read so far for training; ``num_bytes`` of them in UTF-8, what is held out
-            included.
-        first: the first text.
+        held_out: texts of together at most 2^20 characters; complete when ``training`` is at its
+            end.
+        held_out_is_split: whether the held-out texts are the validation split.
+        documents: number of training texts read so far, with the held-out end.
+        num_bytes: UTF-8 bytes of these documents.
+        first: the first training text.
     """
 
     def __init__(
@@ -61,11 +59,12 @@ class Corpus:
         return self._reasons.listed()
 
     def training(self) -> Iterator[str]:
-        """Yield the text to train on, in pieces of at most 16 thousand characters that begin where
-        a word does.
+        """Yield the text to train on, in pieces of at most 16384 characters.
+
+        A piece begins where a word does, unless a word is very long.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no text to train on.
         """
         for text in self._texts(self._valid):
             room = _MAX_HELD_OUT - sum(map(len, self.held_out))
@@ -88,7 +87,7 @@ class Corpus:
             yield text
 
     def _all_but_the_end(self, pieces: Iterator[str]) -> Iterator[str]:
-        """All but the last fiftieth, which is held out."""
+        """Yield all but the last fiftieth (at most 2^20 characters), which is held out."""
         waiting: deque[str] = deque()
         size = total = 0
         for piece in pieces:
@@ -164,8 +163,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _word(text: str, place: int, least: int = 0) -> int:
-    """The last beginning of a line or, with the blank before it, of a word between ``least`` and
-    ``place``.
+    """Return the last start of a line between ``least`` and ``place``; else that of a word, with
+    the blank before it; else ``place``.
     """
     line = text.rfind("\n", least, place)
     blank = text.rfind(" ", least, place)

@@ -1,4 +1,4 @@
-"""The date that a chat template writes: of one moment, which a run fixes once and keeps.
+"""The date that a chat template writes: a run fixes one moment and keeps it.
 
 The templates of Llama 3.2, SmolLM3, Granite, gpt-oss and others ask for the current date with
 ``strftime_now``. That is right when a model answers; in training the same record must become the
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-# Under which a run keeps the moment in its checkpoints and beside its adapter.
+# Key under which a run keeps the moment in its checkpoints and beside its adapter.
 DATE_KEY = "template_date"
 _ASKS = "strftime_now"
 _LITERAL = re.compile(r"""strftime_now\(\s*["']([^"'\\]*)["']\s*\)""")
 _WHETHER = re.compile(r"strftime_now\s+is\s+(?:not\s+)?defined")
 _UNKNOWN = "\ue0a3"
-# Of its lines nothing is left: Jinja, as transformers sets it, drops the newline after a block.
+# The macro adds no text: Jinja, as transformers sets it, drops the newline after a block.
 _MACRO = (
     "{% macro strftime_now(format) %}"
     "{{ allhands_dates[format] if format in allhands_dates else raise_exception('"
@@ -36,8 +36,8 @@ def asks_date(tokenizer: Any) -> bool:
 
 
 def date_facts(tokenizer: Any, moment: datetime) -> list[str] | str:
-    """Texts that the chat template can write of ``moment``, one for each of its formats; or else
-    the moment itself.
+    """Return ``moment`` in each of the chat template's formats; or the ISO moment if some formats
+    are computed.
 
     Two moments with the same facts give the same tokens.
     """
@@ -50,9 +50,7 @@ def date_facts(tokenizer: Any, moment: datetime) -> list[str] | str:
 
 
 def _sources(tokenizer: Any) -> list[str]:
-    """The tokenizer's templates in Jinja: one, or several by name; none where mlx_lm has a program
-    in their place.
-    """
+    """Return the tokenizer's Jinja templates; none where mlx_lm has a program in their place."""
     if callable(getattr(tokenizer, "_chat_template", None)):
         return []
     given = getattr(tokenizer, "chat_template", None)
@@ -63,21 +61,21 @@ def _sources(tokenizer: Any) -> list[str]:
 class StoppedClock:
     """Renders conversations as if it were always the same moment.
 
-    Formats are learned as a template asks for them: it is asked again then, so any that it computes
-    will do.
+    A rendering that asks for an unknown format fails; the format is then added, and the rendering
+    is repeated. So formats that a template computes work too.
     """
 
     def __init__(self, moment: datetime) -> None:
-        """``moment``: by the clock on the wall, without a time zone."""
+        """``moment``: local time, without a time zone."""
         self._moment = moment
         self._dates: dict[str, str] = {}
 
     def rendered(self, source: str, render: Callable[..., str]) -> str:
-        """Call ``render`` with the template ``source``; raises the errors of ``render``.
+        """Render the template ``source`` with the date macro in front; pass on ``render``'s errors.
 
         Args:
-            render: is called with the template as ``chat_template`` and with ``allhands_dates`` for
-                it.
+            render: called with the keywords ``chat_template`` (the template) and
+                ``allhands_dates`` (the dates by format, for the macro).
         """
         while True:
             try:

@@ -1,16 +1,17 @@
-"""Texts that are there twice: exactly, or nearly.
+"""Search for duplicate texts: exact and near ones.
 
 Two texts are exact duplicates if they are equal once letter case, Unicode form and white space are
 out of the way (:func:`normalise`), and near duplicates if their Jaccard similarity, the share of
 runs that both have among the runs that either has, reaches a threshold. A run is three words in a
 row; in a text with fewer than ten words or hardly any spaces (Chinese, Thai, a long key) it is
-eight characters, and such a text is compared with its like. Punctuation and digits count: ``2 + 2``
+eight characters. Texts of the two kinds are never compared. Punctuation and digits count: ``2 + 2``
 and ``2 - 2`` differ. A text that repeats itself so much that fewer than half of its runs are
 different (grids of digits, DNA, "ha ha ha") has no near duplicates: any two such texts have most of
 their runs in common and yet may say different things.
 
-Each text is known by its sketch, the 512 smallest hashes of its runs. MinHash values of it (Broder,
-1997) are cut into bands, and texts that share a band are candidates (locality-sensitive hashing). A
+Each text is kept as its sketch, the 512 smallest hashes of its runs. MinHash values of the sketch
+(Broder, 1997) are cut into bands, and texts that share a band are candidates (locality-sensitive
+hashing). A
 pair exactly at the threshold becomes a candidate in 99.8 of 100 cases. At most 32 candidates are
 compared, those that share the rarest bands. Of texts with fewer than 512 different runs the
 similarity is exact; of longer ones the unbiased estimate of Cohen (1997) with a standard error of
@@ -41,7 +42,7 @@ _FEW_WORDS = 10
 _LONG_WORD = 15  # characters a word on average, from which on it is no text in words
 _SKETCH = 512
 _RECALL = 0.998  # of pairs at the threshold, through the bands
-_CROWD = 32  # texts in a bucket, and texts to compare one with: more have a template in common
+_CROWD = 32  # most texts in a bucket, and most candidates: more texts only share a template
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -85,7 +86,7 @@ class NearIndex:
         """Compare ``text`` with the earlier ones and remember it.
 
         Returns:
-            Similarity and number (from 0, in the order of the calls) of those that are like it, the
+            Similarity and number (from 0, in the order of the calls) of each near duplicate, the
             most similar first.
         """
         number, self._count = self._count, self._count + 1
@@ -121,8 +122,9 @@ class NearIndex:
 
 
 def _sketch(normal: str) -> tuple[_U32 | None, int]:
-    """The smallest hashes of the runs, ascending, or None if the text repeats itself too much; and
-    words in a run.
+    """Return the smallest hashes of the runs, ascending, and the words or characters in a run.
+
+    The hashes are None if the text repeats itself too much.
     """
     words = normal.split(" ")
     if len(words) < _FEW_WORDS or len(normal) > _LONG_WORD * len(words):
@@ -149,11 +151,12 @@ def _without_repeats(ascending: _U32) -> _U32:
 
 
 def jaccard(one: _U32, other: _U32) -> float:
-    """Jaccard similarity of two sets from their smallest members: exact if both are whole, else an
-    estimate.
+    """Return the Jaccard similarity of two sets, given by their smallest members.
+
+    The value is exact if both sets have fewer than 512 members, else an estimate.
 
     Args:
-        one, other: different hashes in ascending order; 512 of them stand for a larger set.
+        one, other: different hashes in ascending order; 512 hashes stand for a larger set.
     """
     both = np.concatenate((one, other))
     both.sort()
@@ -170,8 +173,8 @@ def _bands(threshold: float) -> tuple[int, int]:
     """Number of bands, and of values in a band, for a threshold: 12 and 4 for 0.8.
 
     A band of r values is equal with probability s^r at similarity s. More values leave fewer
-    candidates below the threshold but need more bands, hence memory: r is the largest up to 8 with
-    which a band at the threshold is equal in at least 40 of 100 cases.
+    candidates below the threshold but need more bands, hence memory: r is the largest number from 3
+    to 8 with which a band at the threshold is equal in at least 40 of 100 cases, or else 2.
     """
     rows = next((rows for rows in range(8, 2, -1) if threshold**rows >= 0.4), 2)
     missed = 1 - threshold**rows
@@ -180,8 +183,9 @@ def _bands(threshold: float) -> tuple[int, int]:
 
 
 class Overlap:
-    """Search for texts that repeat one of their split or of the training set; near duplicates among
-    the first.
+    """Search for texts that repeat a text of their split or of the training set.
+
+    Near duplicates are searched among the first ``near_limit`` different texts of each split.
     """
 
     def __init__(self, near_limit: int) -> None:
@@ -193,7 +197,10 @@ class Overlap:
         self._searched: Counter[str] = Counter()
 
     def add(self, split: str, text: str) -> str | None:
-        """Return the code of what was found."""
+        """Remember ``text``; return the finding's code, or None without a finding.
+
+        The codes are "repeats" (same split), "in-train" and "near-train".
+        """
         digest = hashlib.blake2b(
             normalise(text).encode("utf-8", "surrogatepass"), digest_size=16
         ).digest()

@@ -23,8 +23,8 @@ _PROBE = "Ahoy, 12 matie's.\n\n  \tcafé;\n漢字 🏴\u200d☠️ \n "
 
 
 class Tokenizer(Protocol):
-    """Interface of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer, as far as it is
-    used here.
+    """Part of the interface of mlx_lm's TokenizerWrapper and Hugging Face's fast tokenizers that
+    is used here.
 
     ``backend_tokenizer`` (offsets, batches), ``added_tokens_decoder``, ``has_chat_template`` or
     ``chat_template`` are looked for as well.
@@ -79,19 +79,17 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes drafts with one tokenizer, one at a time or many at once on all cores; the result is
-    the same.
-    """
+    """Encodes drafts with one tokenizer: one at a time, or many on all cores with equal results."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def encode(self, draft: Draft, *, offsets: bool) -> Encoded:
-        """Tokens of one draft.
+        """Return the tokens of one draft.
 
         Raises:
-            DataError: the text is no valid Unicode.
+            DataError: the text is not valid Unicode, or the tokenizer rejects it.
             ModelError: offsets are wanted and the tokenizer has none.
         """
         try:
@@ -116,7 +114,7 @@ class Encoder:
         results: dict[int, Encoded | AllhandsError] = {}
         if drafts and self._backend is not None and (offsets or self._backend_is_all):
             for framed in (False, True):
-                # If one of them is no text, encode them one by one to find it.
+                # If one draft is not valid text, encode the drafts one by one to find it.
                 with suppress(TypeError, UnicodeError):
                     results |= self._batch(
                         {i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets
@@ -142,7 +140,11 @@ class Encoder:
         }
 
     def _with_offsets(self) -> Any:
-        """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
+        """Return the Rust tokenizer, with the cutting and padding of its tokenizer.json off.
+
+        Raises:
+            ModelError: there is no Rust tokenizer.
+        """
         if self._backend is None:
             raise ModelError(
                 "this tokenizer does not give the places of its tokens in the text, so the prompt cannot be masked",
@@ -157,9 +159,7 @@ class Encoder:
 
     @cached_property
     def _backend_is_all(self) -> bool:
-        """True if the Rust tokenizer alone gives the tokens of the tokenizer's own ``encode`` (a
-        probe).
-        """
+        """True if the Rust tokenizer gives the same tokens for a probe as the whole tokenizer."""
         text = _PROBE + "cafe\u0301" + (self._tokenizer.eos_token or "")
         backend = self._with_offsets()
         return all(
@@ -169,8 +169,8 @@ class Encoder:
         )
 
     def _framed(self, draft: Draft, found: Any) -> Encoded:
-        """Return tokens with at most one begin-of-text token, and an end-of-text token if the draft
-        needs them.
+        """Return the tokens; a framed draft gets an end-of-text token and loses a second
+        begin-of-text token.
         """
         ids: list[int] = found if isinstance(found, list) else found.ids
         offsets = None
@@ -239,7 +239,7 @@ def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
 def pieces_of_text(text: str, offsets: Ints) -> list[str]:
     """Return the part of ``text`` that each token stands for; joined, they are the text.
 
-    The first of several tokens that make up one character has the character, the others nothing.
+    If several tokens make up one character, the first token has it and the others have "".
     """
     if not len(offsets):
         return []

@@ -25,8 +25,8 @@ class Explained:
         mask: (L,) bool, the targets of the loss.
         truncated: tokens cut off the end.
         pieces: (L) pairs: the text that the token stands for, and whether it is a target. The first
-            token of a character that takes several has the character, the others have "". A token
-            that the tokenizer added (begin or end of text) shows its own name.
+            token of a character that takes several tokens has the character, the others have "". A
+            token that the tokenizer added (begin or end of text) shows its own name.
         cut: the text of the tokens that were cut off.
     """
 
@@ -50,7 +50,7 @@ class Explained:
 
 
 def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
-    """(L) the text of each token; of one that the tokenizer added, its name."""
+    """Return the text of each token, (L); for a token that the tokenizer added, its name."""
     assert encoded.offsets is not None
     pieces = pieces_of_text(text, encoded.offsets) + [""] * encoded.closed
     names = {
@@ -72,7 +72,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def pattern_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds these tokens in words, the longest first; None if there are none."""
+    """Return a pattern that finds these tokens in words, the longest first; None without tokens."""
     names = sorted((re.escape(text) for text in tokens if text), key=len, reverse=True)
     return re.compile("|".join(names)) if names else None
 
@@ -83,8 +83,8 @@ PROBE = Record("chat", messages=(*_QUESTION, _ANSWER, *_QUESTION, {**_ANSWER, "c
 
 
 def openings(template: Any) -> tuple[str, str]:
-    """Return two texts: one that a chat template omits before a generated answer, one that it
-    writes only there.
+    """Return two texts: one that the chat template omits before generated answers, and one that it
+    writes only there. Each is empty if there is no such text.
     """
     try:
         plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)

@@ -1,5 +1,5 @@
-"""The forms in which a chat template may want a conversation: what one template takes, another
-drops or rejects.
+"""Forms of a conversation for chat templates: each template reads some forms and drops or rejects
+others.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Form:
         strings: arguments of calls as JSON strings, as OpenAI has them; else as objects, as most
             templates and mlx_lm's server do.
         no_words: the content of an answer that only calls is null, not empty.
-        ids: calls and the answers of tools have ids of nine digits, where the data have none.
-        wrapped: a tool is ``{"type": "function", "function": ...}``, where the data have the inner
-            part alone.
+        ids: calls and the answers of tools without ids get ids of nine digits.
+        wrapped: a tool is ``{"type": "function", "function": ...}``, also where the data have only
+            the inner part.
         reasoning: the key under which thinking stands; None leaves it where it is.
     """
 
@@ -37,7 +37,7 @@ class Form:
     reasoning: str | None = None
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in this form; those that are in it already are the same objects."""
+        """Return the messages in this form; messages that have it already are the same objects."""
         written = [self._message(message) for message in messages]
         return _with_ids(written) if self.ids else written
 
@@ -73,8 +73,8 @@ class Form:
 
 
 def other_forms(form: Form) -> Iterator[Form]:
-    """Forms in which a template may write more of a conversation than in ``form``, the likeliest
-    first.
+    """Yield forms with which a template may write more of a conversation than with ``form``, the
+    likeliest first.
     """
     yield replace(form, strings=True)
     yield replace(form, no_words=True)
@@ -99,7 +99,7 @@ def _with_reasoning(message: Message, key: str) -> Message:
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose calls have ids that the tools' answers, in order, refer to."""
+    """Return messages with ids for calls; the tools' answers refer to them, in order."""
     written: list[Message] = []
     waiting: list[str] = []
     number = 0

@@ -42,25 +42,26 @@ Kind = Literal[
 ]
 
 _WORD = re.compile(r"Zq(\d{1,9})qZ|(?<!\d)731(\d{4})(?!\d)")
+# Numbers among arguments become markers, too: this base plus the marker's number.
 _NUMBER = 7_310_000
 _MANY = 9_999
-# Only so much of a call's arguments: a template treats all alike.
+# Most fields, items and levels of a call's arguments that get markers: a template treats all alike.
 _FIELDS, _ITEMS, _DEPTH = 32, 2, 6
-# How models and data sets write thinking into the words of an answer; groups: opening, its name,
-# thinking, closing.
+# Tags around thinking in the words of an answer; groups: opening tag, its name, thinking, closing
+# tag.
 _NAMES = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning|reflection|analysis)"
 _THINKING = re.compile(
     rf"(<({_NAMES})>|\[THINK\]|<\|begin_of_thought\|>)(.*?)(</\2>|\[/THINK\]|<\|end_of_thought\|>)",
     re.DOTALL,
 )
 _UNOPENED = re.compile(rf"\A()()(.*?)(</{_NAMES}>|\[/THINK\])", re.DOTALL)
-# What a template may recognise a message by.
+# Tags at both ends of a message, by which a template may recognise it; they stay.
 _OPENING = re.compile(r"\A<[\w|/:.-]{1,40}>")
 _CLOSING = re.compile(r"<[\w|/:.-]{1,40}>\Z")
 # Shorter lines are no sign of anything.
 _SURE = 12
-# What is longer than this is no name or date; and keys of messages that are about them, not said in
-# them.
+# A value with more words than this is not a name or a date. Values of the keys below are about a
+# message, not a part of its words.
 _FEW_WORDS = 3
 _BESIDE_WORDS = {
     "source",
@@ -81,8 +82,9 @@ class AnswerPart:
     """A part of a conversation.
 
     Attributes:
-        index: of its message; -1 for a tool.
-        text: its words.
+        kind: kind of content.
+        index: index of the part's message; -1 for a tool.
+        text: the part's words.
     """
 
     kind: Kind
@@ -104,11 +106,13 @@ class Unheard(NamedTuple):
 
 @dataclass(frozen=True)
 class Marked:
-    """A conversation with markers in the place of what was said; ``parts[n]`` is what marker n
-    stands for.
+    """A conversation with markers in the place of its words.
 
-    Conversations of equal ``key`` are treated alike by every template, as far as that does not
-    depend on words.
+    Attributes:
+        messages, tools: the conversation with markers.
+        parts: ``parts[n]`` is the part that marker n stands for.
+        key: hash of the marked conversation. Every template treats conversations of equal key
+            alike, unless it looks at their words.
     """
 
     messages: list[Message]
@@ -118,7 +122,7 @@ class Marked:
 
 
 def mark(messages: Sequence[Message], tools: Sequence[Any] | None) -> Marked:
-    """Put a marker in the place of everything that a conversation says."""
+    """Put a marker in the place of each part of a conversation."""
     marker = _Marker()
     marked = [marker.message(index, message) for index, message in enumerate(messages)]
     marked_tools = [marker.tool(tool) for tool in tools] if tools else None
@@ -142,7 +146,7 @@ class _Marker:
         return f"Zq{len(self.parts) - 1}qZ"
 
     def _spaced(self, kind: Kind, index: int, text: str) -> str:
-        """A marker between the blanks at both ends of a text, and tags there; blanks alone stay."""
+        """Replace a text by a marker, but keep blanks and tags at both ends; blanks alone stay."""
         words = text.strip()
         if not words:
             return text
@@ -155,7 +159,7 @@ class _Marker:
         return text[:start] + head + word + tail + text[start + len(words) :]
 
     def message(self, index: int, message: Message) -> Message:
-        """Return a message with markers; what a template cannot mean is made equal."""
+        """Return a message with markers; ids and other values without words are made alike."""
         return {
             key: self._value(index, message["role"], key, value) for key, value in message.items()
         }
@@ -175,13 +179,13 @@ class _Marker:
             return self._spaced("reasoning", index, value)
         if key == "name" and role not in TOOL_ROLES:
             return self._word("name", index, value)
-        # Under a key that no form of chats knows: words, not an id, a date or a name.
+        # An unknown key with a long value holds words, not an id, a date or a name.
         if key not in _BESIDE_WORDS and len(value) >= _SURE and len(value.split()) > _FEW_WORDS:
             return self._word("field", index, value)
         return self._id(value) if "id" in key else "x" * bool(value)
 
     def _id(self, value: str) -> str:
-        """An id of the same length; equal ones stay equal."""
+        """Return a replacement of the same length; equal ids get equal replacements."""
         return self._ids.setdefault(value, str(len(self._ids)).zfill(len(value)))
 
     def _content(self, index: int, role: str, text: str) -> str:
@@ -243,9 +247,7 @@ class _Marker:
         return []
 
     def tool(self, tool: Any) -> Any:
-        """Return a tool with a marker for its name; what its parameters are does not matter to a
-        template.
-        """
+        """Return a tool with a marker for its name, without its description and parameters."""
         function = called_function(tool)
         bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
         marked = {key: bare.get(key, value) for key, value in function.items()}
@@ -263,8 +265,10 @@ def lost_markers(text: str, marked: Marked) -> frozenset[int]:
 
 
 def lost_parts(text: str, parts: Sequence[AnswerPart], lost: Collection[int]) -> list[AnswerPart]:
-    """Parts that the rendered conversation lacks, given the numbers of those that a rendering of
-    its form lacks.
+    """Return the parts that the rendered conversation ``text`` lacks.
+
+    Args:
+        lost: numbers of the markers that the marked rendering lacks.
     """
     return [
         part
@@ -282,9 +286,7 @@ def _is_there(text: str, part: AnswerPart, parts: Sequence[AnswerPart]) -> bool:
 
 
 def is_missing(text: str, part: AnswerPart) -> bool:
-    """Return True if some of a part's words are not in the text, though the template writes words
-    of its place.
-    """
+    """Return True if some of a part's words are not in the text, though its marker would be."""
     words = part.text.strip()
     if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(
         words, text
@@ -316,17 +318,17 @@ def _escaped(words: str) -> Iterator[str]:
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a text, whatever stands between them."""
+    """Return only the letters and digits of a text."""
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-# --- what to say of it ----------------------------------------------------------------------------
+# --- messages about lost parts --------------------------------------------------------------------
 
-# `data prepare` and `data check` tell of columns by themselves.
+# `data prepare` and `data check` report columns by themselves.
 COLUMN_UNREAD = "column-unread"
 _EXAMPLE = ", {sample} is never seen"
 _KEEP = "(--chat-template FILE)"
-# What is left out, and what to do about it.
+# By code: message about the lost content, and remedy.
 WORDS: dict[str, tuple[str, str]] = {
     "reasoning-dropped": (
         "the chat template leaves out the thinking of the answer, {sample} is never seen",
@@ -392,7 +394,7 @@ WORDS: dict[str, tuple[str, str]] = {
 
 
 def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
-    """Message about content that is left out, with the sample if that is given, and its remedy."""
+    """Return the message about left-out content, with the sample if given, and its remedy."""
     message, remedy = WORDS[code]
     return (
         message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)
@@ -410,7 +412,7 @@ def unheard(
     """Classify the lost parts of a conversation, each kind once.
 
     Args:
-        parts: all of it.
+        parts: all parts of the conversation.
         trained: indices of the messages that are targets of the loss.
         keeps_words: whether the template keeps thinking that stands in the words of an answer.
     """
@@ -450,7 +452,7 @@ def _code(
     messages: Sequence[Message],
     trained: Collection[int],
 ) -> str | None:
-    """The code for a lost part; None where another part of it says it already."""
+    """Return the code for a lost part; None for an argument whose whole call is lost."""
     if part.kind == "reasoning":
         return _code_of_reasoning(lost, parts, messages, trained)
     if part.kind == "answer":
@@ -469,7 +471,9 @@ def _code_of_reasoning(
     messages: Sequence[Message],
     trained: Collection[int],
 ) -> str:
-    """Tell the loss of earlier answers' thinking, which is usual in generation, from a larger one."""
+    """Return the code for lost thinking: only that of earlier answers, as is usual in generation,
+    or more.
+    """
     wanted = {part.index for part in parts if part.kind == "reasoning" and part.index in trained}
     gone = {part.index for part in lost if part.kind == "reasoning" and part.index in trained}
     asked = max(

@@ -1,5 +1,5 @@
-"""Datasets of the Hugging Face Hub, by the ``datasets`` library: without its noise, and soon told
-of no network.
+"""Datasets of the Hugging Face Hub, by the ``datasets`` library, without its log lines; a missing
+network is reported at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def split_names(path: str) -> list[str]:
 
 @contextmanager
 def _library(path: str) -> Generator[Any]:
-    """The ``datasets`` library, without its client's lines about each attempt; its errors in words
-    of ours.
+    """Import the ``datasets`` library, silence its client's log, and translate its errors.
+
+    Raises:
+        DataError: as :func:`load_hub`.
     """
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
@@ -82,9 +84,7 @@ def _library(path: str) -> Generator[Any]:
 
 
 def _is_cached(name: str) -> bool:
-    """Return True if the cache holds something of the dataset, so that the library may do without
-    the network.
-    """
+    """Return True if the cache holds a part of the dataset: the library may need no network."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
@@ -96,7 +96,7 @@ def _is_cached(name: str) -> bool:
 def _reachable() -> bool:
     """Return True if the Hub answers at all: the library itself would try for half a minute.
 
-    Behind a proxy, or where downloads are switched off, the library knows better.
+    Behind a proxy, or where downloads are switched off, nothing is tried and the answer is True.
     """
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
     if offline or any(

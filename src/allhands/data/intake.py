@@ -1,5 +1,5 @@
-"""The first pass of ``data prepare``: sources to checked rows in a spool, and what cannot be used
-beside it.
+"""First pass of ``data prepare``: reads sources, checks rows, writes usable rows to a spool and the
+others to left-out.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Dedupe = Literal["off", "exact", "near"]
 # Renders a record into the tokens that are counted.
 Measure = Callable[[Record], "Rendered"]
-# What is being done, how much of it is done, and of how much (None: unknown).
+# Called with the activity ("reading"), the rows done, and the rows in all (None: unknown).
 Progress = Callable[[str, int, "int | None"], None]
 
 BY_SOURCE = "source"
@@ -42,10 +42,12 @@ class PrepareOptions:
 
     Attributes:
         columns: the column mapping as it was given: {"prompt_feature": "question"}.
-        column_flags: how a person typed them, where not as --prompt-feature: {"prompt_feature":
-            "--column prompt=q"}.
-        valid, test: sizes of the held-out splits; None leaves it to what the sources say.
+        column_flags: the flags that a person typed, where they differ from --prompt-feature:
+            {"prompt_feature": "--column prompt=q"}.
+        valid, test: sizes of the held-out splits; None: the sources' own splits, or else the
+            default sizes.
         split_by: rows with the same value of this column stay together; "source": rows of one file.
+        resplit: ignore the sources' own splits.
         merge_system: put system messages into the questions that follow them, for chat templates
             without a place for one.
         near_threshold: similarity from which rows are near duplicates; 1 searches exact ones only.
@@ -96,7 +98,7 @@ class PrepareOptions:
 
 
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
-    """Return the held-out splits that the sources bring along."""
+    """Return the held-out splits that the sources have; empty with ``resplit``."""
     if options.resplit:
         return set()
     return {source.split for source in sources if source.split} - {"train"}
@@ -130,7 +132,7 @@ class Intake:
         self._ids: set[int] = set()
         # Names in rows, in order.
         self.columns: dict[str, None] = {}
-        # Files of which only a beginning could be read.
+        # Problems of files that could only be read in part.
         self.torn: list[RowProblem] = []
         self._done = 0
 
@@ -205,8 +207,7 @@ class Intake:
         shapes[example.shape] = shapes.get(example.shape, 0) + 1
         for warning in example.warnings:
             self.warnings.add(warning, remedy_of_warning(warning), where)
-        # Ids that repeat are no reason to leave a row out, but a sign that something was put
-        # together twice.
+        # A repeated id is no reason to leave a row out, but a sign that data were joined twice.
         own = row.value.get("id")
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
@@ -219,8 +220,9 @@ class Intake:
             self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:
-        """The mapping, for a row that has one of its columns; in a mixture, other rows have their
-        usual names.
+        """Return the column mapping if the row has one of its columns, else the default names.
+
+        Sources may be mixed, and only some of them may need the mapping.
         """
         mapped = any(reach(value, name) is not MISSING for name in self.options.columns.values())
         return self._columns if mapped else ColumnNames()
@@ -273,8 +275,9 @@ class Intake:
 
 
 def _measured(example: Example, row: Row) -> Record:
-    """The record whose tokens count; of a preference, the conversation with the answer that is
-    preferred or rated.
+    """Return the record whose tokens are counted.
+
+    For a preference, this is the conversation with the preferred or rated answer.
     """
     if example.record is not None:
         return example.record

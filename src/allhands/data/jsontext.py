@@ -1,5 +1,5 @@
-"""JSON Lines and JSON, streamed: one value at a time, going on after a broken one where that is
-safe.
+"""JSON Lines and JSON, streamed one value at a time; reading continues after a broken value where
+that is safe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from allhands.data.values import SHAPES, SHORTEN
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
 _LONGEST_WORD = len("-Infinity")
-# Outside strings a line can be cut off after a mark, in a word, or in a number.
+# Remainders of a line that was cut off outside a string: nothing, or a part of a word or a number.
 _BEGUN = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][-+]?")
 _ESCAPE = len("u00e9")
 _Each = TypeVar("_Each")
@@ -51,7 +51,7 @@ ROW_KEYS = frozenset(
         *NAMES_OF_SPLITS,
     )
 )
-# Keys that only a record has; by one of the others, too, a table of training data is known.
+# Keys that only a record has. A table by columns may also have one of the other keys below.
 _OF_RECORDS = frozenset(
     {"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"}
 )
@@ -136,7 +136,7 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, is_last: b
 
 
 def _may_be_cut(error: json.JSONDecodeError) -> bool:
-    """Return True if a value may be only not all there yet."""
+    """Return True if the value may be valid but not yet read to its end."""
     return error.msg.startswith("Unterminated string") or error.pos > len(error.doc) - _LONGEST_WORD
 
 
@@ -145,11 +145,10 @@ def _around(text: str, position: int) -> str:
 
 
 def rows_key(head: bytes) -> str | None:
-    """Return the first key under which the rows of a JSON document stand; None if it is no object
-    that holds rows.
+    """Return the first key that holds the rows of a JSON document; None if there is no such key.
 
-    ``{"version": 1, "data": [{...}, ...]}`` is one; an object that is a record itself, with
-    messages, say, is not.
+    ``{"version": 1, "data": [{...}, ...]}`` gives "data". An object that is itself a record, for
+    example with messages, gives None.
 
     Args:
         head: the first bytes of the document.
@@ -170,7 +169,7 @@ def rows_key(head: bytes) -> str | None:
 
 
 def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
-    """Return the keys under which the rows of such an object stand, as far as it can be read."""
+    """Return all keys of a JSON object that hold rows, as far as the object can be read."""
     text, keys = _Text(file, "", ReadOptions()), list[str]()
     text.skip_blank()
     for _ in _rows_under_keys(text, "", keys):
@@ -181,8 +180,10 @@ def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
 def rows_of_json(
     file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False
 ) -> Iterator[Item]:
-    """Yield the values of a JSON document; ``nested``: it is an object that holds its rows, see
-    :func:`rows_key`.
+    """Yield the values of a JSON document, as rows or problems.
+
+    Args:
+        nested: the document is an object that holds its rows under a key, see :func:`rows_key`.
     """
     text = _Text(file, name, options)
     first = text.skip_blank()
@@ -214,9 +215,7 @@ def rows_of_json(
 
 
 def _is_by_columns(value: Any) -> bool:
-    """Return True for a table by columns, as pandas or ``to_dict`` write it: a value for each row,
-    by column.
-    """
+    """Return True for a table written by columns, as pandas' ``to_json`` and ``to_dict`` do it."""
     if not isinstance(value, dict):
         return False
     table = cast(dict[str, Any], value)
@@ -235,11 +234,12 @@ def _is_by_columns(value: Any) -> bool:
 
 
 def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
-    """Yield each key of an object, and whether it holds rows; the text is at its value, and the
-    caller moves it behind it.
+    """Yield each key of an object, and whether its value holds rows.
+
+    The text's position is then at the value; the caller must move the position behind it.
 
     Raises:
-        _BrokenError: where a key should be is none.
+        _BrokenError: a key is missing.
     """
     text.position += 1
     while (char := text.skip_blank()) and char != "}":
@@ -250,12 +250,11 @@ def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
 
 
 def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterator[Item]:
-    """The rows of an object that holds them under one of its keys; what stands under others is
-    passed over.
+    """Yield the rows under one key of an object; pass over the other keys.
 
     Args:
-        only: the one key to read.
-        found: gets the keys that hold rows.
+        only: the key to read; None: the only key that holds rows, and several are a problem.
+        found: list to which the keys with rows are appended.
     """
     try:
         for name, has_rows in _keys(text):
@@ -279,7 +278,7 @@ def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterato
 
 
 def _elements(text: _Text) -> Iterator[Item]:
-    """The elements of a list, to behind its end; ``text.is_over`` if that was not reached."""
+    """Yield the elements of a list and move behind its end; else set ``text.is_over``."""
     while (char := text.skip_blank()) and char != "]":
         try:
             item = text.take()
@@ -302,7 +301,7 @@ def _elements(text: _Text) -> Iterator[Item]:
 
 
 class _BrokenError(Exception):
-    """A value that is not JSON, with what is wrong."""
+    """Error for a value that is not JSON; ``problem`` says what is wrong."""
 
     def __init__(self, problem: RowProblem) -> None:
         super().__init__(problem)
@@ -310,21 +309,22 @@ class _BrokenError(Exception):
 
 
 class _Text:
-    """The part of a JSON text that is being read, of which ``text[position:]`` is still to come."""
+    """Window on a JSON file: ``text`` is the part in memory, and ``text[position:]`` is unread."""
 
     def __init__(self, file: IO[bytes], name: str, options: ReadOptions) -> None:
         self.name, self.text, self.position = name, "", 0
-        # Whether a list has ended before its closing bracket.
+        # Whether reading stopped before the closing bracket of a list.
         self.is_over = False
         self._file, self._limit = file, options.max_row_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        # The line up to which lines are counted; characters of the first line that lie before the
-        # text.
+        # Line number at place _counted of the text; characters of the text's first line that were
+        # dropped before it.
         self._line, self._counted, self._before = 1, 0, 0
 
     def _more(self) -> bool:
-        """Read on, at least as much again as there is, and forget what lies before the position; at
-        the end, False.
+        """Read more, at least as much as is unread, and drop the text before the position.
+
+        A short beginning of the position's line is kept. Returns False at the end of the file.
         """
         data = self._file.read(max(PIECE, len(self.text) - self.position))
         text = self._decode(data, not data)
@@ -346,7 +346,7 @@ class _Text:
         return self._line
 
     def problem(self, message: str, position: int | None = None) -> RowProblem:
-        """Return a syntax error at the position, or at one after it."""
+        """Return the problem of a syntax error at the position, or at ``position`` after it."""
         position = self.position if position is None else position
         newline = self.text.rfind("\n", 0, position)
         column = position - newline + (self._before if newline < 0 else 0)
@@ -374,10 +374,10 @@ class _Text:
         return found[0] if found else ""
 
     def take(self) -> Item:
-        """Return the value at the position, which moves behind it.
+        """Return the value at the position, as a row or a problem, and move behind it.
 
         Raises:
-            _BrokenError: it is none, and the position stays.
+            _BrokenError: there is no JSON value; the position stays.
         """
         while True:
             is_long = len(self.text) - self.position > self._limit
@@ -402,7 +402,7 @@ class _Text:
                 )
                 raise _BrokenError(problem) from None
             else:
-                # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.
+                # The last digits of a number may be unread: 12, 12. or 12e- of 12e-3.
                 if (
                     not isinstance(value, int | float)
                     or end < len(self.text) - 2
@@ -412,17 +412,17 @@ class _Text:
                     return self._taken(value, end)
 
     def _taken(self, value: Any, end: int) -> Item:
-        """The row of a value that ends at ``end``, where the position moves."""
+        """Return the row of a value that ends at ``end``, and move there."""
         line, start, self.position = self.line(), self.position, end
         text = self.text[start:end]
         bad = None if text.isascii() else not_utf8(self.text[:end], self.name, line, start)
         return bad or checked_value(value, text, self.name, line)
 
     def take_key(self) -> str:
-        """Return the key of an object at the position, which moves behind the colon.
+        """Return the key of an object at the position, and move behind its colon.
 
         Raises:
-            _BrokenError: there is none, or no colon.
+            _BrokenError: the key or the colon is missing.
         """
         key = self.take()
         if self.skip_blank() != ":":
@@ -434,9 +434,12 @@ class _Text:
         """Move from a broken value to the next line that begins like its own, or to the line that
         closes the list.
 
-        A string has no line ends in it, so where values begin lines with the same indent and
-        bracket, the next such line is the next value. If it is not, brackets are left over, and the
-        rest of the file is a problem.
+        A string has no line ends in it. So if values begin lines with the same indent and bracket,
+        the next such line is the next value. If that guess is wrong, brackets are left over, and
+        the rest of the file becomes a problem.
+
+        Returns:
+            True if such a line was found; the position is then at its bracket.
         """
         start = self.text.rfind("\n", 0, self.position) + 1
         lead = self.text[start : self.position]

@@ -24,13 +24,13 @@ class LengthSummary:
 
     Attributes:
         count: number of examples.
-        min, mean, median, max: of the lengths; 0 without examples, as all figures.
-        p90, p99: the smallest length that at least 90 (99) of 100 examples do not exceed: always
-            one that occurs.
+        min, mean, median, max: of the lengths; all figures are 0 without examples.
+        p90, p99: the smallest length that at least 90 (99) of 100 examples do not exceed; it is the
+            length of an example.
         total: sum of the lengths.
         limit: the greatest length that is used whole, or None.
         over_limit: number of examples that are longer than the limit.
-        lost_tokens: what they have beyond the limit, all together; in ``unit``, like the rest.
+        lost_tokens: sum of the lengths beyond the limit; in ``unit``, like the rest.
         unit: what is counted.
     """
 
@@ -93,8 +93,8 @@ class LengthSummary:
 
 
 def percent(part: int, whole: int) -> str:
-    """``4.2%``; ``<0.1%`` and ``>99.9%`` where rounding would deny that there is something, or
-    something else.
+    """Return the share as ``4.2%``; ``<0.1%`` or ``>99.9%`` where rounding would give 0% or 100%
+    for a share that is neither.
     """
     share = 100 * part / whole if whole else 0.0
     if share in (0, 100):
@@ -108,7 +108,7 @@ def bars(
     """Return a histogram for the terminal: a line for each range of lengths, and a rule where the
     limit is.
 
-    A range ends at the limit, so that what stands below the rule is exactly what is too long.
+    A range ends at the limit, so that the lines below the rule count exactly the lengths over it.
 
     Args:
         lengths: whole numbers, of shape ``(count,)``.
@@ -143,11 +143,10 @@ def bars(
 
 
 def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
-    """The first length of each range, and the one after the last range: about ten that end at round
-    numbers.
+    """Return the first length of each range, and the length after the last range.
 
-    They are of equal width, or double where the longest is 20 times the shortest. One of them ends
-    at the limit.
+    About ten ranges end at round numbers. They are of equal width, or grow by a power of 2 where
+    the longest length is at least 20 times the shortest. One range ends at the limit.
     """
     if longest >= _WIDE * max(1, shortest):
         octaves = math.log2(longest / max(1, shortest))
@@ -164,7 +163,7 @@ def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
 
 
 def _bar(columns: float, ascii: bool) -> str:
-    """A bar of ``columns`` columns, to an eighth; something is never drawn as nothing."""
+    """Return a bar of ``columns`` columns, to an eighth; it is empty only for 0 columns."""
     if not columns:
         return ""
     if ascii:

@@ -1,7 +1,8 @@
-"""Loader: from a set of windows to the padded arrays that a rank computes in one step.
+"""Loader: cuts a rank's share of each global batch into padded micro-batches.
 
-The loader has no state except the batch number. Everything follows from (seed, epoch, batch), so it
-can start at any batch at once, and a run on another number of ranks sees the same global batches.
+A loader needs no state except the batch number. Everything follows from (seed, epoch, batch), so a
+run can start at any batch at once, and a run on another number of ranks sees the same global
+batches.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class MicroBatch:
         targets: (N,) int32 the token that should follow each of them; -1 where N was padded.
         num_tokens: tokens of the examples (without padding): the work done.
         examples: (B,) int32 number of the window in each row.
-        documents: (B, T) int32 number of the document of each place; a place looks only at those of
-            its own. ``None`` where each row is one document or documents may see each other.
-        iteration: number of its global batch.
-        sole: True if every rank has exactly one micro-batch of that batch.
-        most: if so, the largest number of places of ``inputs`` on any rank.
+        documents: (B, T) int32 number of the document of each place; a place attends only to places
+            of its document. ``None`` where each row is one document or documents may see each
+            other.
+        iteration: number of the micro-batch's global batch.
+        sole: True if every rank is known to have exactly one micro-batch of that batch.
+        most: if ``sole``, the largest number of places of ``inputs`` on any rank; else 0.
     """
 
     inputs: Int32s
@@ -63,8 +65,8 @@ class MicroBatch:
         return rows, width, len(self.targets)
 
     def alone(self, row: int) -> MicroBatch:
-        """Return one row as an example of its own, with its width here; padding of its length
-        counts as its tokens.
+        """Return one row as a micro-batch of its own, with the same width; its padding counts as
+        tokens.
         """
         width = self.inputs.shape[1]
         its = (self.positions // width == row) & (self.targets >= 0)
@@ -85,7 +87,7 @@ class Cut:
 
     Attributes:
         weights: relative speed of each rank.
-        some: ranks that get an example of it even if they are too slow for one.
+        some: ranks that get an example even if they are too slow for one.
         begin: the first batch of the same update.
     """
 
@@ -98,9 +100,9 @@ class Largest(NamedTuple):
     """The size of a rank's largest work.
 
     Attributes:
-        tokens: padded tokens at once.
-        micro_batches: number of such parts in a batch.
-        lengths: number of lengths that rows have.
+        tokens: padded tokens of the largest micro-batch.
+        micro_batches: the most micro-batches in a batch.
+        lengths: number of different lengths of rows.
     """
 
     tokens: int
@@ -109,7 +111,7 @@ class Largest(NamedTuple):
 
 
 def num_lengths(work: Ints | Int32s) -> int:
-    """Return how many lengths rows of so many tokens have."""
+    """Return the number of different lengths in ``work``, the tokens of each row."""
     return len(np.unique(work))
 
 
@@ -129,9 +131,9 @@ class Loader:
     ) -> None:
         """``weights`` holds the relative speed of every rank, this one's at ``rank``.
 
-        ``alike``: all ranks cut their shares by the same ``sizing``, so that this one knows how
-        others do. ``cut_of`` gives the weights for each batch, where they change in the course of
-        the run.
+        ``alike``: all ranks cut their shares by the same ``sizing``, so that this rank knows the
+        micro-batches of the others. ``cut_of`` gives the division of each batch, if weights change
+        in the course of the run.
         """
         self._alike = alike
         self._cut_of = cut_of
@@ -143,8 +145,9 @@ class Loader:
         self._weights = tuple(weights)
 
     def load(self, iteration: int) -> list[MicroBatch]:
-        """Load this rank's part of batch ``iteration`` (from 0); empty if the batch has too few
-        examples.
+        """Return this rank's micro-batches of batch ``iteration`` (from 0).
+
+        The list is empty if this rank has no example of the batch.
         """
         shares = self.shares(iteration)
         most = self._most_of_one(shares) if self._alike else 0
@@ -156,8 +159,8 @@ class Loader:
     def shares(self, iteration: int) -> list[Ints]:
         """Return the examples of each rank in batch ``iteration``.
 
-        Batches of one update follow each other without an exchange, so a rank with less of one gets
-        more of the next.
+        Batches of one update follow each other without an exchange, so a rank with a smaller share
+        of one batch gets a larger share of the next.
         """
         cut = self._cut(iteration)
         before = self._tokens_before(iteration, cut.begin)
@@ -175,8 +178,9 @@ class Loader:
         )
 
     def _tokens_before(self, iteration: int, begin: int) -> tuple[float, ...]:
-        """Tokens of each rank in the batches from ``begin`` up to ``iteration``, which are of the
-        same update.
+        """Return the tokens of each rank in the batches from ``begin`` to before ``iteration``.
+
+        All of them belong to one update. The tuple is empty if there are none.
         """
         if iteration <= begin:
             return ()
@@ -193,7 +197,7 @@ class Loader:
         """Return the size of this rank's largest work.
 
         Args:
-            weights: other ones than this loader's.
+            weights: relative speeds to use instead of this loader's.
         """
         tokens, most = 0, 0
         for batch in self._order.longest():
@@ -204,7 +208,7 @@ class Loader:
         return Largest(tokens, most, num_lengths(self._windows.work))
 
     def _most_of_one(self, shares: Sequence[Ints]) -> int:
-        """The most places of a share's micro-batch if each share is one; else 0."""
+        """Return the most places of a share if each share is one micro-batch; else 0."""
         cuts = [list(cut_share(self._windows, share, self._sizing)) for share in shares]
         if all(len(cut) == 1 for cut in cuts):
             return max(len(part) * length for [(part, length)] in cuts)
@@ -221,9 +225,7 @@ def collate_share(
 
 
 def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
-    """Cut a ``share`` into micro-batches: the windows of each, and the length to which they are
-    padded.
-    """
+    """Cut a ``share`` into micro-batches; yield the windows of each, and their padded length."""
     work = windows.work
     for part in micro_batches(
         share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens
@@ -255,8 +257,9 @@ def collate(windows: Windows, chosen: Ints, length: int, epoch: int = 0) -> Micr
 
 
 def pad_targets(batch: MicroBatch) -> MicroBatch:
-    """Round the number of trained places up, by at most a quarter above 128, to meet fewer distinct
-    shapes.
+    """Round the number of trained places up, to have fewer different shapes.
+
+    The number grows to a multiple of 32, or above 128 by less than a quarter.
     """
     count = len(batch.targets)
     grain = max(32, 1 << max(0, count.bit_length() - 3))

@@ -1,9 +1,9 @@
-"""Messages of one record, checked, with other spellings of roles, calls and reasoning translated to
+"""Check of one record's messages; other spellings of roles, calls and reasoning are translated to
 the usual ones.
 
-What is certainly broken is a :class:`DataError`: no role, no content, an empty answer, a tool call
-without a name, the answer of a tool that nobody can have called. What is only suspicious is no
-matter of this module (see :mod:`allhands.data.shapes`).
+A message that is certainly broken raises a :class:`DataError`: no role, no content, an empty
+answer, a tool call without a name, the answer of a tool that no message can have called. Suspicious
+messages are reported elsewhere (:mod:`allhands.data.shapes`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
-# Where the thinking before an answer may stand, besides in its words.
+# Keys of a message that may hold the thinking before its answer.
 REASONING_KEYS = (
     "reasoning_content",
     "reasoning",
@@ -45,14 +45,14 @@ REASONING_KEYS = (
     "chain_of_thought",
     "analysis",
 )
-# Words that a question may need beside it, which no shape takes.
+# Columns with words that a question may need; no shape reads them.
 CONTEXT_KEYS = ("context", "passage", "paragraph", "background", "evidence")
 # Pictures and sound that belong to a message or a record.
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_ROLES = {
     **{role: role for role in ROLES},
     **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "ai"), "assistant"),
-    # The last is OpenAI's name for it before there were tools.
+    # "function" is OpenAI's older name for the role of tools.
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
     "human": "user",
 }
@@ -70,8 +70,8 @@ def asks_only(value: Any) -> bool:
 
 
 def messages_of_text(value: Any) -> list[Any] | None:
-    """Return the messages in a string of JSON or Python; None if it holds no list of objects with a
-    role.
+    """Return the messages in a string of JSON or Python; None if it is not a list of objects, each
+    with a role.
     """
     try:
         items = list_if_text(value, "", ValuePlace("", 0)) if isinstance(value, str) else None
@@ -83,7 +83,7 @@ def messages_of_text(value: Any) -> list[Any] | None:
 
 
 def is_sharegpt(value: Any) -> bool:
-    """Return True for a list of messages one of which is written with ``from`` and ``value``."""
+    """Return True for a list of messages if one of them has ``from`` and ``value`` (ShareGPT)."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and _is_foreign(item) for item in value
     )
@@ -100,9 +100,9 @@ def check_messages(
     """Return the messages of a list, or of a string that holds one: each with a known role and a
     string as content.
 
-    A message that is written with ``from`` and ``value`` is translated wherever it stands, and with
-    ``sharegpt`` in every message of the list. Other names of roles (human, gpt, model, observation,
-    function) become the usual ones, older forms of tool calls ``tool_calls``. Keys that are null
+    ``from`` and ``value`` become ``role`` and ``content`` where a message lacks these; with
+    ``sharegpt``, in every message. Other names of roles (human, gpt, model, observation, function)
+    become the usual ones, and older forms of tool calls become ``tool_calls``. Keys that are null
     are dropped, other keys are kept.
 
     Raises:
@@ -133,7 +133,7 @@ def check_messages(
 def check_message(
     value: Any, what: str, place: ValuePlace, *, sharegpt: bool = False, padded: bool = False
 ) -> Message:
-    """One message as :func:`check_messages` gives it; ``what`` names it in errors.
+    """Return one message as :func:`check_messages` does; ``what`` names the message in errors.
 
     Raises:
         DataError: something in it is certainly broken.
@@ -167,7 +167,7 @@ def check_message(
 
 
 def _role(message: Message, what: str, place: ValuePlace) -> str:
-    """The usual name of a message's role."""
+    """Return the usual name of a message's role."""
     role = message.get("role")
     if role is None:
         place.fail(
@@ -189,7 +189,7 @@ def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str
     """A message's content as one string; a list of text parts is joined.
 
     Args:
-        wordless: whether there need be none: every template takes "" but not every one takes null.
+        wordless: a null content is allowed and becomes "", since not every template takes null.
     """
     if value is None and wordless:
         return ""
@@ -214,8 +214,8 @@ def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str
 
 
 def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message:
-    """An answer whose parts that are calls or thinking stand where other people's answers have
-    them.
+    """Return an answer with its calls and thinking moved from content parts to keys of their own:
+    ``tool_calls`` and ``reasoning_content``.
     """
     parts = message.get("content")
     if not isinstance(parts, list):
@@ -242,7 +242,7 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
 
 
 def _key_of_part(part: Any) -> str:
-    """The key under which other people's answers have what a part of a content says."""
+    """Return the message key to which a part of a content belongs."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "tool_use":
         return "tool_calls"
@@ -250,7 +250,7 @@ def _key_of_part(part: Any) -> str:
 
 
 def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
-    """Thinking as one string, of a list of parts; anything else as it is."""
+    """Return thinking, given as a list of parts, as one string; any other value unchanged."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
@@ -267,7 +267,7 @@ def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
 def _with_one_reasoning(
     message: Message, what: str, place: ValuePlace
 ) -> tuple[Message, str | None]:
-    """An answer whose thinking stands under one key, and that thinking."""
+    """Return an answer with its thinking under one key, and the thinking (None without any)."""
     texts = {
         key: _reasoning_text(message[key], f"{key} of {what}", place)
         for key in REASONING_KEYS
@@ -291,11 +291,11 @@ def _with_one_reasoning(
 
 
 def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: bool) -> Message:
-    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``, a function call as an
-    assistant's tool call.
+    """Rename ShareGPT's ``from`` and ``value`` to ``role`` and ``content``; turn a function call
+    into an assistant's tool call.
 
-    Where a message has role and content as well, those count and the others are kept like any other
-    key.
+    If a message has ``role`` and ``content`` too, these count, and ``from`` and ``value`` are kept
+    like any other key.
     """
     rest = {key: item for key, item in message.items() if key not in ("role", "content")}
     speaker, words = message.get("role"), message.get("content")
@@ -313,7 +313,7 @@ def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: boo
 
 
 def require_answer(messages: Sequence[Message], name: str, place: ValuePlace) -> None:
-    """Make sure that there is something to learn.
+    """Require an assistant message: there must be something to learn.
 
     Raises:
         DataError: no message is an assistant's.
@@ -327,7 +327,7 @@ def require_answer(messages: Sequence[Message], name: str, place: ValuePlace) ->
 
 
 def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace) -> None:
-    """Make sure that tools speak only when called, as far as that can be told.
+    """Require a call before each answer of a tool, as far as calls can be recognised.
 
     Raises:
         DataError: a tool answers where no assistant message can have asked for it.

@@ -20,18 +20,18 @@ import numpy as np
 from allhands.data.arrays import Array, Hashes, Ints
 
 POOL_BATCHES = 64
-# Six rounds: the least that is indistinguishable from random by simple tests at every size (four
-# are in theory).
+# Six rounds are the fewest that simple tests cannot tell from random at every size (in theory, four
+# are enough).
 _ROUNDS = 6
 
 
 class Shuffle:
     """A pseudo-random permutation of ``range(size)``, computed on demand in O(1) memory.
 
-    A Feistel network over the smallest even number of bits that holds ``size``, followed until it
-    falls below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
-    round function is the finaliser of SplitMix64 (Steele et al., 2014). Integers only: the same on
-    every machine.
+    A Feistel network over the smallest even number of bits that holds ``size``, applied until the
+    value is below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
+    round function is the finaliser of SplitMix64 (Steele et al., 2014). Only integers are used, so
+    the result is the same on every machine.
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -42,10 +42,10 @@ class Shuffle:
         self._round_keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def at(self, places: Array) -> Ints:
-        """(n,) the members of ``range(size)`` at ``places``, (n,) each below ``size``."""
+        """Return the members of ``range(size)`` at ``places``, (n,), each below ``size``."""
         values = self._permute(places.astype(np.uint64))
-        # Outside: follow the cycle. At least a quarter of the domain is inside, so few steps are
-        # needed.
+        # Values outside follow their cycle. About a quarter of the domain or more is inside, so
+        # few steps are needed.
         while len(outside := np.flatnonzero(values >= self._size)):
             values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
@@ -58,9 +58,7 @@ class Shuffle:
 
 
 def mix(values: Hashes) -> Hashes:
-    """Another number for each of ``values``, one to one: the finaliser of SplitMix64 (Steele et
-    al., 2014).
-    """
+    """Hash each of ``values``, one to one: the finaliser of SplitMix64 (Steele et al., 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -73,7 +71,7 @@ class GlobalOrder:
     Attributes:
         lengths: (num_examples,) tokens of each example.
         batch_size: examples a global batch.
-        seed: of the run.
+        seed: the run's seed.
     """
 
     lengths: Array
@@ -98,8 +96,9 @@ class GlobalOrder:
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
     def longest(self, most_pools: int = 16) -> list[Ints]:
-        """Return the batches of the longest examples in the first pools of an epoch, incomplete
-        ones included.
+        """Return the batches of the longest examples in each of the first pools of an epoch.
+
+        If a pool's last batch is incomplete, the batch before it is returned too.
         """
         found: list[Ints] = []
         for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):
@@ -111,7 +110,7 @@ class GlobalOrder:
 
     @lru_cache(maxsize=8)  # noqa: B019 - an order lives as long as its run; eight small pools are kept at most
     def _pool(self, epoch: int, pool: int) -> Ints:
-        """The examples of ``POOL_BATCHES`` batches of an epoch, by length."""
+        """Return the examples of ``POOL_BATCHES`` batches of an epoch, in order of length."""
         size = POOL_BATCHES * self.batch_size
         places = np.arange(pool * size, min((pool + 1) * size, len(self.lengths)))
         members = Shuffle(len(self.lengths), self.seed, epoch, 0).at(places)
@@ -138,10 +137,10 @@ def divide(
         examples: example numbers of the batch.
         lengths: (num_examples,) tokens of every example of the data set.
         weights: relative speed of each rank, all positive.
-        before: tokens that each rank has already in the same update, of earlier batches; default:
+        before: tokens that each rank has already from earlier batches of the same update; default:
             none.
-        some: ranks that get the shortest example if they would get none, where another rank has
-            several.
+        some: ranks that must get an example, if possible: a rank without one takes the shortest
+            from a rank that has several.
     """
     longest_first = examples[np.lexsort((examples, -lengths[examples]))]
     load = np.asarray(before, dtype=np.float64) if len(before) else np.zeros(len(weights))
@@ -153,7 +152,7 @@ def divide(
         load[rank] += lengths[example]
         shares[rank].append(int(example))
     for rank in sorted(some):
-        # The longest come first, so that a share ends with its shortest.
+        # The longest examples come first, so a share ends with its shortest.
         givers = [other for other in range(len(shares)) if len(shares[other]) > 1]
         if not shares[rank] and givers:
             giver = min(givers, key=lambda other: int(lengths[shares[other][-1]]))
@@ -164,8 +163,8 @@ def divide(
 def micro_batches(examples: Ints, sizes: Ints, max_tokens: int, overhead_tokens: int) -> list[Ints]:
     """Split a rank's share into micro-batches of similar lengths at the least cost.
 
-    Cost of a split = padded tokens + ``overhead_tokens`` for each micro-batch; found exactly by
-    dynamic programming over the examples in order of length. No micro-batch exceeds ``max_tokens``
+    Cost of a split = padded tokens + ``overhead_tokens`` for each micro-batch. Dynamic programming
+    over the examples in order of length finds the minimum. No micro-batch exceeds ``max_tokens``
     padded tokens unless a single example does.
 
     Args:

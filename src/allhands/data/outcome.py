@@ -1,6 +1,4 @@
-"""The fate of every row: counted, grouped by reason, each with its place. Read by people and by
-programs.
-"""
+"""Outcome of ``data prepare`` for all rows: counts, reasons and places, for people and programs."""
 
 from __future__ import annotations
 
@@ -21,17 +19,18 @@ from allhands.errors import AllhandsError
 NUM_PLACES = 5
 NUM_REASONS = 200
 
-# What differs from row to row within one reason: excerpts at the end, positions, hexadecimal bytes.
+# Parts of a message that differ between rows of one reason: excerpts at the end, positions,
+# hexadecimal bytes.
 _PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+(?:,\d{3})*", re.DOTALL)
 _OTHER = "other reasons"
-# How advice for training, which has YAML keys, names columns.
+# Columns in advice that is written for training: by YAML keys.
 _NAMED = re.compile(r'\b([a-z]+)_feature: "((?:[^"\\]|\\.)*)",?')
 _PART = re.compile(r"\b([a-z]+)_feature\b")
 
 
 def as_flags(hint: str) -> str:
-    """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into
-    a shell.
+    """Return advice with YAML keys of columns replaced by flags of ``data prepare``, quoted for a
+    shell.
     """
     if _NAMED.search(hint):
         return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
@@ -45,8 +44,9 @@ def column_flag(part: str, name: str) -> str:
 
 @dataclass
 class Reason:
-    """One kind of problem: the message and remedy of its first row, how many rows, and the first
-    places.
+    """One kind of problem: message and remedy of the first row, number of rows, and first places.
+
+    If the messages of the rows differ in numbers or excerpts, ``message`` has none of these.
     """
 
     message: str
@@ -56,15 +56,13 @@ class Reason:
 
 
 class Reasons:
-    """Problems grouped: messages that differ in numbers and excerpts only are one reason, told
-    without them.
-    """
+    """Problems grouped by reason: messages that differ only in numbers and excerpts have one."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Reason] = {}
 
     def add(self, message: str, hint: str | None, where: str) -> None:
-        """Count a row."""
+        """Count a row under its reason; past ``NUM_REASONS`` reasons, under "other reasons"."""
         key = _PARTICULARS.sub(lambda found: "…" if found[0][0].isdigit() else "", message)
         if key not in self._groups and len(self._groups) >= NUM_REASONS:
             key, message, hint = _OTHER, _OTHER, "left-out.jsonl has each"
@@ -80,21 +78,21 @@ class Reasons:
 
 
 class LeftOut:
-    """Writes each row that is left out, with its place, reason and remedy, and counts."""
+    """Writes each row that is left out, with its place, reason and remedy, and counts reasons."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.reasons = Reasons()
 
     def add(self, error: AllhandsError, value: Any = None) -> None:
-        """``value`` is the row, if it could be read at all."""
+        """Write and count one row; ``value`` is the row, if it could be read at all."""
         where = error.where or ""
         self.reasons.add(error.message, error.hint, where)
         told = {"where": where, "code": error.code, "reason": error.message, "hint": error.hint}
         self.write(told, value)
 
     def write(self, entry: dict[str, Any], value: Any) -> None:
-        """Append one line. Only ASCII, because a row may be here for characters that UTF-8 cannot
+        """Append one line of ASCII: a row may have been left out for characters that UTF-8 cannot
         hold.
         """
         if value is not None:
@@ -104,8 +102,9 @@ class LeftOut:
 
 @dataclass
 class SourceTally:
-    """Rows of one source. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files
-    without rows.
+    """Rows of one source: ``rows`` = ``accepted`` + ``left_out``.
+
+    ``unread`` counts problems of the whole file; ``shapes`` counts accepted rows by shape.
     """
 
     name: str
@@ -119,7 +118,7 @@ class SourceTally:
 
 @dataclass(frozen=True)
 class Twin:
-    """Two rows that say the same: exactly (similarity 1) or nearly."""
+    """Two rows with the same words: exactly (similarity 1) or nearly."""
 
     row: str
     of: str
@@ -131,12 +130,12 @@ class Duplicates:
     """Repeated rows.
 
     Attributes:
-        exact: rows that repeat another, apart from what normalising ignores; ``near`` rows that
-            nearly do.
-        removed: rows dropped because of it.
-        across: for ``"train, test"`` and so on: kept rows of the first split with a twin in the
-            second.
-        examples: a few of them.
+        exact: rows that repeat another row after normalisation.
+        near: rows that nearly repeat another row.
+        removed: duplicates that were dropped.
+        across: by pair of splits (``"train, test"``): kept rows of the first split with a twin in
+            the second.
+        examples: a few pairs of twins.
     """
 
     exact: int = 0
@@ -153,9 +152,10 @@ class PrepareOutcome:
     Attributes:
         kept: rows in each split, for training and (``preference``) for preference methods.
         rows_read: rows that the sources held = kept + left_out + duplicates.removed.
+        reasons: why rows were left out; ``warnings``: why kept rows are suspicious.
         lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each.
-        notes: what was decided and why, in sentences.
-        options: the options that decided it.
+        notes: sentences about decisions and their reasons.
+        options: the options of ``data prepare``.
     """
 
     sources: list[SourceTally]
@@ -190,7 +190,7 @@ class PrepareOutcome:
         return sum((Counter(source.shapes) for source in self.sources), Counter[str]())
 
     def to_json(self) -> dict[str, Any]:
-        """For report.json."""
+        """Return the outcome in the form of report.json."""
         totals = {
             "rows_read": self.rows_read,
             "rows_kept": self.num_kept,

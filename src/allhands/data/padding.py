@@ -10,21 +10,21 @@ import numpy as np
 from allhands.data.arrays import Ints
 from allhands.data.order import GlobalOrder, micro_batches
 
-# They are a random sample of an epoch.
+# The first batches of an epoch are a random sample of it.
 _SAMPLED_BATCHES = 500
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Cost of an epoch on one process.
+    """Batches and padding of an epoch on one process.
 
     Attributes:
         batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last
             one included.
-        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred
+        share: share of the computed places that hold padding, 0 to 1; estimated on at most 500
             batches.
-        random_share: the same if examples were put into batches at random, each padded to its
-            longest.
+        random_share: the same share if batches were random and each were padded to its longest
+            example.
         rows: rows of an epoch with packing; None without.
     """
 
@@ -35,12 +35,12 @@ class Padding:
 
 
 def estimate_padding(work: Ints, tokens: int, options: Any) -> Padding:
-    """Padding and batches of an epoch on one process.
+    """Estimate the batches and padding of an epoch on one process.
 
     Args:
         work: (num_examples,) inputs that must be computed for each example.
-        tokens: of all examples.
-        options: batch_size, packing, max_seq_length, seed and sizing of a run.
+        tokens: number of tokens of all examples.
+        options: has batch_size, packing, max_seq_length, seed and sizing of a run.
     """
     size = options.batch_size
     if options.packing:

@@ -1,4 +1,4 @@
-"""The parts of a record ("prompt", "tools"): found under the columns that hold them, and checked."""
+"""Parts of a record ("prompt", "tools"): read from the columns that hold them, and checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from allhands.data.messages import Message, check_message, check_messages, messa
 from allhands.data.values import DELETE, ValuePlace, check_string, list_if_text, quoted
 
 MISSING = object()
-# By default also known as; the first that is there counts.
+# Columns of a part whose name the user has not given; the first one that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
-# Lists, which tables hold as strings of JSON.
+# Parts that are lists; tables hold them as strings of JSON.
 _LISTS = ("chat", "conversation", "history")
-# Texts; or lists of messages, if all of those that are there are lists or such strings.
+# Parts that are texts, or lists of messages if all present ones are lists or strings of lists.
 _TEXTS_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected")
 
 
@@ -47,7 +47,7 @@ class ColumnNames:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ColumnNames:
-        """Column names from a mapping that may carry any of the keys; None means the default."""
+        """Make column names from options; a key that is missing or None means the default."""
         given = {name: options.get(name) for name in cls.__dataclass_fields__}
         return cls(**{name: str(value) for name, value in given.items() if value is not None})
 
@@ -71,8 +71,9 @@ class ColumnNames:
 
 @dataclass(frozen=True)
 class Parts:
-    """One JSON object, read by its parts. Every method raises a :class:`DataError` for a part that
-    is broken.
+    """One JSON object, read by its parts.
+
+    Methods that read a part raise a :class:`DataError` if the part is broken.
     """
 
     values: Mapping[str, Any]
@@ -92,9 +93,7 @@ class Parts:
 
     @cached_property
     def found(self) -> dict[str, Any]:
-        """The parts that are there, be they null. Tables give every row every column, null where it
-        has none.
-        """
+        """Parts whose column is there, null or not: a table gives each row all columns."""
         reached = {part: reach(self.values, name) for part, name in self.names.items()}
         return {part: value for part, value in reached.items() if value is not MISSING}
 
@@ -104,8 +103,9 @@ class Parts:
         return frozenset(part for part in self.found if self.get(part) is not None)
 
     def get(self, part: str) -> Any:
-        """Return the value of a part; None if it is null or not there. A string that holds a list
-        is that list.
+        """Return the value of a part; None if it is null or missing.
+
+        A string that holds a list, where lists are possible, is returned as the list.
         """
         found = self.found.get(part)
         if not isinstance(found, str):
@@ -129,7 +129,7 @@ class Parts:
         return part in self.filled
 
     def mapped(self, part: str) -> bool:
-        """Return True if the user has named this column, other than by default."""
+        """Return True if the user has given this part's column another name than the default."""
         return part in self.columns.mapped
 
     def quoted(self, *parts: str) -> str:
@@ -137,11 +137,11 @@ class Parts:
         return " and ".join(quoted(self.names[part]) for part in parts)
 
     def fail(self, message: str, hint: str, *, code: str) -> NoReturn:
-        """Refuse the record."""
+        """Refuse the record: raise a :class:`DataError` at its place."""
         self.place.fail(message, hint, code=code)
 
     def string(self, part: str, *, filled: bool = False) -> str:
-        """Return a part that must be a string; with ``filled``, of more than blanks."""
+        """Return a part that must be a string; with ``filled``, not of blanks only."""
         text = check_string(self.get(part), self.quoted(part), self.place)
         if filled and not text.strip():
             self.fail(
@@ -152,8 +152,8 @@ class Parts:
         return text
 
     def text_or_messages(self, part: str, *, filled: bool = False) -> str | list[Message]:
-        """Return a part that is a list of messages or a string; with ``filled``, of more than
-        blanks.
+        """Return a part that is a list of messages or a string; with ``filled``, the string must
+        not be blank.
         """
         value = self.get(part)
         if isinstance(value, list):
@@ -161,8 +161,10 @@ class Parts:
         return self.string(part, filled=filled)
 
     def messages(self, part: str, *, sharegpt: bool) -> list[Message]:
-        """Return the messages of a chat column; ``sharegpt``, or a mapped column, allows ShareGPT's
-        names of roles.
+        """Return the messages of a chat column.
+
+        With ``sharegpt``, or if the column is mapped, ``from`` and ``value`` are read in every
+        message.
         """
         sharegpt = sharegpt or self.mapped(part)
         return check_messages(self.get(part), self.names[part], self.place, sharegpt=sharegpt)
@@ -173,12 +175,12 @@ class Parts:
         return read_tools(self.get("tools"), self.names["tools"], functions, self.place)
 
     def question(self) -> str:
-        """Alpaca's instruction, and after a blank line its input if there is one."""
+        """Return Alpaca's instruction; its input, if there is one, follows after a blank line."""
         texts = [self.string("instruction"), self.string("input") if self.has("input") else ""]
         return "\n\n".join(text for text in texts if text.strip())
 
     def history(self) -> list[Message]:
-        """Alpaca's earlier turns, a list of [question, answer] pairs, as messages."""
+        """Return Alpaca's earlier turns, a list of [question, answer] pairs, as messages."""
         pairs, name = self.get("history") or [], self.names["history"]
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
@@ -204,7 +206,7 @@ class Parts:
         return [{"role": "system", "content": text}] if text.strip() else []
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """Messages after the system column, unless they begin with the same system message."""
+        """Put the system column before the messages, unless they begin with the same message."""
         system = self.system()
         return messages if messages[:1] == system else system + messages
 

@@ -1,8 +1,8 @@
 """Pieces of rows: the token positions that a rank of a context group computes.
 
 With N ranks a row is cut into 2 N pieces of one length, the last ones padded. Rank r has the pieces
-r and 2 N - 1 - r: one near the row's head and one near its tail, so that causal attention, in which
-a place looks at all before it, costs every rank the same.
+r and 2 N - 1 - r. A place attends to all places before it, so later pieces cost more; with one
+early and one late piece, every rank has the same cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allhands.data.loader import MicroBatch, pad_targets
 
 @dataclass(frozen=True)
 class Pieces:
-    """The two pieces of each row that rank ``rank`` of ``size`` has."""
+    """The two pieces of each row on rank ``rank`` of a context group of ``size`` ranks."""
 
     rank: int
     size: int
@@ -32,11 +32,11 @@ class Pieces:
         return -(-width // (2 * self.size))
 
     def width(self, width: int) -> int:
-        """Return the length of rows of this width that are filled up to whole pieces."""
+        """Return the width of the rows once they are filled up to whole pieces."""
         return 2 * self.size * self.length(width)
 
     def filled_up(self, values: Array, fill: int = 0) -> Array:
-        """(B, T, ...) -> (B, pieces * their length, ...), with ``fill`` in the new places."""
+        """Fill rows up to whole pieces with ``fill``: (B, T, ...) -> (B, width(T), ...)."""
         width = values.shape[1]
         missing = self.width(width) - width
         return np.pad(
@@ -44,8 +44,9 @@ class Pieces:
         )
 
     def of(self, values: Array) -> Array:
-        """(B, T, ...) -> (2 B, P, ...): this rank's pieces of each row, the first one's of all rows
-        before the second's.
+        """Return this rank's pieces of each row: (B, T, ...) -> (2 B, length(T), ...).
+
+        The first pieces of all rows come before the second pieces.
         """
         length = self.length(values.shape[1])
         whole = self.filled_up(values)
@@ -54,10 +55,11 @@ class Pieces:
         )
 
     def of_batch(self, batch: MicroBatch) -> MicroBatch:
-        """Return this rank's pieces of ``batch`` as rows of their own; the tokens are counted once
-        in the group.
+        """Return this rank's pieces of ``batch`` as rows of their own.
 
-        Document numbers are those of whole rows, filled up: a place looks at others' places, too.
+        ``num_tokens`` is divided over the ranks, so its sum over the group is the batch's. The
+        document numbers stay those of the whole rows, filled up: (B, width(T)), because a place
+        also attends to places on other ranks.
         """
         rows, width = batch.inputs.shape
         length = self.length(width)
@@ -75,7 +77,7 @@ class Pieces:
             examples=np.tile(batch.examples, 2),
             documents=None if batch.documents is None else self.filled_up(batch.documents, -1),
         )
-        if not len(found.targets):  # a loss has at least one place, which may count nothing
+        if not len(found.targets):  # a loss needs at least one place; target -1 counts nothing
             found = replace(
                 found, positions=np.zeros(1, np.int32), targets=np.full(1, -1, np.int32)
             )

@@ -1,4 +1,4 @@
-"""Batches made on a thread while the step before them is computed."""
+"""Prefetch of batches: a thread makes them while the step before them is computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """``load(i)`` for one ``i`` after the other, ``ahead`` of them at work before they are asked
-    for.
+    """Calls ``load(i)`` in a thread, for up to ``ahead`` numbers after the last one asked for.
 
-    Any ``i`` may be asked at any time; only the ones that follow it come sooner. Used as a context,
-    at the end of which the thread is gone. What ``load`` raises is raised by :meth:`get` for that
-    ``i``.
+    Any ``i`` may be asked for at any time; only the numbers after it are prefetched. Use it as a
+    context manager, which ends the thread. :meth:`get` raises the errors of ``load``.
     """
 
     def __init__(
@@ -27,10 +25,10 @@ class Prefetcher(Generic[T]):
         ahead: int = 2,
         waits: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``load`` is called in one other thread, for numbers below ``end``.
+        """``load`` is called in one other thread; numbers from ``end`` on are not prefetched.
 
-        ``waits`` is told, before :meth:`get` waits, for how many seconds ``load`` has been at what
-        is wanted.
+        ``waits`` is called before :meth:`get` waits, with the seconds since ``load`` began with the
+        wanted number (0 if it has not begun).
         """
         self._load = load
         self._waits = waits
@@ -41,7 +39,7 @@ class Prefetcher(Generic[T]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-data")
 
     def get(self, i: int) -> T:
-        """``load(i)``, waiting for it if it is not ready."""
+        """Return ``load(i)``; wait for it if it is not ready."""
         wanted = range(i, min(i + 1 + self._ahead, max(self._end, i + 1)))
         for late in set(self._pending) - set(wanted):
             self._pending.pop(late).cancel()

@@ -1,10 +1,10 @@
 """Make a training folder from files of many types: checked, deduplicated and split. Every lost row
 is reported.
 
-One pass reads every source and writes the rows that can be used to a spool file; of each row only
-some 70 bytes of numbers stay in memory. Then duplicates are searched, splits decided, and the rows
-copied from the spool into their files. All of it happens in a hidden directory that takes its name
-at the very end.
+One pass reads every source and writes the usable rows to a spool file; only some 70 bytes of
+numbers for each row stay in memory. Then duplicates are searched, splits are decided, and the rows
+are copied from the spool into their files. All files are written in a hidden directory, which is
+renamed to the output directory at the very end.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def prepare(
     unchanged.
 
     Args:
-        measure: renders a record, or raises DataError for one that cannot be rendered; without it,
+        measure: renders a record, or raises DataError for a record that cannot be rendered; None:
             lengths are in characters.
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.
-        DataError: a file of which the rest could not be read; with ``strict``, the first bad row;
+        DataError: the rest of a file could not be read; with ``strict``, the first bad row;
             :class:`NothingLeft`.
-        StorageError: it cannot be written.
+        StorageError: ``out`` cannot be written.
     """
     check_output(out, [source.name for source in sources], options.force)
     sources, notes = _checked_splits(sources, options)
@@ -144,8 +144,12 @@ def prepare(
 def _checked_splits(
     sources: Sequence[Source], options: PrepareOptions
 ) -> tuple[Sequence[Source], list[str]]:
-    """Return the sources, without their splits if these leave nothing to train on, and a note about
-    it.
+    """Return the sources, and notes.
+
+    If the sources have held-out splits only, they lose these splits, and a note says so.
+
+    Raises:
+        ConfigError: a size is given for a split that the sources have, or the sizes are too large.
     """
     named, notes = {source.split for source in sources}, list[str]()
     if not options.resplit and named and not named & {None, "train"}:
@@ -169,14 +173,14 @@ def _checked_splits(
 
 
 def check_output(out: Path, names: Sequence[str], force: bool) -> None:
-    """Refuse to overwrite what is at ``out``.
+    """Refuse an output directory whose content would be lost.
 
     Args:
         names: the sources, as they were named; they must not be in ``out``.
 
     Raises:
-        ConfigError: it is not an empty directory; or, with ``force``, not one that was prepared
-            before.
+        ConfigError: ``out`` holds a source, is the current directory or a file, or is not empty;
+            with ``force``, it holds anything but prepared data.
     """
     where, whole = f"--out {out}", out.resolve()
     for name in names:
@@ -249,7 +253,7 @@ def _split_and_write(
 def _write_splits(
     staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome
 ) -> None:
-    """One file a split that has rows."""
+    """Write one file for each split with rows, and for each with preference rows."""
     # The order depends on the contents and the seed, or is that of the sources.
     place = (
         shuffled(spool.column("content"), options.seed)
@@ -275,7 +279,10 @@ def _write_splits(
 def _notes(
     intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool
 ) -> Iterator[str]:
-    """Notes on decisions that may be unexpected. ``alone``: no row belongs to another."""
+    """Yield notes on decisions that may be unexpected.
+
+    ``alone``: no two rows must stay in one split.
+    """
     options = intake.options
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
@@ -291,9 +298,7 @@ def _notes(
 def _sizes(
     options: PrepareOptions, split: Int8s, carried: set[str], default: SplitShare, alone: bool
 ) -> Iterator[str]:
-    """The sizes that were asked for or taken, where they are others, and if little is left to train
-    on.
-    """
+    """Yield notes on the wanted and real sizes of held-out splits, and on few training rows."""
     total, held = int(np.count_nonzero(split != NONE)), 0
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got, target = int(np.count_nonzero(split == number)), (share or default).rows(total)

@@ -1,5 +1,5 @@
-"""Files of training data as rows: whatever is broken becomes a :class:`RowProblem` with its line,
-the rest is read.
+"""Files of training data as rows: broken parts become a :class:`RowProblem` with a line, the other
+rows are read.
 
 JSON Lines, JSON, CSV, TSV, Parquet, Arrow and plain text, each also with ``.gz``, ``.bz2``, ``.xz``
 or ``.zst``. Every file is streamed: memory holds some megabytes and one row, and a row has at most
@@ -42,7 +42,7 @@ _TYPES: dict[str, FileType] = {
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 TYPE_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md, or one of them with .gz, .bz2, .xz or .zst"
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-# What to do about files that are not read, by the ends of their names.
+# Advice on files of other types, by the ends of their names.
 _WAYS = {
     (
         ".xlsx",
@@ -104,12 +104,12 @@ _MAGIC = {
 
 
 def file_type(path: Path) -> FileType | None:
-    """Return the type that the name of a file promises; None if it is nothing that can be read."""
+    """Return the type of a file by its name; None if files of its type cannot be read."""
     return _TYPES.get(Path(unpacked_name(path)).suffix)
 
 
 def unpacked_name(path: Path) -> str:
-    """Return the name of a file in small letters, without what says that it is compressed."""
+    """Return the name of a file in lower case, without the ending of a compressed file."""
     name = path.name.lower()
     return name.removesuffix(next(filter(name.endswith, _PACKED), ""))
 
@@ -126,26 +126,27 @@ def unread_hint(path: Path) -> str:
 def read_rows(
     path: Path, options: ReadOptions | None = None, *, name: str | None = None
 ) -> Iterator[Item]:
-    """Yield all rows of a file of any supported type, in order. Nothing in a file raises; it
-    becomes a problem.
+    """Yield all rows of a file of any supported type, in order.
+
+    Faults of the file or its rows are yielded as problems, not raised.
 
     - JSON Lines: one value a line; blank lines, CRLF and byte-order marks are tolerated. A file
       whose first character is ``[`` is read as one JSON array.
     - JSON: an array, one value, or values one after the other. After a broken element reading goes
       on at the next one if the layout of the lines shows where it begins; otherwise the problem
       says that the rest was not read. NaN and Infinity are read as Python's ``json`` reads them;
-      more than 200 levels of nesting are a problem. The rows of an object may stand under a key of
-      it, see :func:`rows_key`.
+      more than 200 levels of nesting are a problem. An object may hold its rows under a key, see
+      :func:`rows_key`.
     - CSV, TSV: the first row names the columns; all values are strings. Another separator than the
       comma or the tab is used where it is certain, see :func:`separator_of`.
-    - Parquet, Arrow: pyarrow's Python values. With ``.gz`` it is unpacked into a temporary file
+    - Parquet, Arrow: pyarrow's Python values. A compressed file is unpacked into a temporary file
       first.
-    - Text: ``{"text": ...}`` a document, see :class:`ReadOptions`. Line ends become ``\\n``, those
-      around a document are dropped. A bad byte makes the whole document, or the part of one that
-      was cut, a problem.
+    - Text: ``{"text": ...}`` for each document, see :class:`ReadOptions`. Line ends become ``\\n``,
+      those around a document are dropped. A bad byte makes the whole document, or a part of a long
+      one, a problem.
 
     Args:
-        name: the file's name in rows and problems; its own without the folder if None.
+        name: the file's name in rows and problems; None: its name without the folder.
     """
     kind = file_type(path)
     if kind is None:
@@ -161,11 +162,12 @@ def read_rows(
 
 
 def read_records(path: Path, columns: ColumnNames, *, name: str | None = None) -> Iterator[Record]:
-    """Yield the records of one file of any supported type, in order, streamed; JSON Lines if its
-    name says nothing.
+    """Yield the records of one file of any supported type, in order, streamed.
+
+    A file whose name has no known ending is read as JSON Lines.
 
     Args:
-        name: the file's name in records and errors; its own without the folder if None.
+        name: the file's name in records and errors; None: its name without the folder.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8 or not JSON, holds no record, or a record
@@ -248,8 +250,8 @@ def _separator(head: bytes, kind: FileType) -> Separator:
 
 
 def notes_of(path: Path) -> tuple[str, ...]:
-    """Notes on the way in which a file is read, where its name does not say it; none for one that
-    cannot be read.
+    """Return notes on how a file is read, where its name does not say it; none for an unreadable
+    file.
     """
     kind = file_type(path)
     if kind == "json" and (key := rows_key(_head(path))) is not None:
@@ -264,8 +266,9 @@ def notes_of(path: Path) -> tuple[str, ...]:
 
 
 def splits_in(path: Path) -> tuple[str, ...]:
-    """Return the keys of a JSON object that holds splits of a data set, ``{"train": [...], "test":
-    [...]}``; () for others.
+    """Return the keys of a JSON file that holds several splits; () for other files.
+
+    Such a file is an object like ``{"train": [...], "test": [...]}``.
     """
     key = rows_key(_head(path)) if file_type(path) == "json" else None
     if key is None or key.lower() not in NAMES_OF_SPLITS:
@@ -274,7 +277,7 @@ def splits_in(path: Path) -> tuple[str, ...]:
         with path.open("rb") as file, _unpacked(path, file) as inner:
             return keys_with_rows(inner)
     except _UNREADABLE:
-        return ()  # told when it is read
+        return ()  # the error is reported when the file is read
 
 
 def _head(path: Path) -> bytes:
@@ -286,7 +289,7 @@ def _head(path: Path) -> bytes:
 
 
 class _Stream(io.RawIOBase):
-    """A file's bytes, which end where it cannot be read any further; ``failure`` then says why."""
+    """Stream of a file's bytes that ends at a read error; ``failure`` then has the error."""
 
     def __init__(self, inner: IO[bytes]) -> None:
         self.inner = inner
@@ -298,8 +301,8 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         done = 0
         try:
-            # Not read(): where that fails, it forgets what it had read before. (Typed files lack
-            # read1, real ones not.)
+            # read1(), since read() loses the bytes that it has read before an error. (The type
+            # IO[bytes] has no read1, but all real files have.)
             while not self.failure and (data := cast(Any, self.inner).read1(len(buffer) - done)):
                 buffer[done : done + len(data)] = data
                 done += len(data)

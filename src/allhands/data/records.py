@@ -1,8 +1,8 @@
-"""One training example: its shape recognised and everything about it checked. Nothing here knows
-files or tokens.
+"""One training example: recognises its shape and checks it, without reading files or encoding
+tokens.
 
 The shapes are those of mlx_lm: ``messages`` (with optional ``tools``), ``prompt`` + ``completion``,
-and ``text``; and Alpaca and ShareGPT, which become one of them. Everything wrong is a
+and ``text``; Alpaca and ShareGPT are converted to one of these. Each fault raises a
 :class:`DataError` that names file and line.
 """
 
@@ -30,8 +30,8 @@ from allhands.data.values import SHAPES, ValuePlace, key_list, type_name
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
 
-# The parts that make a shape, in order of precedence; and those that may hold the question of a
-# preference.
+# The parts that make a shape, in order of precedence. Below, the parts that may hold the question
+# of a preference.
 NEEDS: dict[Shape, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "chat": ("chat",),
@@ -76,7 +76,7 @@ class Record:
 
     @property
     def is_blank(self) -> bool:
-        """True for a text without words, of which only its end could be learned."""
+        """True for a text without words: only its end could be learned."""
         return self.kind == "text" and not (self.text or "").strip()
 
     @property
@@ -96,11 +96,11 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
     """Check one decoded JSON value and recognise its shape; Alpaca and ShareGPT are converted.
 
     A text may be empty, as some in every large corpus are: training leaves it out, and counts it.
-    Preferences and rated answers are refused: to train on them as they stand would teach what was
-    rejected.
+    Preferences and rated answers are refused: training on them as they are would teach the rejected
+    answers.
 
     Raises:
-        DataError: with ``where="source:line"``.
+        DataError: the record is malformed or of a refused kind; ``where`` is ``source:line``.
     """
     parts = parts_of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
@@ -118,14 +118,12 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 
 
 def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
-    """Return the parts of a decoded JSON value; where it is no record but holds one under a key,
-    those of the inner one.
+    """Return the parts of a decoded JSON value, or of the record that it holds under a key.
 
-    ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one, as APIs and annotation programs write
-    it.
+    APIs and annotation programs write such values: ``{"row_idx": 7, "row": {"messages": [...]}}``.
 
     Raises:
-        DataError: it is not an object, or holds a record that was cut off.
+        DataError: the value is not an object, or holds a record that was cut off.
     """
     if not isinstance(value, dict):
         place.fail(
@@ -153,7 +151,8 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
             columns,
             place,
         )
-    # Who makes a table names its columns for people; who writes JSON has a format in mind.
+    # The columns of a CSV table are named for people, so usual names are understood; JSON is
+    # written in a known format.
     is_table = _TABLE.search(place.source.lower()) is not None
     if not is_table or columns.mapped or (pair := pair_of(value)) is None:
         return parts
@@ -161,7 +160,7 @@ def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
 
 
 def _has_shape(parts: Parts) -> bool:
-    """Return True if the columns make a shape, be they null. An object in a chat column is no
+    """Return True if the columns make a shape, null or not. An object in a chat column is not a
     conversation.
     """
     there = _SHAPING & parts.found.keys()
@@ -174,15 +173,14 @@ def _has_shape(parts: Parts) -> bool:
 def recognise(parts: Parts) -> Shape:
     """Return the shape of a record, by the columns that it has.
 
-    mlx_lm's own come first, in its order: prompt and completion, messages, text. Then a preference
-    (chosen and rejected), Alpaca (instruction and output), ShareGPT (conversations). Messages that
-    do not end with an answer, beside chosen and rejected ones, are the question of a preference;
-    those with from and value are ShareGPT. A column that is null counts only if no other shape is
-    there.
+    mlx_lm's shapes come first, in its order: prompt and completion, messages, text. Then follow a
+    preference (chosen and rejected), Alpaca (instruction and output), and ShareGPT (conversations).
+    Messages beside chosen and rejected answers are the question of a preference if they do not end
+    with an answer. Messages with ``from`` and ``value`` are ShareGPT. A column that is null counts
+    only if no other shape is there.
 
-    If the user has mapped a column that makes a shape, a mapped one must be part of the shape that
-    is chosen: mapped columns win over everything that the default names would give, and a record
-    that has none of them is an error, not something else.
+    If the user has mapped columns that make shapes, the chosen shape must have one of them, even if
+    default names would make another shape. A record without any mapped column is an error.
 
     Raises:
         DataError: no shape, or none with a mapped column.
@@ -197,14 +195,14 @@ def recognise(parts: Parts) -> Shape:
 
 
 def _by_messages(parts: Parts) -> Shape:
-    """The shape of a record with messages, by those messages."""
+    """Return the shape of a record with messages: preference, ShareGPT or chat."""
     if parts.has("chosen") and parts.has("rejected") and asks_only(parts.get("chat")):
         return "preference"
     return "sharegpt" if is_sharegpt(parts.get("chat")) else "chat"
 
 
 def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
-    """Refuse a record without a shape: name its keys, and the key that was probably meant."""
+    """Refuse a record without a shape; the error names its keys and the key probably meant."""
     known = {part: parts.names[part] for part in _SHAPING & parts.found.keys()}
     keys, hint = key_list(parts.values), column_hint(parts.values, known, parts.place.source)
     names = {part: f"{parts.quoted(part)} ({part}_feature)" for part in mapped}
@@ -227,15 +225,14 @@ def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
 
 
 def rating(parts: Parts, shape: Shape) -> bool | None:
-    """Return the rating of an answer, good or bad; None if it was not rated.
+    """Return the rating of an answer, True for good; None if it was not rated.
 
-    A rating is a boolean, or as tables write it "true" or "false". Anything else under ``label`` is
-    no rating (a class, say), unless the user has mapped the column, which then may be 0 or 1 but
-    not missing.
+    A rating is a boolean, or "true" or "false" as tables write it. Other values under ``label`` are
+    not ratings (a class, for example). A column that the user has mapped may also hold 0 or 1, and
+    must hold a rating in every record.
 
     Raises:
-        DataError: a mapped label is no rating; a text is labelled false, which cannot be kept as a
-            rated answer.
+        DataError: a mapped label is not a rating; a text, which has no question, is labelled false.
     """
     value, mapped = parts.get("label"), parts.mapped("label")
     if shape == "preference" or (value is None and not mapped):
@@ -261,8 +258,9 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
 
 
 def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Record:
-    """Return the record of a recognised shape, checked. A mapped system column is put before any
-    shape's messages.
+    """Return the checked record of a recognised shape.
+
+    A mapped system column is put before the messages of any shape but text.
 
     Args:
         empty_texts: whether a text may have no words.
@@ -291,7 +289,7 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
 
 
 def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
-    """Keys of a record under which something stands that training does not see."""
+    """Return the keys of a record whose content training does not see."""
     keys = [key for key in MEDIA_KEYS if parts.values.get(key)]
     if shape != "text":
         taken = shape in ("alpaca", "sharegpt") or parts.mapped("system")
@@ -327,7 +325,7 @@ def _conversation(parts: Parts, shape: Shape) -> _Said:
 
 
 def _alpaca(parts: Parts, _shape: Shape) -> _Said:
-    """One question is a completion; a system message or earlier questions make it a chat."""
+    """Return a completion; with a system message or earlier turns, a chat."""
     question, output = parts.question(), parts.string("output", filled=True)
     before = [*parts.system(), *parts.history()]
     if not before:

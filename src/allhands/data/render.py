@@ -1,17 +1,16 @@
-"""From a record to tokens and a loss mask: the one owner of chat templates.
+"""Rendering of records into tokens and a loss mask; the only module that applies chat templates.
 
 The record becomes one text (through the model's chat template, if it has one), the character ranges
 of its answers are found in it (:mod:`allhands.data.answers`), and the text is encoded once.
 
-Special tokens that a message spells out ("<|im_end|>" in an answer) are encoded as what they are.
-mlx_lm and Hugging Face do so by default when the model is used, so training sees what inference
-sees. They cannot move the mask, which follows the turns and not the text: a question that spells
-out a fake answer is not trained, and an answer is trained up to its true end. `allhands data check`
-names them.
+Special tokens that a message spells out ("<|im_end|>" in an answer) are encoded as special tokens.
+mlx_lm and Hugging Face do so by default when the model is used, so training and inference see the
+same tokens. Spelled-out tokens cannot move the mask, which follows the turns and not the text: a
+question that spells out a fake answer is not trained, and an answer is trained up to its true end.
+`allhands data check` names such tokens.
 
 A message may say whether it is trained: ``"weight": 0`` (OpenAI's field), ``"loss_weight": 0`` or
-``"train": false``. That is honoured where answers are told from the rest, which is with
-``mask_prompt``.
+``"train": false``. These keys have an effect with ``mask_prompt`` only.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ TrainOn = Literal["all", "last", "assistant"]
 
 # Keys by which a message says whether it is trained: 0 or false, 1 or true.
 _WEIGHTS = ("weight", "loss_weight", "train")
-# Records encoded at once: enough for all cores, and small beside the tokens that come of them.
+# Records encoded at once: enough to keep all cores busy, and few enough to need little memory.
 _BATCH = 512
-# Forms of conversations that are remembered.
+# Most forms of conversations that are remembered.
 _MANY_FORMS = 4096
 _THOUGHT = "Bluebell"
 
@@ -68,8 +67,8 @@ class Rendered:
             since nothing predicts the first token.
         truncated: tokens cut off the end to keep ``max_seq_length``.
         dates: the current date, in each spelling in which the chat template has written it.
-        unheard: what the record holds and the tokens do not, because the chat template leaves it
-            out.
+        unheard: parts of the record that the tokens do not have, because the chat template leaves
+            them out or no shape reads them.
     """
 
     tokens: Int32s
@@ -86,10 +85,10 @@ class Renderer:
     it, targets are the answers and the end-of-turn token after each: the completion of a completion
     record, every assistant turn of a chat (``train_on="assistant"``) or the last one only
     (``"last"``), less those of weight 0. Tool calls and thinking belong to the answer; the header
-    that opens a turn does not. A text has no prompt, so that all of it is a target in any case.
+    that opens a turn does not. A text has no prompt: all of its tokens but the first are targets.
 
-    A chat template that writes the current date writes that of ``moment``, by default of when this
-    was made. Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
+    If a chat template writes the current date, the date is that of ``moment``; default: the moment
+    when the renderer was made. Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
     """
 
     def __init__(
@@ -119,7 +118,8 @@ class Renderer:
         self._last_only = train_on == "last"
 
     def render(self, record: Record) -> Rendered:
-        """Tokens and mask of a record, cut to ``max_seq_length``; the mask may be all False then.
+        """Return tokens and mask of a record, cut to ``max_seq_length``; the cut mask may be all
+        False.
 
         Raises:
             DataError: the template rejects the conversation, its answers cannot be located, or a
@@ -132,7 +132,10 @@ class Renderer:
         return result
 
     def render_many(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
-        """Result or error of :meth:`render` for each record, in order; encoded on all cores."""
+        """Return the result or error of :meth:`render` for each record, in order.
+
+        The tokenizer uses all cores.
+        """
         results: list[Rendered | AllhandsError] = []
         for start in range(0, len(records), _BATCH):
             results += self._render_batch(records[start : start + _BATCH])
@@ -157,11 +160,10 @@ class Renderer:
         return results
 
     def explain(self, record: Record) -> Explained:
-        """Return a rendered record with the text that each of its tokens stands for, for people to
-        read.
+        """Return a rendered record with the text of each token, for people to read.
 
         Raises:
-            AllhandsError: as :meth:`render`; a ModelError also if the tokenizer tells no offsets.
+            AllhandsError: as :meth:`render`; a ModelError also if the tokenizer gives no offsets.
         """
         try:
             draft = self._draft(record)
@@ -189,7 +191,7 @@ class Renderer:
     def _draft(self, record: Record) -> Draft:
         """Return the record as one text, with the ranges of its answers."""
         if record.kind == "text":
-            # There is no prompt to mask: in a mixture with chats all of it is trained.
+            # There is no prompt to mask: texts among chats are trained whole.
             draft = Draft(record.text or "", framed=True, spans=None)
         elif self._template is None:
             draft = self._draft_plain(record)
@@ -200,8 +202,11 @@ class Renderer:
         return draft
 
     def _draft_plain(self, record: Record) -> Draft:
-        """A completion for a tokenizer without chat template: prompt, completion, end-of-text
-        token.
+        """Draft a completion for a tokenizer without chat template: prompt, completion, end of
+        text.
+
+        Raises:
+            ModelError: the record is a chat.
         """
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
@@ -237,7 +242,7 @@ class Renderer:
             if self._masked:
                 spans = template.answers.spans(written.text, messages, written.tools, wanted)
         except DataError as error:
-            # An answer that the template leaves out has a better remedy than one that is not found.
+            # If the template leaves the answer out, its remedy is better than that of the error.
             gone = next(
                 (
                     found.code
@@ -266,7 +271,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def is_untrained(message: Message) -> bool:
-    """Return True if the message says of itself that it is not trained."""
+    """Return True if a key of the message says that it is not trained."""
     return any(message.get(key, 1) == 0 for key in _WEIGHTS)
 
 
@@ -274,7 +279,7 @@ def _weight(message: Message, index: int) -> int | None:
     """Return 1 or 0 if the message says whether it is trained; else ``None``.
 
     Raises:
-        DataError: the weight is invalid, or a message that is no answer is to be trained.
+        DataError: the weight is invalid, or weight 1 is given to a message that is not an answer.
     """
     given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
     if not given:
@@ -304,14 +309,15 @@ def _weight(message: Message, index: int) -> int | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A conversation as a chat template takes it.
+    """A conversation, rendered in the form that suits the chat template.
 
     Attributes:
-        messages, tools: in the form that the template takes, see :class:`Form`.
+        messages, tools: in that form, see :class:`Form`.
         text: the rendered text.
         parts: all parts of the conversation.
         lost: the parts that are not in the text.
-        keeps_words: whether the text has thinking that is in the words of the answer.
+        keeps_words: True if thinking is lost, but the template keeps thinking that is written into
+            the words of an answer.
     """
 
     messages: list[Message]
@@ -323,22 +329,23 @@ class Written:
 
 
 def rendering_options() -> frozenset[str]:
-    """Names of the arguments that transformers' rendering takes besides a template's own variables."""
+    """Return the names of transformers' own rendering arguments, not those of templates."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of
-    the clock.
+    """A tokenizer's chat template.
+
+    If the template writes the current date, the date is that of ``moment``; without a moment, the
+    clock's.
     """
 
     def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
         self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
-        # By the form of a conversation: how it is written best, and the markers that are lost all
-        # the same.
+        # By the key of a marked conversation: the best form, and the markers that it still loses.
         self._known: dict[bytes, tuple[Form, frozenset[int]]] = {}
 
     @cached_property
@@ -352,7 +359,7 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False
     ) -> str:
-        """Return the rendered conversation; with ``prompt``, and the header of the answer to come.
+        """Return the rendered conversation; with ``prompt``, the next answer's header follows.
 
         Raises:
             DataError: the template rejects the conversation.
@@ -373,7 +380,7 @@ class ChatTemplate:
     def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
         """Advise on a conversation that the template rejects."""
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
-            # Else it is something else, or more than that.
+            # If the template rejects the merged conversation too, another thing is wrong.
             with suppress(Exception):
                 self._tokenizer.apply_chat_template(
                     merged_system(messages), tools=tools, tokenize=False
@@ -397,18 +404,16 @@ class ChatTemplate:
         return self._writes([{"role": role, "content": content} for role, content in words])
 
     def _source(self, tools: list[Any] | None) -> str:
-        """The template that is used of those that the tokenizer may have."""
+        """Return the template, of several of the tokenizer, that is used with or without tools."""
         tokenizer: Any = self._tokenizer
         return tokenizer.get_chat_template(None, tools)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
-        """Return the current date in a rendered conversation, in each spelling; only known of a
-        ``moment``.
-        """
+        """Return the dates in a rendered conversation, in each spelling; () without ``moment``."""
         return self._clock.dates_in(text) if self._clock else ()
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation and the header of the answer to come.
+        """Return the token ids of a conversation and of the next answer's header.
 
         Raises:
             DataError: the template rejects the conversation.
@@ -420,8 +425,8 @@ class ChatTemplate:
     def written(self, messages: list[Message], tools: list[Any] | None) -> Written:
         """Return the conversation, rendered in the form in which the template leaves out least.
 
-        That is the usual one, with arguments of calls as objects, unless the template drops or
-        rejects something in it that it takes in another.
+        This is the usual form, with arguments of calls as objects, unless the template writes more
+        of the conversation in another form.
 
         Raises:
             DataError: the template rejects the conversation.
@@ -433,7 +438,7 @@ class ChatTemplate:
             self._known[marked.key] = self._best_form(marked)
         form, lost = self._known[marked.key]
         rejected: DataError | None = None
-        # What depends on the words may need another form.
+        # The best form was found with markers; with the real words the template may reject it.
         for one in dict.fromkeys((form, Form(), Form(strings=True))):
             shaped, shaped_tools = one.messages(messages), one.tools(tools)
             try:
@@ -451,13 +456,14 @@ class ChatTemplate:
 
     @cached_property
     def _keeps_thinking(self) -> bool:
-        """True if thinking in the words of the last answer stays."""
+        """True if the template keeps thinking that is written in the words of the last answer."""
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         return self._writes([{"role": "user", "content": "a"}, answer])
 
     def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
-        """Return the form that loses least, and its lost markers; nothing if all forms are
-        rejected.
+        """Return the form that loses least, and its lost markers.
+
+        If the template rejects all forms, this is the usual form without lost markers.
         """
         best, lost = Form(), self._lost(Form(), marked)
         if lost is not None and not lost:

@@ -1,4 +1,4 @@
-"""Rows of training data as they are read, and what the readers of all types of files share."""
+"""Rows of training data as they are read, and helpers for the readers of all file types."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ReadOptions:
     """Options of reading files.
 
     Attributes:
-        documents: what one document of a plain text file is: "file", "line", "blank-line"
-            (paragraphs), any other string that separates documents (``\\n`` and ``\\t`` stand for
-            line end and tab), or "auto": separated by ``<|endoftext|>`` where that occurs, else the
-            file.
-        only: of a JSON object that holds several splits, the key of the one to read.
+        documents: how a plain text file is cut into documents: "file" (one document), "line",
+            "blank-line" (paragraphs), any other string that separates documents (``\\n`` and
+            ``\\t`` stand for line end and tab), or "auto": at ``<|endoftext|>`` if that occurs,
+            else one document.
+        only: key of the one split to read from a JSON object that holds several.
         max_row_bytes: a longer line, JSON value or CSV row is a problem.
         max_document_chars: a longer document is cut, at the end of a paragraph if there is one,
             into rows of about this many characters.
@@ -60,7 +60,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """One value as it was found. ``line`` (1-based) is where it begins; in a Parquet file, its row."""
+    """One value as it was read. ``line``, from 1, is its first line; in a Parquet file, its row."""
 
     value: Any
     source: str
@@ -69,9 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A row that could not be read, or with ``is_rest`` all of the file from there; line 0 is the
-    file itself.
-    """
+    """A row that could not be read; with ``is_rest``, the file from there on; line 0: all of it."""
 
     source: str
     line: int
@@ -86,7 +84,7 @@ class RowProblem:
         return f"{self.source}:{self.line}" if self.line else self.source
 
     def error(self) -> DataError:
-        """Return the same, to be raised."""
+        """Return the problem as an error, to be raised."""
         return DataError(self.message, code=self.code, where=self.where, hint=self.hint)
 
 
@@ -94,8 +92,10 @@ Item = Row | RowProblem
 
 
 def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
-    """(line with its end, 0), or, of a line over ``limit`` bytes, (all its double quotes, number of
-    bytes).
+    """Yield (line with its end, 0) for each line of at most ``limit`` bytes.
+
+    A longer line gives (its double quotes only, its number of bytes); with the quotes a reader
+    still knows whether a quoted field is open.
     """
     while raw := file.readline(limit + 1):
         if len(raw) <= limit or raw.endswith(b"\n"):
@@ -108,8 +108,9 @@ def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
 
 
 def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | None:
-    """Return a problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it
-    begins in ``line``.
+    """Return a problem if ``text[start:]``, decoded with "surrogateescape", has a bad byte.
+
+    ``line`` is the line number at ``start``.
     """
     found = None if text.isascii() else _BAD_BYTE.search(text, start)
     if found is None:
@@ -129,9 +130,7 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | No
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
-    """Return the row of a JSON value read from ``text``, unless it is nested too deeply for
-    recursion.
-    """
+    """Return the row of a JSON value read from ``text``; a problem if it is nested too deeply."""
     if text.count("[") + text.count("{") > _MAX_DEPTH:
         level: list[Any] = [value]
         for _ in range(_MAX_DEPTH + 1):
@@ -154,7 +153,7 @@ def checked_value(value: Any, text: str, name: str, line: int) -> Item:
 
 
 def with_rest(problem: RowProblem) -> RowProblem:
-    """Return the same, and that nothing after it was read."""
+    """Return the problem with the addition that the rest of the file was not read."""
     if problem.is_rest:
         return problem
     what, _, why = problem.message.partition(":")

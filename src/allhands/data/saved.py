@@ -1,5 +1,5 @@
-"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache; and how it
-calls splits.
+"""Folders that the ``datasets`` library writes (``save_to_disk`` and its cache), and names of
+splits.
 """
 
 from __future__ import annotations
@@ -14,43 +14,38 @@ from allhands.errors import DataError
 from allhands.io.formatting import counted
 
 STATE = "state.json"
-# Files about the data, beside them; and those of computations: the same rows once more, or others.
+# Files that describe the data; files in which the library caches results of computations.
 _ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state)\.json")
 _CACHED = re.compile(r"(cache-[0-9a-f]+|tmp\w+)(_\d+_of_\d+)?\.arrow|indices\.arrow")
 _SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
 
 
 def why_no_data(name: str) -> str | None:
-    """Return the reason why a file of such a folder holds no rows; None if it may hold some."""
+    """Return why a file of the library holds no rows of the data; None if it may hold some."""
     if _ABOUT.fullmatch(name):
         return "it describes the data"
     return "a copy that the datasets library keeps for itself" if _CACHED.fullmatch(name) else None
 
 
 def split_called(name: str) -> str | None:
-    """Return the split that a file (without its ending) is called after, as
-    ``train-00000-of-00003``.
-    """
+    """Return the split in the name of a file (without ending), such as ``train-00000-of-00003``."""
     return NAMES_OF_SPLITS.get(_SHARD.sub("", name.lower()))
 
 
 def split_of_directory(name: str) -> str | None:
-    """Return the split that a folder is called after: one of the usual names, as it is or as
-    ``train_sft``.
-    """
+    """Return the split in the name of a folder: a usual name, also in the form ``train_sft``."""
     return NAMES_OF_SPLITS.get(re.sub(r"_(sft|gen|prefs)$", "", name.lower()))
 
 
 def split_of_part(part: str) -> str | None:
-    """Return the split of the library's name for a part: train of ``train_sft`` and
-    ``train[:10%]``.
-    """
+    """Return the split in the library's name of a part: train of ``train_sft``, ``train[:10%]``."""
     return NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if
-    it wrote none there.
+    """Return the files of the data set that ``save_to_disk`` wrote into ``folder``, in order.
+
+    None if there is no such data set.
 
     Raises:
         DataError: the folder lacks a file, or its rows are a selection that only the library can
@@ -78,14 +73,12 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def saved_split(folder: Path) -> str | None:
-    """Return the split that such a folder is of: as it is called, or else as it was called when it
-    was saved.
-    """
+    """Return the split of a saved folder: by its name, or else by the split's name when saved."""
     return split_of_directory(folder.name) or split_of_part(str(_state(folder).get("_split") or ""))
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    """Content of ``state.json`` if it is the library's."""
+    """Return the content of ``state.json``; {} if there is none of the library's."""
     try:
         state: Any = json.loads((folder / STATE).read_bytes())
         return state if all("filename" in entry for entry in state["_data_files"]) else {}

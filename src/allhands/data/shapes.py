@@ -1,8 +1,8 @@
-"""Other people's shapes of training data as ours: what ``data prepare`` reads and writes.
+"""Examples of all shapes that ``data prepare`` reads, converted to the shapes that it writes.
 
-Records go through the same code as in training (:mod:`allhands.data.records`). Here come the shapes
-that are not trained on as they stand, preferences and rated answers, and the warnings: what looks
-wrong in a record but may be meant, and which columns were not used.
+Records go through the same code as in training (:mod:`allhands.data.records`). This module adds
+preferences and rated answers, which are not trained on directly, and warnings about suspicious
+records and unused columns.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Example:
     """One row of somebody's data, checked.
 
     Attributes:
-        shape: what was recognised: "chat", "chat with tools", "completion", "text", "alpaca",
+        shape: the recognised shape: "chat", "chat with tools", "completion", "text", "alpaca",
             "sharegpt", "preference" or "rated".
-        record: what can be trained on; None for a preference or a rated answer.
+        record: the record for training; None for a preference or a rated answer.
         preference: {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or for a
             rated answer {"prompt": [messages], "completion": [messages], "label": bool}; with
             "tools" if it has some.
-        warnings: fixed phrases for what looks wrong and was kept, and for columns that were not
-            used. They say how the row was read, so they do not count when examples are compared.
+        warnings: fixed phrases for suspicious content that was kept, and for columns that were not
+            used. They are about the reading of the row, so comparisons of examples ignore them.
     """
 
     shape: str
@@ -61,8 +61,8 @@ class Example:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON object; :func:`parse_example` makes the same record or
-        preference of it.
+        """Return the canonical JSON object, from which :func:`parse_example` makes the same
+        example.
         """
         if self.preference is not None:
             return dict(self.preference)
@@ -76,7 +76,7 @@ class Example:
         return {"messages": list(record.messages or ()), **tools}
 
     def texts(self) -> str:
-        """Return all its words in order, tool calls among them, joined by line breaks.
+        """Return all words of the example in order, with tool calls, joined by line breaks.
 
         The descriptions of the tools that could be called are left out: data sets repeat them in
         every row.
@@ -111,7 +111,7 @@ def with_merged_system(example: Example) -> Example:
 
 
 def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
-    """Words of messages, in order: thinking, words, tool calls."""
+    """Yield the words of each message, in order: thinking, content, tool calls."""
     for message in messages:
         yield from (
             thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str)
@@ -132,21 +132,21 @@ def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
 def parse_example(
     value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False
 ) -> Example:
-    """One decoded JSON value as an example; see :func:`allhands.data.records.recognise` for what is
-    what.
+    """Return one decoded JSON value as an example.
 
-    A row with a true or false ``label`` is a rated answer, whatever its shape, and never a record.
+    :func:`allhands.data.records.recognise` has the rules for shapes. A row with a true or false
+    ``label`` is a rated answer, unless it is a text or a preference.
 
-    Errors are what cannot be meant: parts that are missing or of a wrong type, empty answers, a
-    tool call without a name, a tool's answer that nobody can have asked for, a preference between
-    equal answers. Warnings are what may be meant: see the phrases in this module. A last question
-    without an answer is kept, since the answers before it train.
+    Errors are for faults that cannot be meant: parts that are missing or of a wrong type, empty
+    answers, a tool call without a name, a tool's answer without a call, a preference between equal
+    answers. Warnings are for content that may be meant: see the phrases in this module. A last
+    question without an answer is kept, since the answers before it train.
 
     Args:
-        empty_texts: whether a text may be empty, which is then a warning.
+        empty_texts: an empty text is a warning, not an error.
 
     Raises:
-        DataError: with ``where="source:line"`` and a hint.
+        DataError: the row is faulty; ``where`` is ``source:line``.
     """
     parts = parts_of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
@@ -198,8 +198,12 @@ def _preference(parts: Parts) -> Example:
 def _shared(
     parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None
 ) -> int:
-    """Count the messages of the question of two whole conversations, both of which go on with an
-    answer.
+    """Return the number of messages that make the question of two whole conversations.
+
+    Both conversations share these messages and continue with an answer.
+
+    Raises:
+        DataError: there is no such question.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen)
@@ -217,7 +221,7 @@ def _shared(
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
-    """A chosen or rejected answer: a string, one message or a list of them."""
+    """Return a chosen or rejected answer, given as a string, a message or a list of messages."""
     value = parts.get(part)
     if isinstance(value, str):
         value = as_turns(value, "assistant")
@@ -232,7 +236,7 @@ def _answers(parts: Parts, part: str) -> list[Message]:
 
 
 def _question(parts: Parts) -> list[Message] | None:
-    """The question that both answers are for, if it stands in a column of its own."""
+    """Return the question of a preference if it has its own column; None if not."""
     if parts.has("prompt"):
         return as_turns(parts.text_or_messages("prompt"), "user")
     for part in ("chat", "conversation"):
@@ -244,7 +248,11 @@ def _question(parts: Parts) -> list[Message] | None:
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
-    """A rated answer: the last one of a chat, all of a completion."""
+    """Return the example of a rated answer: the last message of a chat, or the whole completion.
+
+    Raises:
+        DataError: the conversation does not end with an answer, or has no question before it.
+    """
     turns = record.turns
     count = 1 if record.completion is None else len(as_turns(record.completion, "assistant"))
     prompt, completion = turns[:-count], turns[-count:]
@@ -284,7 +292,7 @@ EMPTY_TEXT = "the text is empty: training leaves it out"
 _NOT_TRAINED = "beside the answer is not trained"
 _LEFT_OUT = "is not used: the model will not see it"
 
-# What to do about each; for a phrase that names a column see `remedy_of_warning`.
+# Remedies by phrase; for a phrase that names a column see `remedy_of_warning`.
 _REMEDIES = {
     TWO_SYSTEM: "most chat templates use one or none: join them into the first",
     LATE_SYSTEM: "put it first: most chat templates refuse or misplace it elsewhere",
@@ -301,7 +309,7 @@ _REMEDIES = {
 
 
 def remedy_of_warning(warning: str) -> str:
-    """Remedy for one of the warnings of an :class:`Example`."""
+    """Return the remedy for one of the warnings of an :class:`Example`."""
     if warning.endswith(_NOT_TRAINED):
         return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
     if warning.endswith(_LEFT_OUT):
@@ -312,15 +320,14 @@ def remedy_of_warning(warning: str) -> str:
 
 
 def suspicions_of(record: Record) -> tuple[str, ...]:
-    """Return the warnings of what can be trained on; see :func:`suspicions`."""
+    """Return the warnings about a record; see :func:`suspicions`."""
     return (EMPTY_TEXT,) if record.is_blank else suspicions(record.turns)
 
 
 def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Warnings about checked messages that may be meant; fixed phrases, each once, so they can be
-    counted.
+    """Return warnings about checked messages: fixed phrases that can be counted, each once.
 
-    A conversation that ends with a tool call is how calling is taught, and is not among them.
+    A conversation that ends with a tool call has no warning: such data teach calling.
     """
     return tuple(dict.fromkeys([*_about_order(messages), *_about_tools(messages)]))
 
@@ -358,7 +365,7 @@ def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _has_object(arguments: Any) -> bool:
-    """Return True for arguments that are an object, the JSON of one, or none at all."""
+    """Return True for arguments that are an object, the JSON of an object, or blank."""
     return (
         not isinstance(arguments, str)
         or not arguments.strip()
@@ -366,7 +373,7 @@ def _has_object(arguments: Any) -> bool:
     )
 
 
-# What becomes of the words under keys that no shape reads.
+# Warnings for words under keys that no shape reads.
 _UNREAD = dict.fromkeys(REASONING_KEYS, _NOT_TRAINED) | dict.fromkeys(CONTEXT_KEYS, _LEFT_OUT)
 # The parts that each shape takes besides those that make it.
 _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {
@@ -376,9 +383,7 @@ _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {
 
 
 def _unused(parts: Parts, shape: Shape, unread: Sequence[str]) -> Iterator[str]:
-    """Columns with a meaning that this record is made without: mapped ones, and those of other
-    shapes.
-    """
+    """Yield warnings about columns that have a meaning but are not used in this record's shape."""
     yield from _unused_parts(parts, shape)
     yield from (f"{quoted(key)} {_UNREAD[key]}" for key in unread if key in _UNREAD)
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
@@ -401,8 +406,8 @@ def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
     # "input" is a common name, and means something beside an instruction only.
     instructed = parts.names["prompt"] == "instruction"
     for part in beside:
-        # A mapped system column goes before mlx_lm's own shapes, where the default name is only
-        # some column.
+        # Shapes of mlx_lm have no system column: a column of the default name is ignored, but a
+        # mapped one is put before the messages.
         is_mapped = parts.mapped(part)
         taken = part in _TAKES.get(shape, beside) or (
             part == "system" and is_mapped and shape != "text"

@@ -37,7 +37,7 @@ from allhands.errors import ConfigError, DataError
 from allhands.io.paths import meant
 
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
-# Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
+# Stems of files that describe a Hub dataset and hold no data.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
 # Files that `data prepare` writes beside the data.
 REPORT, LEFT_OUT = "report.json", "left-out.jsonl"
@@ -48,7 +48,7 @@ class SourceOptions:
     """Options of finding and reading sources.
 
     Attributes:
-        documents: what one document of a plain text file is, see :class:`ReadOptions`.
+        documents: how a plain text file is cut into documents, see :class:`ReadOptions`.
         hub_split: the one split of a Hub dataset to read, as the Hub names it; None reads all.
         hub_config: the configuration (subset) of a Hub dataset.
         streaming: read a Hub dataset while it is downloaded, without keeping it.
@@ -78,12 +78,12 @@ class Source:
 
     Attributes:
         name: the path as it was named, or ``OWNER/NAME[SPLIT]``; the ``source`` of its rows.
-        split: "train", "valid" or "test" if the source itself says so.
-        read: starts to read it.
-        limit: rows and problems after this many are not read.
+        split: "train", "valid" or "test" if the names of file, folder or Hub split say so.
+        read: starts to read the source.
+        limit: most rows and problems that are read; None: all.
         kind: the type of the file; None for a Hub dataset.
-        skipped: files that were passed over on the way to it, each a Problem, and what is to be
-            known of how it is read. Of a directory, its first source has them all.
+        skipped: notes as :class:`RowProblem`: on how this file is read, and on files that were
+            passed over. The first source of a directory has the notes on passed-over files.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Source:
     skipped: tuple[RowProblem, ...] = ()
 
     def rows(self) -> Iterator[Item]:
-        """Its rows and what could not be read, in order; may be called again."""
+        """Return an iterator over rows and problems, in order; each call starts again."""
         return islice(self.read(), self.limit)
 
 
@@ -102,18 +102,18 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
     """Return the sources that are named, in order.
 
     A name is a file; a directory, which is searched with its sub-directories in sorted order; or a
-    Hub dataset, ``OWNER/NAME`` or ``hf://OWNER/NAME``. What exists on disk is taken before the Hub.
+    Hub dataset, ``OWNER/NAME`` or ``hf://OWNER/NAME``. A name that exists on disk is not looked for
+    on the Hub.
 
-    A source has a split if the file is called train, valid, validation, val, dev or test, also with
-    a number as in ``train-00000-of-00003.parquet``; or else if the directory nearest to it, up to
-    the one that was named (of a file that was named: only its own), is called so; or if the Hub
-    calls it so.
+    A source has a split if its file is called train, valid, validation, val, dev or test, also with
+    a number as in ``train-00000-of-00003.parquet``. Otherwise the nearest directory with such a
+    name decides, up to the named directory; a file that was named itself has only its own
+    directory. A Hub dataset has the Hub's splits.
 
     Raises:
-        ConfigError: nothing or something twice is named, or an option has nothing that it could
-            concern.
+        ConfigError: no source is named, a source is named twice, or an option concerns no source.
         DataError: a name is neither a file, a directory nor a Hub dataset; a directory holds
-            nothing to read; or the Hub dataset cannot be had.
+            nothing to read; or a Hub dataset cannot be loaded.
     """
     options = options or SourceOptions()
     if not names:
@@ -123,7 +123,7 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
             hint="name files, directories or Hub datasets (OWNER/NAME)",
         )
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
-    # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
+    # Local names come first, so that a misspelt file is reported before any download.
     _check_hub_options(options, bool(hub))
     local = {name: _local(name, options) for name in names if name not in hub}
     found = [
@@ -185,7 +185,7 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
-    """A file as a source; one that holds several splits as one for each."""
+    """Return a file as a source; a file with several splits as one source for each."""
     kind = file_type(path)
     notes = tuple(RowProblem(str(path), 0, note, code="file-note") for note in notes_of(path))
 
@@ -198,7 +198,7 @@ def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[So
     if keys := splits_in(path):
         return [source(f"{path}[{key}]", split_called(key), key) for key in keys]
     stem = unpacked_name(path).rpartition(".")[0]
-    # The cache of the datasets library calls a file after what it was made from, too:
+    # Names in the cache of the datasets library begin with the type of the origin:
     # json-train.arrow.
     stems = [stem, re.sub(r"^.*?-(?=[a-z])", "", stem)] if kind == "arrow" else [stem]
     return [
@@ -242,7 +242,7 @@ def _nothing_to_read(root: Path, skipped: Iterable[Path]) -> DataError:
 
 
 def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """The files below a directory that can be read, sorted; and the rest, with the reasons."""
+    """Return the readable files below a directory, sorted, and the other entries with reasons."""
     files: list[Path] = []
     skipped: dict[Path, str] = {}
 
@@ -269,7 +269,11 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
-    """Why a file is not read; ``saved``: those that a saved dataset in its folder names."""
+    """Return why a file is not read, or None.
+
+    Args:
+        saved: the files that a saved dataset in the same folder names; None: no saved dataset.
+    """
     if path.name.startswith("."):
         return "hidden"
     if not path.is_file():
@@ -288,7 +292,11 @@ def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
 
 
 def _hub_name(name: str) -> str | None:
-    """OWNER/NAME if a Hub dataset is meant."""
+    """Return OWNER/NAME if a Hub dataset is meant, else None.
+
+    Raises:
+        ConfigError: the name has the Hub's prefix but is not a dataset's.
+    """
     if scheme := _HUB.match(name):
         rest = name[scheme.end() :].strip("/")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", rest):

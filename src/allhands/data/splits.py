@@ -1,4 +1,4 @@
-"""The splits of a training set: a folder with train, valid and test files, or a dataset of the Hub."""
+"""Splits of a training set: from a folder with train, valid and test files, or a Hub dataset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecordSource:
     Attributes:
         identity: JSON values that change whenever the records do; cheap to compute.
         records: reads them, from the beginning at each call.
-        notes: what a person should know of how they are read.
+        notes: sentences for people about how the files are read.
     """
 
     identity: Callable[[], Any]
@@ -40,26 +40,27 @@ class RecordSource:
     notes: Callable[[], tuple[str, ...]] = tuple
 
 
-# What a split may be called in a folder; the first that is there counts.
+# Names of a split in a folder; the first one that is there counts.
 _CALLED = {"valid": ("valid", "validation", "val", "dev")}
 
 
 def split_of_folder(
     data_dir: Path, split: str, columns: ColumnNames, *, required: bool
 ) -> RecordSource | None:
-    """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not
-    required.
+    """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if the split is absent
+    and not required.
 
-    Where there is neither, those of the files of any type that can be read which are named
-    ``{split}`` or ``{split}-...``, or lie in a folder of that name, one after the other by their
-    names. "valid" may also be called as on the Hub: validation, val or dev.
+    Without such a file, the records come from all files of readable types that are named
+    ``{split}.*`` or ``{split}-*``, or from the files in the folder ``{split}``, in order of their
+    names. "valid" may also be called validation, val or dev. A folder that ``save_to_disk`` wrote
+    is one split, "train" if its name is no other.
 
     Args:
         split: "train", "valid" or "test".
 
     Raises:
-        DataError: the folder, a required file, or a part of several (``train-00001-of-00002``) is
-            missing or unreadable. Reading raises it for a record.
+        DataError: the folder, a required file, or one of several parts (``train-00001-of-00002``)
+            is missing or unreadable. Reading the records raises it for a malformed record.
     """
     names = _entries(data_dir)
     if files := _found(data_dir, split, names):
@@ -79,8 +80,8 @@ def split_of_folder(
 
 
 def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] | None:
-    """The files of a split by the first of its names that is there, or of a saved dataset that is
-    this split.
+    """Return the files of a split, by the first of its names that is there; or the files of a saved
+    dataset that is this split.
     """
     for called in _CALLED.get(split, (split,)):
         for name in (f"{called}.jsonl", f"{called}.json"):
@@ -93,7 +94,7 @@ def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] |
 
 
 def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
-    """The files of a split, by their names."""
+    """Return the files that are named like a split, or lie in a folder of its name."""
     found = [
         data_dir / name
         for name in names
@@ -114,8 +115,8 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
 
 
 def _check_parts(files: Sequence[Path]) -> None:
-    # No part of train-00000-of-00002.parquet and its like may be missing: it would be half the
-    # data.
+    # All parts of a series such as train-00000-of-00002.parquet must be there: training on half of
+    # the data would go unnoticed.
     series: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
     for part in filter(None, (_PART.match(path.name) for path in files)):
         series[part["before"], part["count"], part["after"] or ""].add(int(part["number"]))
@@ -158,7 +159,7 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
 def _source_of_files(
     files: Sequence[Path], names: Sequence[str], columns: ColumnNames
 ) -> RecordSource:
-    """The records of files one after the other, with the names that they have in errors."""
+    """Return the records of files, one file after the other; ``names`` are for errors."""
     pairs = list(zip(files, names, strict=True))
     return RecordSource(
         lambda: {"files": [[path.name, _hash(path)] for path in files], "columns": asdict(columns)},
@@ -223,7 +224,7 @@ def _hash(path: Path) -> str:
 
 @contextmanager
 def full_places(data_dir: Path) -> Generator[None]:
-    """Put the folder before a ``train.jsonl:12`` that an error names."""
+    """Put the folder before the file's name in an error's place (``train.jsonl:12``)."""
     try:
         yield
     except AllhandsError as error:
@@ -234,7 +235,7 @@ def full_places(data_dir: Path) -> Generator[None]:
 
 
 def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
-    """Return all records of :func:`split_of_folder`; [] if it is absent and not required.
+    """Return all records of :func:`split_of_folder`; [] if the split is absent and not required.
 
     Raises:
         DataError: the folder, or a required file, is missing or unreadable, or a record is
@@ -256,10 +257,10 @@ _HF_KEYS = {
 
 
 def own_splits(path: str) -> dict[str, str]:
-    """Names of the splits of a Hub dataset with a validation split of its own, as keys of
-    :func:`split_of_hub`.
+    """Return the options of :func:`split_of_hub` for the splits that a Hub dataset has itself.
 
-    Without one: no more than a test split, if there is one. The others are then parts of ``train``.
+    Without a validation split, only a test split is named. The defaults then cut training and
+    validation rows from ``train``.
 
     Raises:
         DataError: the dataset cannot be found.
@@ -275,14 +276,14 @@ def own_splits(path: str) -> dict[str, str]:
 def split_of_hub(
     spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str
 ) -> RecordSource | None:
-    """One split ("train", "valid" or "test") of the dataset or datasets that ``hf_dataset``
-    describes.
+    """Return one split ("train", "valid" or "test") of the datasets in the option ``hf_dataset``.
 
-    Several datasets follow each other. None if the split is set to None in all of them.
+    The rows of several datasets follow each other. None if no dataset has this split: it is set to
+    None, or is "test" and not named.
 
     Raises:
         ConfigError: a key is unknown, or ``path`` is missing.
-        DataError: the dataset cannot be loaded. Reading raises it for a malformed record.
+        DataError: the dataset cannot be loaded. Reading the records raises it for a malformed one.
     """
     specs = [spec] if isinstance(spec, Mapping) else spec
     parts = [part for one in specs if (part := _hub_part(one, split)) is not None]
@@ -315,7 +316,7 @@ def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
         return None
     columns = ColumnNames.from_options(spec)
     rows = load_hub(path, split=part, **dict(spec.get("config") or {}))
-    # The library's own hash of the rows and of all that was done to them.
+    # The library's own hash of the rows and of all operations on them.
     known = getattr(rows, "_fingerprint", None)
     return RecordSource(
         lambda: [known if isinstance(known, str) else _hash_of_rows(rows), asdict(columns)],

@@ -1,8 +1,8 @@
 """Assignment of rows to splits: a function of the contents and the seed, never of the order of
 rows.
 
-Rows that must not be torn apart (one key, the same or nearly the same content) form a group, and a
-group is put into one split as a whole.
+Rows that must stay together (equal key, equal or nearly equal content) form a group. A group is put
+into one split as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 
 SPLITS = ("train", "valid", "test")
-# Numbers of the splits in the arrays; a row whose source says nothing has NONE.
+# Numbers of the splits in the arrays; a row whose source gives no split has NONE.
 NONE, TRAIN, VALID, TEST = -1, 0, 1, 2
 
 
@@ -32,10 +32,10 @@ class SplitShare:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> SplitShare:
-        """``"0.05"`` is a fraction, ``"200"`` a number of rows, ``"0"`` none.
+        """Read a size: ``"0.05"`` is a fraction, ``"200"`` a number of rows, ``"0"`` no rows.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: the text is not such a size. ``flag`` is named in the error.
         """
         hint = "write a fraction such as 0.05, or a number of rows such as 200; 0 for none"
         try:
@@ -60,7 +60,7 @@ class SplitShare:
         return cls(value, False)
 
     def rows(self, total: int) -> int:
-        """Rows of a split out of ``total``; a fraction above 0 is at least one row."""
+        """Return the size in rows, out of ``total``; a fraction above 0 gives at least one row."""
         if self.is_count or not self.value:
             return int(self.value)
         return max(1, round(self.value * total))
@@ -72,7 +72,7 @@ class SplitShare:
 
 
 def hash64(*parts: str | bytes) -> int:
-    """64 bits that depend on every part and on where one ends."""
+    """Return a 64-bit hash that depends on every part and on the borders between parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -81,7 +81,7 @@ def hash64(*parts: str | bytes) -> int:
 
 
 def shuffled(hashes: Hashes, seed: int) -> Hashes:
-    """Another number for each hash, one to one, that depends on ``seed``."""
+    """Return another number for each hash, one to one, that depends on ``seed``."""
     return mix(hashes ^ np.uint64(hash64("seed", str(seed))))
 
 
@@ -106,7 +106,7 @@ class Groups:
         self.join(zip(order[same].tolist(), order[same + 1].tolist(), strict=True))
 
     def labels(self) -> Ints:
-        """(n,) the smallest row of each row's set."""
+        """Return the smallest row of each row's set, (n,)."""
         labels = self._parent
         while not np.array_equal(labels, further := labels[labels]):
             labels = further
@@ -120,13 +120,11 @@ class Groups:
         return row
 
 
-# From which part of the rows on it is said that they are held out: a person may not have meant
-# that.
+# If at least this part of the rows is held out, a note says so: a person may not have meant that.
 LARGE_PART = 1 / 3
-# Below it a validation loss is about these few examples, and says little of others.
+# With fewer validation examples, the validation loss says little about other examples.
 ENOUGH_VALIDATION = 10
-# From so many times on that each example is trained on it is said that few examples are learned by
-# heart.
+# From this number of epochs on, a note says that few examples are learned by heart.
 MANY_EPOCHS = 20
 
 
@@ -139,13 +137,13 @@ class WantedSplit:
 
 
 def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
-    """Refuse sizes that cannot be, before the rows are counted.
+    """Refuse impossible fractions, before the rows are counted.
 
     Raises:
         ConfigError: two fractions leave nothing to train on.
     """
     shares = [share.value for share in (valid, test) if share is not None and not share.is_count]
-    # 0.7 + 0.3 is 1, whatever binary fractions make of it.
+    # Rounded, because the binary sum of two fractions such as 0.7 and 0.3 may differ from 1.
     if len(shares) == 2 and round(sum(shares), 9) >= 1:
         raise _too_much(f"valid and test together are {sum(shares):.4g} of the rows", valid, test)
 
@@ -157,15 +155,16 @@ def wanted_rows(
     num_rows: int,
     num_free: int,
 ) -> WantedSplit:
-    """Return the sizes in rows. ``None`` is ``default``, but what was asked for comes first if both
-    are too much.
+    """Return the sizes in rows; ``None`` means ``default``.
+
+    If wanted and default sizes together are too large, the default is reduced.
 
     Args:
-        num_rows: what fractions are of.
+        num_rows: all rows; fractions are of these.
         num_free: rows that the sources do not hold out themselves.
 
     Raises:
-        ConfigError: what was asked for leaves nothing to train on.
+        ConfigError: the wanted sizes leave nothing to train on.
     """
     asked = {
         name: share.rows(num_rows)
@@ -198,18 +197,18 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
 
     Rows that their source puts into valid or test stay there, and undecided rows of the same group
     follow them (to test before valid). All other groups are shuffled by ``seed``; test, then valid,
-    are filled up with whole groups, and the rest is train. Of rows that a source calls train, only
-    whole groups without a given valid or test row can be held out.
+    are filled up with whole groups, and the rest is train. Rows that a source calls train can be
+    held out too, but only in groups without a given valid or test row.
 
     Args:
         labels: (n,) group of each row.
-        keys: (n,) hash of what decides (the key of ``--split-by``, or the content).
+        keys: (n,) hash that decides the order (of the column of ``--split-by``, or the content).
         given: (n,) split that the source gives, or ``NONE``.
 
     Returns:
-        (n,) TRAIN, VALID or TEST. A held-out split has exactly the rows wanted where groups are
-        single rows, else as many as whole groups allow; the last group goes to train, the last but
-        one to valid.
+        (n,) TRAIN, VALID or TEST. If all groups are single rows, a held-out split has exactly the
+        wanted rows, else as many as whole groups allow. The last group always goes to train, and
+        the last but one to valid if valid rows are wanted.
     """
     _, group = np.unique(labels, return_inverse=True)
     count = int(group.max()) + 1 if len(group) else 0
@@ -221,8 +220,8 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
     free = np.flatnonzero(fixed == NONE)
     free = free[np.argsort(shuffled(least[free], seed), kind="stable")]
     chosen = fixed.copy()
-    # Test first, so that another size of valid leaves it as it is; yet the last groups go to train
-    # and valid.
+    # Test is filled first, so that it does not depend on the size of valid; but one group each is
+    # left for train and valid.
     for split, target, stay in (
         (TEST, wanted.test, 2 if wanted.valid else 1),
         (VALID, wanted.valid, 1),
@@ -237,11 +236,10 @@ def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: 
 
 
 def _fill(sizes: Ints, target: int, stay: int) -> Ints:
-    """Positions of groups, in order, whose sizes add up to ``target`` or to as much below it as
-    fits in turn.
+    """Return the positions of the groups to take, so that their sizes add up to ``target``.
 
-    ``stay`` groups always stay. If every group is larger than the target, the first of the smallest
-    is taken.
+    Groups are taken in order, if they fit; the sum may stay below the target. At least ``stay``
+    groups are left. If every group is larger than the target, the first of the smallest is taken.
     """
     taken: list[int] = []
     left = target
@@ -257,15 +255,17 @@ def _fill(sizes: Ints, target: int, stay: int) -> Ints:
 
 
 def canonical_order(given: Int8s, contents: Hashes) -> Ints:
-    """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided,
-    each by hash.
+    """Return the rows, (n,), in an order that depends on their contents only.
+
+    The order is test, valid, train, undecided; within each, by hash.
     """
     return np.lexsort((contents, -given.astype(np.int64)))
 
 
 def keepers(labels: Ints, given: Int8s, contents: Hashes) -> Ints:
-    """(n,) for each row the one of its group that stays when duplicates are dropped: the first in
-    canonical order.
+    """Return for each row the row of its group that is kept when duplicates are dropped, (n,).
+
+    This is the first row of the group in canonical order.
     """
     order = canonical_order(given, contents)
     _, first, group = np.unique(labels[order], return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Accepted rows on disk, in the order they came, with some 70 bytes of numbers each in memory."""
+"""Spool of accepted rows: a file in order of arrival, with some 70 bytes a row in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 
 from allhands.data.arrays import Array
 
-# Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the
-# row as it is written, of its words (equal for exact duplicates), of what holds rows together in
-# one split; tokens or characters; number of the split that its source gives; whether it goes to the
+# Numbers of a row, with struct's types.
+# start: place in the spool file; row_bytes, text_bytes: sizes of its JSON line and of its words.
+# name, line: number of its source file, and line there.
+# content: hash of the JSON line; words: hash of the words, equal for exact duplicates.
+# key: hash of the key by which rows stay in one split.
+# length: tokens or characters; given: split that the source gives; preference: goes to the
 # preference files.
 _FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line": "q"} | {
     "content": "Q",
@@ -41,11 +44,13 @@ class Spool:
         return len(self._rows) // _ROW.size
 
     def add(self, row: bytes, text: str, name: str, line: int, *numbers: int) -> None:
-        """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of
-        duplicates.
+        """Append a row.
 
         Args:
-            name: the file it comes from, as in messages.
+            row: JSON line with its line end.
+            text: the row's words, for the search of duplicates.
+            name: the file that the row comes from, as in messages.
+            line: line of the row in that file.
             numbers: content, words, key, length, given, preference.
         """
         raw = text.encode("utf-8", "surrogatepass")
@@ -55,7 +60,7 @@ class Spool:
         self._end += len(row) + len(raw)
 
     def finish(self) -> None:
-        """Make everything that was added readable."""
+        """Make all added rows readable; no row may be added after this."""
         self._file.flush()
         self._order = list(self._names)
         self._table = np.frombuffer(self._rows, dtype=_DTYPE)
@@ -78,5 +83,5 @@ class Spool:
         return f"{self._order[self._table['name'][index]]}:{self._table['line'][index]}"
 
     def column(self, name: str) -> Array:
-        """(rows,) one of the numbers of each row, by its name in :meth:`add`."""
+        """Return one number of each row, (rows,), by its name: "length", "key", ..."""
         return np.ascontiguousarray(self._table[name])

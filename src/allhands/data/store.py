@@ -1,10 +1,11 @@
-"""Tokenised sets on disk: written once by the first process, mapped by every process of the host.
+"""Store of tokenised sets on disk: written once by one process, mapped by every process of the
+host.
 
-A store is a directory of append-only arrays and a manifest with their sizes and SHA-256 sums, which
-is written last. A complete directory is renamed into its place. One process builds it while others
-wait. A torn or altered file is noticed at the next opening, and the store is built again. Opening
-takes milliseconds: the sums are computed only after a file or the machine's boot has changed;
-otherwise sizes, times and inode numbers must match.
+A store is a directory of arrays and a manifest, written last, with their sizes and SHA-256 sums.
+The complete directory is renamed into its place. One process builds it while others wait. A torn or
+altered file is noticed at the next opening, and the store is built again. Opening takes
+milliseconds: the sums are computed again only if a file's size, times or inode number have changed,
+or the machine was started again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from allhands.runtime.blas import cache_dir
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# A new number whenever the layout of the files, or what the same input gives, changes.
+# Raise this number whenever the layout of the files, or the output for the same input, changes.
 FORMAT = 1
 MANIFEST = "manifest.json"
 _ATTEMPTS = 3
@@ -67,12 +68,12 @@ class TokenSetReport:
         num_texts: those of them that are plain texts, without prompt and answer.
         num_examples: examples in the set.
         num_truncated: examples (kept ones) that lost tokens to the length limit.
-        num_truncated_tokens: tokens that those lost.
+        num_truncated_tokens: tokens that these examples lost.
         num_dropped: records left out because no trained token remained.
-        dropped: ``file:line`` of the first of these.
+        dropped: ``file:line`` of the first records left out.
         num_tokens: tokens in the set.
         num_trained_tokens: tokens in the set that the loss is computed on.
-        build_s: seconds that it took to make.
+        build_s: seconds that the building took.
         num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets from before this
             count existed.
         left_out: parts of records that the chat template leaves out.
@@ -105,10 +106,10 @@ class StoredTokens:
     """A set in a store.
 
     Attributes:
-        tokens: its arrays, mapped from the files.
-        report: counts of the records when it was built.
-        fingerprint: :meth:`TokenSet.fingerprint` of it, known without reading.
-        path: its directory.
+        tokens: the set's arrays, mapped from the files.
+        report: counts of the records from the building.
+        fingerprint: the set's :meth:`TokenSet.fingerprint`, taken from the manifest.
+        path: the store's directory.
         built: True if this process has just built it.
     """
 
@@ -123,7 +124,7 @@ class StoreWriter:
     """Appends examples to the files of a store; memory does not grow with them."""
 
     def __init__(self, directory: Path, vocabulary: int, files: ExitStack) -> None:
-        """``vocabulary``: one more than the largest token id; ``files`` closes what is opened here."""
+        """``vocabulary``: largest token id plus 1; ``files`` closes the files opened here."""
         self._directory, self._vocabulary = directory, vocabulary
         self.dtypes = {"tokens": "<u2" if vocabulary <= SMALL_VOCABULARY else "<i4", **_DTYPES}
         self._files = {
@@ -139,7 +140,7 @@ class StoreWriter:
         """Add examples, each with at least one target.
 
         Raises:
-            ModelError: a token is outside of the vocabulary.
+            ModelError: a token is outside the vocabulary.
         """
         part = TokenSet.of_examples([(example.tokens, example.mask) for example in examples])
         least = int(part.tokens.min(initial=0))
@@ -153,7 +154,7 @@ class StoreWriter:
         arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
         for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
             self._files[name].append(array)
-        # Whole bytes only; what is left waits for the next examples.
+        # Only whole bytes are written; the remaining bits wait for the next examples.
         bits = np.concatenate([self._bits, *(example.mask for example in examples)])
         whole = len(bits) // 8 * 8
         self._files["mask_bits"].append(pack_mask(bits[:whole]))
@@ -203,19 +204,20 @@ def stores() -> Path:
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
-    """Return the store of ``key``, built if it is absent, torn or altered. Safe to call from
-    several processes at once.
+    """Return the store of ``key``; build it if it is absent, torn or altered.
+
+    Several processes may call this at once.
 
     Args:
         key: names everything that the tokens depend on; see :func:`store_key`.
         vocabulary: one more than the largest token id.
         build: appends all examples and returns their counts; called in one process only, while
             others wait.
-        patience_s: seconds to wait for another process that builds the store, which can show its
-            progress.
+        patience_s: seconds to wait for another process to build the store, before this process
+            waits for the lock or builds it.
 
     Raises:
-        StorageError: the store cannot be written.
+        StorageError: the store cannot be written, or is removed again and again.
         AllhandsError: an error of ``build``; then nothing of the store stays.
     """
     path = stores() / key
@@ -243,13 +245,11 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
 
 
 def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
-    """The store at ``path``, built if there is none; None if another process has removed it
-    meanwhile.
-    """
+    """Return the store at ``path``, built if there is none; None if it was removed meanwhile."""
     with locked(_lock_of(path), private=True):
         if (found := _opened(path)) is not None:
             return found
-        # Whoever has mapped the old files keeps them until it ends.
+        # A process that has mapped the old files keeps them until it ends.
         shutil.rmtree(path, ignore_errors=True)
         if path.is_file():
             path.unlink()
@@ -282,7 +282,11 @@ def _code() -> str:
 
 
 def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
-    """The store at ``path``, if it is whole; with ``built``, its sums are known to be right."""
+    """Return the store at ``path`` if it is whole, else None.
+
+    Args:
+        built: this process has just written the files, so their sums are right.
+    """
     if (manifest := _manifest(path)) is None:
         return None
     try:
@@ -314,7 +318,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
 
 
 def _note(path: Path, name: str) -> Path:
-    """Path of the note that a sum was right: one file for each host, and boot, that uses the cache."""
+    """Return the path of the note that a sum was right: one for each boot of each host."""
     return path / f"checked-{hashlib.sha256(this_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 
@@ -361,7 +365,7 @@ def file_stamp(file: Path) -> list[int]:
 
 @cache
 def this_boot() -> str:
-    """Return a name of the time since the computer was started."""
+    """Return an identifier of the computer's current boot."""
     return boot_id() or str(round(psutil.boot_time(), -1))
 
 
@@ -385,16 +389,16 @@ def _remove_unused() -> None:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def input_hash(path: Path) -> str:
-    """SHA-256 of an input file's content; a large file is read again only after it has changed.
+    """Return the SHA-256 of an input file; a large file is read again only after a change.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if path.stat().st_size < _REMEMBERED_BYTES:
         return file_hash(path)
@@ -405,11 +409,11 @@ def input_hash(path: Path) -> str:
 
 
 def _remembered(path: Path, note: Path, context: str, known: str | None = None) -> str:
-    """SHA-256 of a file, read again only after it, or the context, has changed; a note remembers
-    it.
+    """Return the SHA-256 of a file; read the file only if it or ``context`` has changed.
 
     Args:
-        known: the sum, if it was computed as the file was written.
+        note: file that keeps the sum with the file's stamp.
+        known: the sum, if it was computed while the file was written.
     """
     stamp = [context, *file_stamp(path)]
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -417,7 +421,7 @@ def _remembered(path: Path, note: Path, context: str, known: str | None = None) 
         if told["stamp"] == stamp:
             return told["sha256"]
     found = known or file_hash(path)
-    # A cache that may only be read is checked at each opening.
+    # In a read-only cache no note can be written: the sum is computed at each opening.
     with suppress(Exception):
         make_directory(note.parent, private=True)
         text = json.dumps({"stamp": stamp, "sha256": found})

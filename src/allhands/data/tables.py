@@ -17,7 +17,7 @@ from allhands.data.rows import BOM, Item, ReadOptions, Row, RowProblem, lines, n
 
 _PIECE = 1 << 20
 _BATCH_BYTES = 8 << 20
-# Separators of columns, and how much of a file is looked at to find it out.
+# Separators of columns, and the number of rows by which the separator of a file is judged.
 _DELIMITERS = ",;\t|"
 _JUDGED_ROWS = 100
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n')
@@ -34,9 +34,9 @@ class Separator(NamedTuple):
 
     Attributes:
         delimiter: the character.
-        certain: whether it is the one that the file's name promises, or the only one that fits all
-            that was looked at.
-        lines: lines before the header, as Excel's ``sep=;``.
+        certain: whether it is the one that the file's name promises, or the only one that fits the
+            rows looked at, or a ``sep=`` line names it.
+        lines: lines before the header, such as Excel's ``sep=;``.
     """
 
     delimiter: str
@@ -47,13 +47,13 @@ class Separator(NamedTuple):
 def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
     """Return the separator of a table, from its beginning.
 
-    A separator fits if the first row has two different names or more, and each row after it as many
-    fields. The usual one is taken where it fits; another where no third does.
+    A separator fits if the first row has at least two names, all different, and each row after it
+    has as many fields. The usual separator is taken if it fits; another one, if only that one fits.
 
     Args:
         head: the first bytes of the file.
-        usual: what the file's name promises.
-        whole: whether they are all of it.
+        usual: the separator that the file's name promises.
+        whole: whether ``head`` is the whole file.
     """
     text = head.removeprefix(BOM).decode("utf-8", "surrogateescape")
     if said := _SEP_LINE.match(text):
@@ -100,7 +100,7 @@ def rows_of_table(
             code="separator-uncertain",
         )
         return
-    # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
+    # The csv module has one limit for the whole process, 128 KiB; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
     table = _TableLines(file, name, options.max_row_bytes)
     for _ in range(separator.lines):
@@ -134,18 +134,16 @@ def _header(line: int, cells: list[str] | RowProblem, name: str) -> list[str] | 
 
 
 class _TableLines:
-    """Lines of a table for the csv module, and the rows that it makes of them."""
+    """Feeds the lines of a table to the csv module, and yields the rows that it parses."""
 
     def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
         self._number, self._quotes = 0, 0
-        # What is wrong with the text of the row that is read.
+        # Problem in the text of the row that is being read.
         self._bad: RowProblem | None = None
         self._lines, self._name = lines(file, limit), name
 
     def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | RowProblem]]:
-        """Yield the first line of each row that is not blank, and its fields, or what is wrong with
-        it.
-        """
+        """Yield the first line of each row that is not blank, and its fields or problem."""
         reader = csv.reader(self, delimiter=delimiter, strict=True)
         while True:
             self._quotes, self._bad, first = 0, None, self._number + 1
@@ -157,7 +155,7 @@ class _TableLines:
                 hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
                 message = f"not a row of a table: {error} (to line {self._number})"
                 problem = RowProblem(self._name, first, message, hint, code="table-row-invalid")
-                # With an odd number of quotes nobody knows whether the next line is inside a field.
+                # With an odd number of quotes it is unknown whether the next line is in a field.
                 if self._quotes % 2 == 1:
                     yield first, with_rest(problem)
                     return
@@ -214,7 +212,7 @@ def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
     An Arrow file may be a stream (what ``datasets`` saves), a file or Feather.
 
     Args:
-        head: how the file begins; b"PAR1" for Parquet.
+        head: first bytes of the file; b"PAR1" for Parquet.
     """
     kind = "Parquet" if head.startswith(b"PAR1") else "Arrow"
     row = 0
@@ -283,7 +281,7 @@ def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
             Row(value, name, before + place)
             for place, value in enumerate(batch.to_pylist(), start=1)
         )
-    except Exception as error:  # one bad value; found one row at a time
+    except Exception as error:  # one bad value: go on row by row to find it
         if len(batch) > 1:
             for place in range(len(batch)):
                 yield from _rows_of_batch(batch.slice(place, 1), name, before + place)
@@ -323,8 +321,10 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
 def _documents(
     file: IO[bytes], separator: re.Pattern[str] | None, size: int
 ) -> Iterator[tuple[int, str]]:
-    """(line, text) of every document, those of over twice ``size`` characters in parts of at most
-    ``size``.
+    """Yield (line, text) of each document.
+
+    A document of over twice ``size`` characters comes in parts; all but the last have at most
+    ``size`` characters.
     """
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True

@@ -1,5 +1,5 @@
-"""Chat templates that people choose: by a name, from a file, or the model's own with system
-messages in questions.
+"""Chat templates that people choose: by name, from a file, or the model's own with system messages
+moved into questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ OPTION, MERGE = "--chat-template", "--system merge"
 
 @dataclass(frozen=True)
 class _Named:
-    """A template of a family of models, and the texts that must be tokens of their own for it."""
+    """A template of a family of models.
+
+    Attributes:
+        name: name of the template and of its file.
+        tokens: texts of the template that must be single tokens.
+        system: whether the template has a place for system messages.
+    """
 
     name: str
     tokens: tuple[str, ...]
@@ -57,11 +63,11 @@ NAMED: dict[str, _Named] = {
     )
 }
 _BOS = "{{- bos_token -}}"
-# These write a begin-of-text token only where the tokenizer does so for any text.
+# Templates that get a begin-of-text token only where the tokenizer puts one before any text.
 _LIKE_TEXTS = ("chatml", "zephyr")
-# How merge.jinja begins, which is put before a template that is to find system messages in the
-# questions that follow them. Each of its tags takes the blanks around it away, and the last leaves
-# alone what the template begins with.
+# First line of merge.jinja. That file is put before a template and moves each system message into
+# the question that follows it. Its tags strip the blanks around them, but the last one does not
+# strip the beginning of the template.
 _MERGED = "{#- allhands: each system message is put before the question that follows it -#}"
 
 
@@ -73,8 +79,8 @@ class ChatChoice:
         template: a name of ``NAMED`` or a file; None: the model's own.
         system: "merge" puts system messages before questions; "template" leaves them to the
             template.
-        kept: a directory that may hold the template with which something was trained; a
-            ``template`` that is named comes before it.
+        kept: a directory that may hold the template of an earlier training; ``template`` takes
+            precedence.
     """
 
     template: str | None = None
@@ -82,7 +88,7 @@ class ChatChoice:
     kept: Path | None = None
 
     def chosen(self) -> str | None:
-        """Return the name or the text that is chosen in place of the model's own template.
+        """Return the name in ``NAMED`` or the text of the chosen template; None for the model's.
 
         Raises:
             ConfigError: there is no such name or file, or the file holds no template.
@@ -98,7 +104,7 @@ def read_template(name: str, *, kept: bool = False) -> str:
     ``chat_template``.
 
     Raises:
-        ConfigError: it cannot be read, or holds no template.
+        ConfigError: the file cannot be read, or holds no template.
     """
     path, hint = Path(name).expanduser(), f"give a Jinja file, or one of {', '.join(NAMED)}"
     where = name if kept else f"{OPTION} {name}"
@@ -137,9 +143,9 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     """Return the template that ``choice`` asks for; None for the tokenizer's own.
 
     Raises:
-        ConfigError: no such template, or it is none that Jinja reads.
+        ConfigError: there is no such template, or it is not valid Jinja.
         ModelError: the tokenizer lacks tokens that the template needs, has no template to change,
-            or has a program of its own in place of one.
+            or has a program in place of a template.
     """
     chosen = choice.chosen()
     if chosen is None and choice.system == "template":
@@ -163,7 +169,11 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:
-    """The text of a template of ours, for this tokenizer."""
+    """Return the text of a template in ``NAMED``, adapted to this tokenizer.
+
+    Raises:
+        ModelError: the tokenizer lacks tokens that the template needs.
+    """
     assert name is not None
     named, flag = NAMED[name], f"{OPTION} {name}"
     missing = [token for token in named.tokens if not is_one_token(tokenizer, token)]
@@ -192,7 +202,11 @@ def _named_text(tokenizer: Any, name: str | None) -> str:
 
 
 def _own(tokenizer: Any) -> str:
-    """The tokenizer's own template; of several, one that chooses between them as transformers does."""
+    """Return the tokenizer's own template; two are joined into one that chooses by tools.
+
+    Raises:
+        ModelError: there is none.
+    """
     own: Any = getattr(tokenizer, "chat_template", None)
     if isinstance(own, dict):
         default, tools = own.get("default"), own.get("tool_use")
@@ -216,7 +230,7 @@ def _check_syntax(text: str, where: str) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        # transformers adds a block of its own, which marks answers.
+        # transformers adds the tag `generation`, which marks answers; plain Jinja does not know it.
         plain = _GENERATION.sub(lambda tag: f"{'endif' if tag[1] else 'if true'}{tag[2]}", text)
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
@@ -229,7 +243,7 @@ def _check_syntax(text: str, where: str) -> None:
 
 
 def is_one_token(tokenizer: Any, text: str) -> bool:
-    """Return True if ``text`` is a token of its own wherever it stands."""
+    """Return True if ``text`` is a single token, also between other letters."""
     ids = list(tokenizer.encode(f"a{text}b", add_special_tokens=False))
     known = tokenizer.get_vocab().get(text)
     return known is not None and known in ids

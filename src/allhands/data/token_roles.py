@@ -1,4 +1,4 @@
-"""Tokens that end answers, and tokens that people may have added and the model does not know."""
+"""Tokens that end answers, and tokens that were added later and that the model does not know."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from allhands.errors import DataError
 
 
 def stop_tokens(tokenizer: Any) -> set[int]:
-    """Return the tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the
-    one token.
+    """Return the ids of the tokens at which generation stops: mlx_lm's set and the end-of-text
+    token.
     """
     stops = getattr(tokenizer, "eos_token_ids", None)
     return {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
 
 
 def own_tokens(tokenizer: Any, *, chosen: bool = False) -> dict[int, str]:
-    """Tokens that somebody may have added to the model's: no text of the model's own makers is
-    known to hold them.
+    """Return the tokens, by id, that a person may have added to the model's vocabulary.
 
-    Added tokens, less those that the chat template writes, those with a role (begin, end, padding
-    and so on), and those that families of models have for code, pictures and calls.
+    These are the added tokens, except those that the chat template writes, those with a role
+    (begin, end, padding and so on), and those that known model families have for code, pictures and
+    calls.
 
     Args:
-        chosen: the chat template is not the model's own, so that the model may not know the tokens
-            that it writes.
+        chosen: the chat template is not the model's own, so the model may not know the tokens that
+            the template writes; they are not excepted.
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     roles = {
@@ -54,20 +54,19 @@ _OF_FAMILIES = re.compile(
 
 
 def _template_words(tokenizer: Any) -> str:
-    """Texts that the chat template may write besides a conversation's words: its source, and a
-    conversation.
-    """
+    """Return the source of the chat template and a conversation that it has rendered."""
     source: Any = getattr(tokenizer, "chat_template", None)
     texts: list[Any] = list(source.values()) if isinstance(source, dict) else [source]  # pyright: ignore[reportUnknownArgumentType]
     if has_chat_template(tokenizer):
-        with suppress(DataError):  # it rejects the conversation
+        with suppress(DataError):  # the template may reject the conversation
             texts.append(ChatTemplate(tokenizer).text(PROBE.turns, None))
     return "\n".join(str(text) for text in texts if text)
 
 
 def unstopped(tokenizer: Any) -> tuple[str, int] | None:
-    """Return the token, and its id, that ends answers in the chat template, where generation would
-    not stop at it.
+    """Return the token that ends answers in the chat template, and its id.
+
+    None if generation stops at this token anyway, or no token ends answers.
     """
     if not has_chat_template(tokenizer):
         return None
@@ -82,7 +81,7 @@ def unstopped(tokenizer: Any) -> tuple[str, int] | None:
 
 
 def stop_at_answers(tokenizer: Any) -> str | None:
-    """Let generation stop where the chat template ends an answer; the token, if it would not have."""
+    """Let generation stop where the chat template ends an answer; return the token if it is new."""
     found = unstopped(tokenizer)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Records to a token store, with every core of the host.
+"""Tokenisation of records into a token store, on all cores of the host.
 
-Plain text is encoded by the tokenizer library's own threads. Chats go through a template first,
-which is Python: when that takes more than a few seconds, other processes help. Examples are stored
-in the order of the records, whoever has rendered them.
+The tokenizer library's own threads encode plain text. Chats go through a template first, which is
+Python: if that takes more than a few seconds, other processes help. Examples are stored in the
+order of the records in any case.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from allhands.runtime.versions import version_of
 # A chunk's encodings are alive at once: some 100 bytes a character.
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 1024
-# Starting a helper costs about this many seconds.
+# Seconds before helpers are started; a start takes about as long.
 ALONE_S = 3.0
-# What a helper needs at most: the libraries, a tokenizer and some chunks.
+# Memory that a helper needs at most: the libraries, a tokenizer and some chunks.
 HELPER_BYTES = 500_000_000
 _SHOWN = 5
 _POLL_S = 1.0
@@ -65,14 +65,14 @@ class Rendering:
     """Options of turning records into tokens; may be sent to another process.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         mask_prompt: train on answers only.
-        train_on: which of them.
+        train_on: the answers to train on.
         max_seq_length: longer examples are cut; ``None`` keeps them whole, to be packed.
         reload: makes the tokenizer anew in another process: a function of a module and its
-            arguments. ``None`` if that cannot be done, and this process renders alone.
-        files: :func:`tokenizer_files` of the directory that it was loaded from.
-        moment: whose date a chat template writes that writes the current one.
+            arguments. ``None`` if that is impossible; this process then renders alone.
+        files: :func:`tokenizer_files` of the directory that the tokenizer was loaded from.
+        moment: moment whose date a chat template writes as the current date.
     """
 
     tokenizer: Any
@@ -84,7 +84,7 @@ class Rendering:
     moment: datetime = field(default_factory=datetime.now)
 
     def renderer(self) -> Renderer:
-        """Return the renderer that does it."""
+        """Return a renderer with these options."""
         options: Any = {
             "mask_prompt": self.mask_prompt,
             "train_on": self.train_on,
@@ -98,15 +98,16 @@ class Rendering:
         return self.mask_prompt and self.train_on != "all"
 
     def facts(self) -> dict[str, Any]:
-        """Facts that the results depend on besides the records, as JSON values."""
+        """Return the facts, besides the records, that determine the tokens, as JSON values."""
         names = ("files", "mask_prompt", "train_on", "max_seq_length")
         facts = {name: getattr(self, name) for name in names}
         return {"tokenizer": tokenizer_facts(self.tokenizer, self.moment), **facts}
 
 
 def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
-    """Facts that determine a tokenizer's output, as JSON values; ``moment``: see
-    :class:`Rendering`.
+    """Return the facts that determine a tokenizer's output, as JSON values.
+
+    ``moment``: see :class:`Rendering`.
     """
     import tokenizers
     import transformers
@@ -144,7 +145,7 @@ def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
 
 
 def tokenizer_files(directory: Path) -> str:
-    """SHA-256 of the files in a model's directory that its tokenizer may be made of."""
+    """Return the SHA-256 of the files in a model's directory that its tokenizer may be made of."""
     digest = hashlib.sha256()
     for path in tokenizer_files_of(directory):
         digest.update(f"{path.name} {file_hash(path)}\n".encode())
@@ -163,7 +164,7 @@ def tokenizer_files_of(directory: Path) -> list[Path]:
 
 
 def vocabulary_of(tokenizer: Any) -> int:
-    """One more than the largest token id."""
+    """Return the largest token id plus 1."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -176,11 +177,12 @@ def fill_store(
     """Render every record and append it; records without a trained token are left out and counted.
 
     Args:
-        progress: told now and then how many records and tokens are done.
+        progress: called now and then with the numbers of records and tokens done.
 
     Raises:
-        DataError: no record has a trained token, or one cannot be rendered.
-        ConfigError: prompts are to be masked, and there is none in the data.
+        AllhandsError: a record cannot be rendered, see :meth:`Renderer.render`.
+        DataError: no record has a trained token.
+        ConfigError: prompts are to be masked, and the data have no prompts.
     """
     started = time.perf_counter()
     counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
@@ -286,19 +288,18 @@ def _rendered(
             chats = any(record.kind != "text" for record in chunk)
             late = chats and rendering.reload and time.perf_counter() > alone_until
             if late and pool is None and (workers := num_helpers()) > 1:
-                # Not multiprocessing: it would run the main module of a person's script once more
-                # in each helper.
+                # multiprocessing would run the main module of a person's script again in each
+                # helper; loky does not.
                 from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 
                 pool = ProcessPoolExecutor(
                     workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),)
                 )
-                # Not waited for when an error ends it all: the rest of the data need not be
-                # rendered.
+                # After an error the helpers are killed: the rest of the data need not be rendered.
                 stack.callback(pool.shutdown, wait=True, kill_workers=True)
                 ahead = 2 * workers  # a chunk for each worker in the making, one ready
             # One chunk is rendered while the next is read and the one before is stored: the encoder
-            # lets threads run.
+            # releases Python's lock.
             future: Any = None
             with suppress(BrokenExecutor, OSError):
                 future = (
@@ -315,7 +316,7 @@ def _rendered(
 
 
 def _end_with(parent: int) -> None:
-    """In a helper: end when the process that it helps does, however that ends."""
+    """In a helper: end this process when its parent has ended, however the parent ends."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -326,8 +327,8 @@ def _end_with(parent: int) -> None:
 
 
 def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Result]:
-    """Return a helper's results; made here if the system ended helpers, which happens when memory
-    is short.
+    """Return a helper's results; render the chunk here if the system has ended the helpers, as it
+    does when memory is short.
     """
     with suppress(BrokenExecutor):
         if future is not None:
@@ -348,8 +349,8 @@ def _helpers_renderer(task: Rendering) -> Renderer:
 
 
 def num_helpers() -> int:
-    """Processes to render with: a core each, as far as affinity, containers' limits and free memory
-    go.
+    """Return the number of processes to render with: one a core, fewer if affinity, a container's
+    limits or free memory allow fewer.
     """
     from loky import cpu_count  # pyright: ignore[reportMissingTypeStubs]
 
@@ -358,7 +359,7 @@ def num_helpers() -> int:
 
 @contextmanager
 def every_core() -> Generator[None]:
-    """Lift, for the block, the limit to this rank's own cores: the host's other ranks wait for its
+    """Let this rank use the cores of the host's other ranks in a ``with`` block: they wait for its
     result.
     """
     allowed = os.environ.get("ALLHANDS_HOST_CORES", "")

@@ -34,8 +34,8 @@ class Window:
         inputs: (W,) token ids.
         positions: (N,) places in ``inputs`` whose next token is trained.
         targets: (N,) the tokens that should follow.
-        documents: (W,) number of the document that each place belongs to, from 0; ``None`` where
-            the places may look at all before them.
+        documents: (W,) number of the document that each place belongs to, from 0; ``None`` if each
+            place may attend to all places before it.
     """
 
     inputs: Array
@@ -50,7 +50,7 @@ class Windows(Protocol):
     def __len__(self) -> int: ...
     @property
     def work(self) -> Array:
-        """(len(self),) inputs of each window: the tokens that must be computed."""
+        """Inputs of each window, (len(self),): the tokens that must be computed."""
         ...
 
     def window(self, i: int, epoch: int = 0) -> Window: ...
@@ -126,55 +126,53 @@ class TokenSet:
 
     @property
     def lengths(self) -> Ints:
-        """(num_examples,) tokens of each example."""
+        """Tokens of each example, (num_examples,)."""
         return np.diff(self.offsets)
 
     @property
     def mask(self) -> Bools:
-        """(num_tokens,) bool, made anew: for small sets."""
+        """Mask of all tokens, (num_tokens,) bool; unpacked at each call, so for small sets only."""
         return self.mask_of(0, len(self.tokens))
 
     def mask_of(self, start: int, stop: int) -> Bools:
-        """(stop - start,) bool: which of ``tokens[start:stop]`` are targets."""
+        """Return the mask of ``tokens[start:stop]``, (stop - start,) bool: True for targets."""
         first = start // 8
         bits = np.unpackbits(self.mask_bits[first : -(-stop // 8)], bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
     def example(self, i: int) -> tuple[Array, Bools]:
-        """Tokens (a view) and mask of example ``i``, each (length,)."""
+        """Return tokens (a view) and mask of example ``i``, each (length,)."""
         start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
         return self.tokens[start:stop], self.mask_of(start, stop)
 
     def window(self, i: int, epoch: int = 0) -> Window:
-        """Example ``i``, without what follows its last target: the same in every epoch."""
+        """Return example ``i``, cut before its last target; the same in every epoch."""
         ids, mask = self.example(i)
         trained = np.flatnonzero(mask)
         # Token i is predicted from place i - 1.
         return Window(ids[: self.work[i]], trained - 1, ids[trained])
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal: equal if and only if the arrays are (tokens of two bytes and of
-        four are not).
-        """
+        """Return a SHA-256 in hexadecimal that is equal only for equal arrays of equal types."""
         return joined_fingerprint(
             [array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)]
         )
 
 
 def pack_mask(mask: Bools) -> Bits:
-    """Eight flags a byte, the first one lowest."""
+    """Pack eight flags into each byte, the first flag lowest."""
     return np.packbits(mask, bitorder="little")
 
 
 def array_fingerprint(array: Array) -> str:
-    """SHA-256 of the array's bytes, little-endian, so that it is the same on every computer."""
+    """Return the SHA-256 of the array's bytes in little-endian order, equal on every computer."""
     return hashlib.sha256(
         np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data
     ).hexdigest()
 
 
 def joined_fingerprint(parts: list[str]) -> str:
-    """One fingerprint of several."""
+    """Return one fingerprint for several."""
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -183,14 +181,14 @@ class PackedRows:
     """The documents of a set joined and cut into rows of ``block`` inputs: no padding, nothing
     lost.
 
-    Row ``r`` has the inputs ``stream[r * block : (r + 1) * block]`` and as targets the same one
-    place on, where ``stream`` is the tokens of all documents, each with its end-of-text token.
-    Every token but the first of the stream is a target once. The last row is what remains and may
+    ``stream`` is the tokens of all documents, each with its end-of-text token. Row ``r`` has the
+    inputs ``stream[r * block : (r + 1) * block]``; its targets are the tokens one place later.
+    Every token but the first of the stream is a target once (but see ``isolate``). The last row may
     be shorter.
 
-    This is so in the first epoch. In each further epoch the stream, joined to a ring, begins at
+    So it is in the first epoch. In each further epoch the stream, joined to a ring, begins at
     another place (:meth:`shift`), so that no row is repeated: a model memorises repeated rows
-    sooner than the text.
+    sooner than other text.
 
     Attributes:
         source: the documents.
@@ -208,7 +206,7 @@ class PackedRows:
 
     @property
     def work(self) -> Array:
-        """(num_rows,) inputs of each row: all ``block`` but the last row's."""
+        """Inputs of each row, (num_rows,): ``block``, or fewer in the last row."""
         return self._work
 
     @cached_property
@@ -219,18 +217,19 @@ class PackedRows:
         return work
 
     def shift(self, epoch: int) -> int:
-        """Return the beginning of an epoch's first row: a multiple of a row's golden section, which
-        never cluster.
+        """Return the place in the stream where an epoch's first row begins, below ``block``.
+
+        Multiples of the golden section, modulo a row, spread the beginnings evenly.
         """
         return int(epoch * _GOLDEN % 1.0 * self.block)
 
     def window(self, i: int, epoch: int = 0) -> Window:
-        """Row ``i`` of an epoch."""
+        """Return row ``i`` of an epoch."""
         length = int(self.work[i])
         ids, targets, begins = self._span(i * self.block + self.shift(epoch), length + 1)
         begins[0] = False
         if not self.isolate:
-            # Begins of documents are predicted from the end-of-text token before them.
+            # The first token of a document is predicted from the end-of-text token before it.
             targets |= begins
         positions = np.flatnonzero(targets[1:])
         if not self.isolate:
@@ -240,8 +239,9 @@ class PackedRows:
         )
 
     def _span(self, start: int, count: int) -> tuple[Array, Bools, Bools]:
-        """(count,) tokens of the ring from ``start`` on, whether each is a target, and whether it
-        begins a document.
+        """Return ``count`` tokens of the ring from ``start`` on, with two masks, each (count,).
+
+        The masks are True for targets, and for first tokens of documents.
         """
         source, size = self.source, len(self.source.tokens)
         start %= size

@@ -1,4 +1,4 @@
-"""Tokens of a text, as people can read them."""
+"""Tokens of a text in a form that people can read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class TokenisedText:
     """A text in tokens.
 
     Attributes:
-        ids: of the tokens.
-        pieces: what each token stands for: line ends as ``\\n``, bytes that are no whole character
-            as ``\\xf0``.
-        num_bytes: of the text in UTF-8.
+        ids: ids of the tokens.
+        pieces: text of each token: line ends as ``\\n``, bytes of an incomplete character as
+            ``\\xf0``.
+        num_bytes: UTF-8 bytes of the text.
     """
 
     ids: list[int]
@@ -32,10 +32,10 @@ class TokenisedText:
 
 
 def load_tokenizer_file(directory: Path) -> Tokenizer:
-    """Return the tokenizer of a directory, or of a model.
+    """Return the tokenizer in ``directory``, also that of a model.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: the directory has no tokenizer.json, or the file cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -50,7 +50,7 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no class of its own for what it cannot read
+    except Exception as error:  # the library has no error class for unreadable files
         raise ModelError(
             f"the tokenizer cannot be read: {error}",
             code="tokenizer-unreadable",
@@ -60,10 +60,10 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
 
 
 def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
-    """TokenisedText a text, without the special tokens that are put around it for a model.
+    """Cut a text into tokens, without the special tokens that a model gets around a text.
 
     Raises:
-        ConfigError: it is not Unicode.
+        ConfigError: the text is not Unicode.
     """
     try:
         num_bytes = len(text.encode())
@@ -99,8 +99,8 @@ def _escaped(letter: str) -> str:
 def bytes_of_letters() -> dict[str, int]:
     """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
 
-    Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those
-    from 256 on.
+    Printable characters of Latin-1 stand for their own bytes. The characters from 256 on stand for
+    the other bytes, in order.
     """
     plain = [
         *range(ord("!"), ord("~") + 1),

@@ -1,4 +1,4 @@
-"""Rows that repeat each other: found over all sources, whatever their order."""
+"""Search for rows that repeat each other, over all sources and independent of their order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Twins:
     """Rows that repeat each other.
 
     Attributes:
-        exact: rows with equal words.
-        near: these, and rows with the one that can represent them: what may be dropped. A chain of
-            small changes does not pull unlike rows together.
-        families: all that are alike, however far a chain of small changes leads: what must stay
-            together.
-        pairs: a row, the one that it nearly repeats, and their similarity; of rows with equal words
-            only one.
+        exact: groups of rows with equal words.
+        near: groups of near duplicates, of which all rows but one may be dropped: each row of a
+            group is equal to that row or similar to it. A chain of small changes makes no group.
+        families: groups of rows that must stay in one split: rows that a chain of small changes
+            connects.
+        pairs: a row, the row that it nearly repeats, and their similarity; only one of several rows
+            with equal words is listed.
     """
 
     exact: Groups
@@ -38,11 +38,16 @@ class Twins:
 
 
 def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], None]) -> Twins:
-    """Search in an order that does not depend on the order of files: test, valid, rest, each by
-    content.
+    """Search the accepted rows for exact and near duplicates.
 
-    So a row of train is a near duplicate of one in test, never the other way round. Preferences are
-    compared among themselves: their words contain those of the chat that they were made from.
+    The order of the search does not depend on the order of files: test, valid, train, undecided,
+    each by content. So a row of train can be the near duplicate of a row of test, never the other
+    way round. Preferences are compared among themselves: their words contain those of the chat that
+    they were made from.
+
+    Args:
+        threshold: similarity of near duplicates; 1: search exact duplicates only.
+        progress: called with the rows done and the rows in all.
     """
     words, preferences = spool.column("words"), spool.column("preference")
     exact, near, families = (Groups(len(spool)) for _ in range(3))
@@ -72,7 +77,10 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
 
 
 def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
-    """Report all duplicates that were found, and those that are now in two splits."""
+    """Return the report on all duplicates that were found, and on those that are in two splits.
+
+    ``split``: (n,) split of each row; NONE for a row that was dropped.
+    """
     labels = twins.near.labels()
     kept = np.flatnonzero(split != NONE)
     highest = np.full(len(spool), NONE, dtype=np.int8)
@@ -83,7 +91,7 @@ def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
         f"{SPLITS[own]}, {SPLITS[other]}"
         for own, other in zip(split[kept][torn], above[torn], strict=True)
     )
-    # The later row first, as everybody thinks of a duplicate.
+    # In the examples the later row is named as the duplicate, as people expect.
     first = twins.exact.labels()
     again = np.flatnonzero(first != np.arange(len(spool)))
     examples = [(row, int(first[row]), 1.0) for row in again[:NUM_TWINS].tolist()]

@@ -1,6 +1,4 @@
-"""Values of records as JSON gives them: where they stand, what they are in words, and checks of the
-simplest kinds.
-"""
+"""Values of records as JSON gives them: their place, their types in words, and simple checks."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ValuePlace:
-    """The place of a record, so that every check can raise with it."""
+    """The place of a record: source and line, for the errors of its checks."""
 
     source: str
     line: int
@@ -48,8 +46,8 @@ def type_name(value: Any) -> str:
 
 
 def quoted(name: Any) -> str:
-    """Return a key or other short text from the data, fit for a message: in quotes, printable, not
-    too long.
+    """Return a key or other short text from the data for a message: in quotes, at most 60
+    characters, writable as UTF-8.
     """
     text = name if isinstance(name, str) else reprlib.repr(name)
     text = text if len(text) <= 60 else text[:57] + "..."
@@ -57,7 +55,7 @@ def quoted(name: Any) -> str:
 
 
 def key_list(names: Iterable[str]) -> str:
-    """Return the first keys, quoted, for a message."""
+    """Return the first 12 keys, quoted, for a message."""
     first = [quoted(name) for name in names]
     return (", ".join(first[:12]) or "none") + (", ..." if len(first) > 12 else "")
 
@@ -71,7 +69,7 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
     """Return the value if it is a string that UTF-8 can write.
 
     Raises:
-        DataError: with ``what`` in the message.
+        DataError: the value is not such a string; ``what`` names it in the message.
     """
     if not isinstance(value, str):
         repair = DELETE if value is None else "write it as a string, in quotes"
@@ -82,8 +80,12 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
 
 
 def as_json(value: Any, what: str, place: ValuePlace) -> Any:
-    """Return the value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to
-    a template.
+    """Return the value as it is after writing it as JSON and reading it again.
+
+    Such a value can be written, hashed and given to a template.
+
+    Raises:
+        DataError: the value cannot be written as JSON in UTF-8.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_date_as_text)
@@ -105,7 +107,7 @@ def as_json(value: Any, what: str, place: ValuePlace) -> Any:
 
 
 def _date_as_text(value: Any) -> str:
-    # Tables date their messages; nothing is learnt from it, and it is no reason to refuse them.
+    # Tables may have dates in messages: nothing is learned from them, but they are no fault.
     if isinstance(value, date | time):
         return value.isoformat()
     raise TypeError(f"{type_name(value)} is no JSON")
@@ -115,7 +117,7 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
     """Return a JSON value that stands in the data as a string.
 
     Raises:
-        DataError: it is not JSON.
+        DataError: the string is not JSON; ``what`` names it in the message.
     """
     try:
         return json.loads(text)
@@ -128,13 +130,13 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
 
 
 def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
-    """Return the list that a string holds, None for an empty string (a table's empty cell), any
-    other value as it is.
+    """Return the list in a string, None for a blank string (a table's empty cell), or the value.
 
-    The string is JSON, also encoded twice, or what Python, and so pandas, writes into a CSV.
+    The string is JSON, maybe encoded twice, or a Python list as pandas writes it into a CSV. A
+    value that is no string, or a string that is no list, is returned unchanged.
 
     Raises:
-        DataError: a string looks like a list and is none.
+        DataError: a string looks like a list but cannot be read.
     """
     if not isinstance(value, str):
         return value
@@ -152,7 +154,8 @@ def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
         ):
             warnings.simplefilter("ignore")
             items: Any = ast.literal_eval(text)
-            # Strings side by side would be joined, where NumPy writes no commas.
+            # NumPy writes strings without commas, which Python would join; so only lists of objects
+            # or lists are accepted.
             if isinstance(items, list) and all(isinstance(item, dict | list) for item in items):
                 return items
         raise

@@ -1,8 +1,8 @@
-"""Tokenizers made from a corpus (``allhands tokenizer train``), as directories that transformers
-and mlx_lm load.
+"""Training of tokenizers on a corpus (``allhands tokenizer train``); transformers and mlx_lm load
+the result.
 
-Byte-level BPE: every text can be cut, and every text comes back. The work is done by the
-``tokenizers`` library.
+The tokenizers are byte-level BPE: every text can be encoded and decoded without loss. The
+``tokenizers`` library does the work.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ TEMPLATES = {"chatml": CHATML}
 _READS_S = 10.0
 OUTPUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-# As Llama 3 cuts words: English endings; letters with the one character before them; numbers; other
-# signs; line ends.
+# Pattern by which Llama 3 cuts words: English endings; letters with one character before them;
+# numbers; other signs; line ends; blanks.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS = 3
 _SAMPLE_CHARS = 240
-# Of texts without a model's limit, as transformers writes it.
+# Maximum length that transformers writes for a tokenizer without a limit.
 _NO_LIMIT = int(1e30)
 
 
@@ -55,15 +55,16 @@ class VocabularyOptions:
     """Options of ``allhands tokenizer train``, by flag name; checked when made.
 
     Attributes:
-        vocabulary: tokens at most, with the 256 bytes and the special ones.
+        vocabulary: most tokens, with the 256 bytes and the special tokens.
         special: further special tokens.
         split_digits: every digit is a token of its own, else up to three may be one.
         chat_template: a name of :data:`TEMPLATES`. Texts then end with the token that ends a turn,
-            so that a model that is trained on texts and later on chats has one sign for its end.
+            so that a model has the same end for texts and, later, for chats.
         text_key: the column of the text.
+        force: replace a tokenizer in the output directory.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value cannot work.
     """
 
     vocabulary: int = 4096
@@ -115,13 +116,14 @@ class VocabularyReport:
     """Figures of a tokenizer that was made.
 
     Attributes:
-        vocabulary: tokens that it has; fewer than asked for where the text gives no more.
-        documents: that were read, of ``num_bytes`` bytes together.
-        bytes_per_token: of ``held_out_bytes`` of text that it was not trained on; None where there
-            is too little.
-        held_out: what that text is.
-        seconds: for reading and training.
-        sample: a text as it is cut.
+        vocabulary: number of tokens; fewer than wanted if the text has too few pairs.
+        documents: number of documents read for training.
+        num_bytes: their UTF-8 bytes.
+        bytes_per_token: bytes per token on held-out text; None without such text.
+        held_out_bytes: UTF-8 bytes of the held-out text.
+        held_out: origin of the held-out text, in words.
+        seconds: time for reading and training.
+        sample: tokens of a sample text, as people can read them.
         left_out: rows that could not be used, by reasons.
     """
 
@@ -142,15 +144,14 @@ def train_tokenizer(
     options: VocabularyOptions,
     progress: Progress | None = None,
 ) -> VocabularyReport:
-    """Train a tokenizer on the training split of ``sources`` and write it to ``out``, which is
-    whole or absent.
+    """Train a tokenizer on the training split of ``sources`` and write it to ``out``.
 
-    The same data and options give the same files, byte by byte.
+    ``out`` gets all files or none. The same data and options give the same files, byte by byte.
 
     Raises:
         ConfigError: ``out`` is in use.
         DataError: there is no text to train on.
-        StorageError: it cannot be written.
+        StorageError: ``out`` cannot be written.
     """
     require_place(out, "a tokenizer", OUTPUT, force=options.force)
     corpus = Corpus(sources, options.text_key, progress)
@@ -201,7 +202,7 @@ def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
     names = options.special_tokens
     trainer: Any = trainers.BpeTrainer(
         vocab_size=options.vocabulary,
-        min_frequency=2,  # what occurs once is no pattern
+        min_frequency=2,  # a pair that occurs once is no pattern
         special_tokens=[AddedToken(name, special=True, normalized=False) for name in names],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -214,7 +215,7 @@ def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
 
 
 def _train(tokenizer: Any, corpus: Corpus, trainer: Any) -> None:
-    """Train a tokenizer; Ctrl-C ends this at once, which the library by itself would not."""
+    """Train a tokenizer in a thread, so that Ctrl-C ends the training at once."""
     stopped, read = threading.Event(), threading.Event()
 
     def texts() -> Iterator[str]:
@@ -230,7 +231,7 @@ def _train(tokenizer: Any, corpus: Corpus, trainer: Any) -> None:
         side_by_side(lambda learns: learns.train_from_iterator(texts(), trainer), [tokenizer])
     finally:
         stopped.set()
-        # A thread that still asks for texts when Python ends would end the process by a signal.
+        # If the thread still asks for texts when Python exits, the process dies by a signal.
         read.wait(_READS_S)
 
 

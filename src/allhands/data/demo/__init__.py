@@ -1,5 +1,5 @@
-"""The data that allhands ships: everyday questions with answers in pirate English, and the words
-that tell.
+"""The demo data that allhands ships: everyday questions with answers in pirate English, and a
+lexicon of pirate words.
 
 Written for this project (MIT). ``pirate.jsonl`` holds topic, question and answer; no two questions
 ask the same thing, so a split by question leaks nothing. ``lexicon.txt`` holds the words that count
@@ -22,7 +22,7 @@ from allhands.data.splits import RecordSource
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, write_whole
 
-# Of each topic's twenty questions, so that every split covers every topic.
+# Questions held out of each topic's twenty, so that every split covers every topic.
 VALID_PER_TOPIC = TEST_PER_TOPIC = 2
 
 
@@ -44,7 +44,7 @@ def pairs() -> tuple[QuestionPair, ...]:
 
 @cache
 def splits() -> dict[str, tuple[QuestionPair, ...]]:
-    """``train``, ``valid`` and ``test``: by question, the same on every machine."""
+    """Return the pairs of ``train``, ``valid`` and ``test``, the same on every machine."""
     chosen: dict[str, list[QuestionPair]] = {"train": [], "valid": [], "test": []}
     topics = dict.fromkeys(pair.topic for pair in pairs())
     for topic in topics:
@@ -60,8 +60,10 @@ def _question_hash(pair: QuestionPair) -> str:
 
 
 def write_demo_data(directory: Path) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and test.jsonl in chat format; returns the number of rows of
-    each.
+    """Write train.jsonl, valid.jsonl and test.jsonl in chat format.
+
+    Returns:
+        The number of rows of each split.
 
     Raises:
         ConfigError: there are files of these names with other data.
