@@ -1,4 +1,4 @@
-"""Files of an adapter: both are checked before a model is loaded for it, and errors have a remedy."""
+"""Check of an adapter's two files before its model is loaded; errors have a remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_adapter(adapter_path: Path) -> None:
     """Check an adapter before a model is loaded for it.
 
     Raises:
-        ModelError: one of its two files is missing or cannot be read.
+        ModelError: one of the adapter's two files is missing, or cannot be read or used.
     """
     config, weights = adapter_path / CONFIG_FILE, adapter_path / WEIGHTS_FILE
     for file in (config, weights):
@@ -66,7 +66,7 @@ def _torn(file: Path, problem: str, *, code: str) -> ModelError:
 
 
 def _wrong_in(described: Any) -> str | None:
-    """The reason why mlx_lm cannot put on an adapter that is described like this."""
+    """Return why mlx_lm cannot use an adapter with this configuration; None if it can."""
     if not isinstance(described, dict):
         return "it is not an object"
     content = cast("dict[str, Any]", described)
@@ -84,12 +84,13 @@ def _wrong_in(described: Any) -> str | None:
     return next((f"{name} is no number" for name in wrong), None)
 
 
-# --- what else there is ---------------------------------------------------------------------------
+# --- other weights of the run ---------------------------------------------------------------------
 
 
 def run_of(adapter_path: Path) -> Path:
-    """Return the run that weights belong to: their directory, or that above ``best``, ``model`` or
-    its checkpoints.
+    """Return the directory of the run that weights belong to.
+
+    This is ``adapter_path``, or the directory above it for ``best``, ``model`` or a checkpoint.
     """
     path = adapter_path.absolute()
     if path.parent.name == CHECKPOINTS:
@@ -99,11 +100,12 @@ def run_of(adapter_path: Path) -> Path:
 
 
 def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
-    """Return the model that an adapter is for, as its ``config`` says; a checkpoint of pre-training
-    is of its run's own.
+    """Return the model that an adapter is for, as its ``config`` says.
+
+    A checkpoint of pre-training belongs to the model that its run has written.
 
     Raises:
-        ConfigError: it names none, or the run has not written it yet.
+        ConfigError: the config names no model, or the run has not written its model yet.
     """
     below, hint = config.get("model"), "say which model is below it: --model"
     if not {"shape", "tokenizer"} <= set(config):
@@ -128,8 +130,8 @@ def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
 
 
 def instead_of(adapter_path: Path) -> str | None:
-    """Weights of the same run that are whole and can be used instead of these, in words; ``None``:
-    none are.
+    """Return a hint to whole weights of the same run that can be used instead; ``None`` without
+    any.
     """
     run = run_of(adapter_path)
     try:
@@ -155,7 +157,7 @@ def instead_of(adapter_path: Path) -> str | None:
 
 
 def _torn_by(weights: Path) -> Exception | None:
-    """Why MLX cannot read a file."""
+    """Return the error with which MLX fails to read a file; ``None`` if the file can be read."""
     import mlx.core as mx
 
     try:
@@ -193,14 +195,14 @@ def what_is(directory: Path) -> tuple[str, str]:
     return f"the directory holds {shown or 'nothing'}", hint
 
 
-# --- what became of the run -----------------------------------------------------------------------
+# --- the course of the run ------------------------------------------------------------------------
 
 
 def warning_of(adapter_path: Path | None, model: str | None = None) -> str | None:
-    """Return a warning about the run that an adapter, or else a model of pre-training, comes from,
-    if there is one.
+    """Return a warning about the run in which the weights were trained, if it went badly.
 
-    The run is judged up to the step of these weights: what came later did them no harm.
+    The weights are an adapter, or else a model of pre-training. The run is judged up to their step:
+    later steps did them no harm.
     """
     weights = adapter_path
     if weights is None and model is not None and Path(model).name in MODELS_OF_A_RUN:
@@ -216,7 +218,7 @@ def warning_of(adapter_path: Path | None, model: str | None = None) -> str | Non
 
 
 def _step_of(weights: Path, history: RunHistory) -> int | None:
-    """The step after which weights were written; ``None``: the last."""
+    """Return the step after which weights were written; ``None`` for the last step."""
     if weights.name in (BEST, BEST_MODEL):
         return min(history.valid, key=lambda one: one.loss).step if history.valid else None
     if not is_checkpoint(weights):

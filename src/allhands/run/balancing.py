@@ -24,7 +24,7 @@ from allhands.run.state import LoopState
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import StepResult
 
-SHARES = "shares"  # of what a checkpoint says
+SHARES = "shares"  # key in the state of a checkpoint
 
 
 def make_balance(
@@ -35,10 +35,13 @@ def make_balance(
     begin: int,
     saved: Mapping[str, Any],
 ) -> tuple[Balance, list[str]]:
-    """Return the shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off;
-    what a person should know.
+    """Return the ranks' shares from batch ``begin`` on, and notes for a person.
 
-    They follow the speeds if that was requested, and by default with several computers.
+    The shares follow the ranks' speeds if that was requested, and by default with several
+    computers.
+
+    Args:
+        saved: state in the checkpoint from which the run is resumed; empty in a new run.
     """
     several = mesh.local_size < mesh.size
     by_speed = config.rank_weights == "auto" or (config.rank_weights is None and several)
@@ -77,7 +80,11 @@ def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> 
 
 
 def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
-    """True if all ranks cut their shares the same way; asked where that is of use."""
+    """Return True if all ranks cut their shares into micro-batches by the same ``sizing``.
+
+    All ranks call this together. It is False where the back-end cannot overlap exchanges and
+    passes, since the answer is then of no use.
+    """
     if not can(communicator.backend, "overlap"):
         return False
     # Float32, which every back-end can gather, is exact to 2**24.
@@ -88,8 +95,9 @@ def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
 def rebalanced(
     balance: Balance, result: StepResult, num_ranks: int, state: LoopState, accumulation: int
 ) -> SharesChanged | None:
-    """Hear what all ranks told of their step before ``result``'s; what to tell if that changes
-    their shares.
+    """Update ``balance`` with the timings that all ranks sent with this step.
+
+    The timings are of the step before. Returns the event to record if they change the shares.
     """
     moved = balance.hear(result.of_each(num_ranks, slice(0, len(balance.own))), state.iteration)
     balance.own = result.pace

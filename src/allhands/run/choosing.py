@@ -1,10 +1,9 @@
-"""The strategy that ``--strategy auto`` takes where ranks have too little memory for whole models,
-before any is read.
+"""Choice of the strategy for ``--strategy auto`` by the ranks' memory, before weights are read.
 
-Where every rank can hold the whole training, with micro-batches as small as its rows allow, nothing
-is decided here. Otherwise all ranks agree on the first way that fits each of them: a divided
-optimizer, then fully sharded or a pipeline, whichever takes less time by the measured link and
-speeds. All of them give the result of one process.
+If every rank can hold the whole training, with micro-batches as small as its rows allow, nothing is
+decided here. Otherwise all ranks agree on a strategy that fits each of them: a divided optimizer if
+it fits, else fully sharded or a pipeline, whichever takes less time by the measured link and
+speeds. Every strategy gives the result of one process.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from allhands.runtime.accelerator import Accelerator
 _MOST_RANKS = 1024
 _MEASURED_S = 0.1
 _MEASURED_BYTES = (1 << 20, 8 << 20)
-_STATES = 2  # of most optimizers
+_STATES = 2  # arrays that most optimizers keep for each weight
 
 
 def is_open(config: TrainConfig, mesh: Mesh) -> bool:
     """Return whether memory may decide by which strategy ranks divide the work.
 
     Args:
-        mesh: with the axes that options ask for: who divides in another way has decided.
+        mesh: axes that the options ask for; with an axis besides data, the person has decided.
     """
     whole = math.prod((mesh.shard, mesh.pipe, mesh.tensor, mesh.expert, mesh.context)) == 1
     free = config.strategy == "auto" and config.sync_every == 1 and not config.sync_delay
@@ -63,7 +62,7 @@ def is_open(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def reads_later(config: TrainConfig, path: Path, accelerator: Accelerator, mesh: Mesh) -> bool:
-    """Return whether the model of a directory is read only when ranks have agreed on a strategy.
+    """Return whether a model is to be read only after the ranks have agreed on a strategy.
 
     A GPU reads weights that fit at once, with several threads; they may be divided afterwards.
     """
@@ -72,7 +71,7 @@ def reads_later(config: TrainConfig, path: Path, accelerator: Accelerator, mesh:
 
 
 def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel) -> bool:
-    """Return :func:`is_open` of a model that has been opened."""
+    """Return :func:`is_open` for an opened model; False if the model has no list of layers."""
     return hasattr(loaded.model, "layers") and is_open(config, mesh)
 
 
@@ -84,8 +83,15 @@ def chosen_by_memory(
     *,
     hooked: bool,
 ) -> tuple[RankFacts, list[str]]:
-    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason; as they are
-    if none is open.
+    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason as a note.
+
+    The facts are unchanged if memory may not decide. All ranks call this together.
+
+    Args:
+        hooked: whether a callback looks at whole gradients.
+
+    Raises:
+        ModelError: see :func:`strategy_by_memory`.
     """
     if not may_choose(facts.config, mesh, facts.loaded):
         return facts, []
@@ -107,8 +113,8 @@ class Choosing:
 
     Attributes:
         divided: model, its configuration and the rows of its data.
-        present_bytes: of the process, that are no arrays.
-        hooked: whether somebody looks at whole gradients.
+        present_bytes: memory of the process besides arrays.
+        hooked: whether a callback looks at whole gradients.
     """
 
     config: TrainConfig
@@ -122,12 +128,13 @@ class Choosing:
 def strategy_by_memory(
     choosing: Choosing, communicator: Communicator
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the strategy that memory asks for, and the reason; called on
-    all ranks together.
+    """Return the configuration with the strategy that memory asks for, and the reason as a note.
+
+    All ranks call this together.
 
     Raises:
-        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, by its
-            weights alone.
+        ModelError: no strategy fits the ranks' memory. On GPUs, where needs are only estimated,
+            this is raised only if a rank cannot hold its weights alone.
     """
     mesh, rank = choosing.mesh, _Rank(choosing)
     room = Device(choosing.accelerator, mesh, 0).room
@@ -158,10 +165,12 @@ def strategy_by_memory(
 def _least(
     rank: _Rank, told: Sequence[Mapping[str, Any]], able: Sequence[str]
 ) -> tuple[TrainConfig, list[str]]:
-    """The way that needs least where none fits, and the doubt.
+    """Return the configuration with the strategy that needs least memory, and a warning.
+
+    Called when no strategy fits by its estimated needs.
 
     Raises:
-        ModelError: it is sure that it does not fit.
+        ModelError: the strategy certainly does not fit.
     """
     name = min(able, key=lambda name: max(each["needs"][name] for each in told))
     if rank.is_sure or any(each["room"] and each["weights"][name] > each["room"] for each in told):
@@ -175,8 +184,9 @@ def _holds(told: Mapping[str, Any], name: str) -> bool:
 
 
 def _short_of(told: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Tell what the rank with the least memory of those that have too little for a strategy would
-    need, and has.
+    """Say what a strategy would need on the rank that lacks memory for it, and what the rank has.
+
+    Of several such ranks, the one with the least memory is named.
     """
     short = [place for place, each in enumerate(told) if not _holds(each, name)]
     least = min(short, key=lambda place: told[place]["room"])
@@ -186,11 +196,12 @@ def _short_of(told: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 class _Rank:
-    """This rank's needs under each strategy, by the model's files alone.
+    """This rank's needs under each strategy, computed from the model's files alone.
 
     Attributes:
-        present: bytes of its process that are no arrays.
-        work: its largest micro-batch of one row, and its share of a batch.
+        present: memory of the rank's process besides arrays, in bytes.
+        blocks: widths of the model; ``None`` if its activations are not known.
+        work: a micro-batch of the longest row, and this rank's share of a batch.
     """
 
     def __init__(self, choosing: Choosing) -> None:
@@ -200,7 +211,7 @@ class _Rank:
         self.present = choosing.present_bytes
         form: Form = "packed" if is_quantized(divided.model) else "dense"
         self._model = weights_of(divided, form, accelerator)
-        # Activations are known of native operations and of GPUs.
+        # Activations are known for native operations and for GPUs.
         known = not self._on_cpu or (
             accelerator.runs_natively(config.compile) and native.available()
         )
@@ -235,7 +246,7 @@ class _Rank:
         )
 
     def needs(self, ranks: int) -> dict[str, int]:
-        """Return the bytes of one of so many ranks under each strategy that this training can have."""
+        """Return the bytes that one of ``ranks`` ranks needs, by each strategy that is possible."""
         whole = self._whole()
         found = {"data": self._of_process(whole)}
         if self._can("zero1"):
@@ -246,21 +257,25 @@ class _Rank:
 
     @property
     def is_sure(self) -> bool:
-        """True if these needs have been compared with what processes take: on a CPU."""
+        """True if the estimates were compared with the memory of real processes: on a CPU."""
         return self._on_cpu
 
     def weights(self, ranks: int) -> dict[str, int]:
-        """Return the bytes of the weights alone that one of so many ranks has under each strategy."""
+        """Return the bytes of the weights alone on one of ``ranks`` ranks, by strategy."""
         whole = dict.fromkeys(("data", "zero1"), self._weights)
         return {**whole, "fsdp": self._weights // ranks}
 
     def sharded(self, share: float) -> int:
-        """Return the bytes of a fully sharded rank with such a part of every array."""
+        """Return the bytes that a fully sharded rank with the part ``share`` of arrays needs."""
         return self._of_process(self.shards(self.work).memory_of(self._whole(), share))
 
     def by_memory(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ranks have told, with the needs of fully sharded ones whose parts follow
-        their memory.
+        """Return the ranks' facts; the needs of fully sharded ranks now follow their memory.
+
+        Fully sharded ranks have parts in proportion to their memory, not equal ones.
+
+        Args:
+            told: room, present bytes, needs and weights of each rank.
         """
         rooms = [each["room"] for each in told]
         parts = shares_by_memory(rooms) if min(rooms) and self._can("fsdp") else ()
@@ -278,7 +293,7 @@ class _Rank:
 
     @property
     def largest(self) -> Work:
-        """The work in micro-batches as large as they are where memory is not short."""
+        """The work in micro-batches of the size that is used when memory is not short."""
         sizing = self.choosing.accelerator.sizing(
             self.choosing.config.micro_batch_tokens, compiled=False
         )
@@ -294,10 +309,10 @@ class _Rank:
         return sharded_costs(Divided(self._model, self.blocks, work, of, self._tied, self._on_cpu))
 
     def _whole(self) -> Memory:
-        """Return the arrays of a rank with everything; where activations are not known, without
-        them.
+        """Return the arrays of a rank with the whole training; without activations if these are not
+        known.
         """
-        # Those of a Mac have not been compared with what it takes.
+        # The estimates for Macs have not been compared with real processes.
         if self.blocks is not None and self.choosing.accelerator.kind != "metal":
             return (on_cpu if self._on_cpu else on_gpu)(self.blocks, self.work)
         gradients = self._trained
@@ -309,7 +324,7 @@ class _Rank:
         return of_process(memory, self.present, 0) if self._on_cpu else memory.arrays
 
     def _can(self, name: str) -> bool:
-        """Return whether the training can have a strategy."""
+        """Return whether this training can use a strategy."""
         choosing, config = self.choosing, self.choosing.config
         by_blocks = name in ("fsdp", "pipeline")
         if by_blocks and kind_of(choosing.divided.model) not in CAN_BE_CUT:
@@ -326,8 +341,8 @@ class _Rank:
         return True
 
     def stages(self, told: Sequence[Mapping[str, Any]]) -> PipedSplit | None:
-        """Return the stages of a pipeline of all ranks that fit their memory; ``None``: there are
-        none.
+        """Return the stages of a pipeline of all ranks that fit their memory; ``None`` if no
+        division fits.
         """
         if not self._can("pipeline"):
             return None
@@ -348,9 +363,7 @@ def _is_tied(model: Model) -> bool:
 
 
 def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None) -> str:
-    """Return the one of fully sharded and pipeline that takes less time; called on all ranks
-    together.
-    """
+    """Return "fsdp" or "pipeline", whichever takes less time; all ranks call this together."""
     blocks, work, config = rank.blocks, rank.work, rank.choosing.config
     rates = time_products(communicator, _MEASURED_S)
     sums = time_all_sum(communicator, BenchPlan(_MEASURED_BYTES, _MEASURED_S, 5.0))
@@ -370,11 +383,12 @@ def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None)
     sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(
         ranks
     )
-    # A CPU computes fetched blocks again, and so does a GPU where they have experts.
+    # A CPU computes the forward pass of fetched blocks again; a GPU does so for blocks with
+    # experts.
     each_s = again_s if stages.again or blocks.experts else once_s
     sharded_s = max(each_s / ranks, sent / sent_per_s)
     whole = sum(stages.seconds)
-    # So does a CPU the forward passes of all stages but the last.
+    # A CPU also computes the forward passes of all stages but the last again.
     parts_s = [
         (again_s if stages.again else once_s) * part / whole / stages.micro_batches
         for part in stages.seconds
@@ -385,7 +399,9 @@ def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None)
 
 
 def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
-    """The error where no strategy fits, with the number of computers that would."""
+    """Return the error for a training that no strategy fits, with the number of ranks that would
+    hold it.
+    """
     config = rank.choosing.config
     least = min((name for name in told[0]["needs"]), key=lambda name: told[0]["needs"][name])
     hints = ["a computer with more memory, a quantised model, or shorter rows (--max-seq-length)"]

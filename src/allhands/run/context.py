@@ -1,4 +1,4 @@
-"""Inputs of a rank's run from outside."""
+"""Inputs that a rank's run gets from outside."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from allhands.io.terminal import print_line
 
 @dataclass(frozen=True)
 class RunContext:
-    """Inputs of a run from outside: the other ranks, the outputs for text, and the requests to
-    stop.
+    """Inputs that a run gets from outside: the other ranks, the outputs for text, and the requests
+    to stop.
 
     Attributes:
-        connect: joins the group; called after data and model are known to be good.
+        mesh: this rank's place among the ranks.
+        connect: joins the group of ranks; called after data and model have been checked.
         started: called once when this rank is ready to train.
         busy: called now and then, by another thread, while the data are fetched and tokenised.
         beat: called with the activity of the training (phase, steps done), at every change.
@@ -32,7 +33,7 @@ class RunContext:
         stop_requested: the signal that asked this process to stop, or 0.
         regroup_requested: True if the run should end at a checkpoint, to be started again with
             other ranks.
-        run_id: one for all attempts of a run.
+        run_id: identifier of the run, the same for all its attempts.
         attempt: number of this start of the run, from 1.
         moment: time at which the run began, by the wall clock of the computer that started it.
         console: for rank 0's progress; ``None`` for silence.
@@ -41,10 +42,10 @@ class RunContext:
         short_lines: True if each line gets a prefix and should still fit on a screen.
         computer: the name of this computer, as the launcher has it; empty: ranks are named by their
             numbers.
-        given: the starter of the ranks, for messages about ranks that differ.
-        attest: called by rank 0 with the agreement of the ranks; ``None``: nobody asks.
-        trial: True for a process that only finds out whether it would fit as a rank: ``attest``
-            ends it.
+        given: who started the ranks and how, for messages about ranks that differ.
+        attest: called by rank 0 with the facts on which the ranks agree; ``None``: not called.
+        trial: True for a process that only finds out whether it could be a rank of the run;
+            ``attest`` ends it.
     """
 
     mesh: Mesh = field(default_factory=Mesh)

@@ -1,4 +1,4 @@
-"""The ranks that compute the same rows together, and what they have to agree on."""
+"""Ranks that compute the same rows together (context parallelism), and checks for them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from allhands.runtime.sizing import Sizing
 
 
 def context_of(communicator: Communicator, mesh: Mesh) -> Communicator:
-    """Return the ranks that have this one's rows; called on all ranks together.
+    """Return the group of ranks that divide the token positions of this rank's rows.
+
+    All ranks call this together.
 
     Raises:
-        ConfigError: the back-end has no groups of some ranks.
+        ConfigError: the back-end cannot form groups of some ranks.
     """
-    # Groups have rows of their own, of other lengths and at other times.
+    # Groups are not alike: each has rows of its own, of other lengths and at other times.
     return (
         SingleProcess() if mesh.context == 1 else along(communicator, mesh, "context", alike=False)
     )
 
 
 def check_context(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model whose rows cannot be divided, where they are to be.
+    """Refuse a model whose rows cannot be divided, if the mesh divides rows.
 
     Raises:
         ModelError: see :func:`check_rows`.
-        ConfigError: its routers learn from all tokens of a row.
+        ConfigError: the routers' balance loss needs all tokens of a row.
     """
     if mesh.context == 1:
         return
@@ -48,21 +50,22 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
 
 
 def same_rows(communicator: Communicator, mesh: Mesh) -> Communicator:
-    """Return the ranks that compute the same rows as this one; called on all ranks together.
+    """Return the group of ranks that compute the same rows as this one.
 
-    They have other blocks, parts of matrices, or token positions.
+    These ranks have other blocks (pipeline), other parts of matrices (tensor) or other token
+    positions (context) of the rows. All ranks call this together.
 
     Raises:
-        ConfigError: the back-end has no groups of some ranks.
+        ConfigError: the back-end cannot form groups of some ranks.
     """
     return along(communicator, mesh, "pipe", "tensor", "context", alike=False)
 
 
 def agreed(sizing: Sizing, group: Communicator) -> Sizing:
-    """Return the sizing by which all ranks of ``group`` cut their rows alike; called on all of them
-    together.
+    """Return the sizing with the smallest micro-batches of all ranks of ``group``.
 
-    Memory and processors may differ: micro-batches are as small as the least of them needs.
+    With it all of them cut their rows alike, though memory and processors may differ. All ranks of
+    the group call this together.
     """
     if group.size == 1:
         return sizing

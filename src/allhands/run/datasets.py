@@ -1,4 +1,4 @@
-"""The splits that a run needs, as tokens: opened if they were tokenised before, made otherwise."""
+"""Tokenised splits for a run: opened from the token store, or tokenised now."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from allhands.io.paths import meant
 from allhands.model.load import LoadedTokenizer, load_tokenizer
 
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
-# Ranks of one host come to their data within this time of each other.
+# Time in which the ranks of a host usually all come to their data; then any of them may tokenise.
 PATIENCE_S = 3.0
 _LOOKED_AT = 2_000_000  # tokens of data whose examples are compared before a training
 _TELL_EVERY_S = 5.0
-# Shorter work is not worth a line.
+# Seconds of tokenising from which on a note reports it.
 _TOLD_FROM_S = 2.0
 
 # (split, records done, tokens done)
@@ -66,12 +66,12 @@ class Datasets:
 
     Attributes:
         stored: every split that the run needs, by name, mapped from its store.
-        packing: way of reading the splits.
-        notes: notes for a person about them.
-        dated: the moment whose date the chat template writes, by the wall clock; ``None`` if it
-            writes none.
+        packing: makes packed rows of a split; ``None``: examples are rows.
+        notes: notes for a person about the data.
+        dated: the moment whose date the chat template writes, in local time; ``None`` if it writes
+            no date.
         template: the chat template that was chosen in place of the model's own.
-        stop_tokens: tokens that end the answers, if the model itself does not stop there.
+        stop_tokens: tokens that end answers but at which the model does not stop by itself.
     """
 
     stored: dict[str, StoredTokens]
@@ -108,15 +108,13 @@ class Datasets:
         return self.packing(tokens) if self.packing else tokens
 
     def fingerprints(self) -> dict[str, str | None]:
-        """sha256 of each split's tokens and masks."""
+        """Return the SHA-256 of each split's tokens and masks; None for an absent split."""
         return {
             name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS
         }
 
     def recorded(self) -> dict[str, str | None]:
-        """Return the data as a checkpoint records them: the fingerprints, and the moment whose date
-        is in them.
-        """
+        """Return the entries for a checkpoint: the fingerprints, and the moment of dates."""
         return {
             **self.fingerprints(),
             DATE_KEY: None if self.dated is None else self.dated.isoformat(),
@@ -135,14 +133,13 @@ def open_data(
     leads: bool = True,
     moment: datetime | None = None,
 ) -> Datasets:
-    """Return the splits of ``sources`` as tokens; tokenised now if need be.
+    """Return the splits of ``sources`` as tokens; tokenise them now if need be.
 
     Args:
-        sources: of :func:`find_splits`.
-        leads: True for the process of its host that should do the work, because its progress is
-            shown.
-        moment: moment for a chat template that writes the current date; ``None``: that of this
-            call.
+        sources: splits from :func:`find_splits`.
+        leads: True for the process of a host that should do the work, because its progress is
+            shown; others give it ``PATIENCE_S`` to begin.
+        moment: moment for a chat template that writes the current date; ``None``: now.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be
@@ -180,7 +177,11 @@ def open_data(
 
 
 def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
-    """Refuse options of conversations where there are none."""
+    """Refuse options about chat templates if all records are plain texts.
+
+    Raises:
+        ConfigError: such an option is given.
+    """
     flag = (
         f"{OPTION} {config.chat_template}"
         if config.chat_template
@@ -203,9 +204,7 @@ def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]
 
 
 def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
-    """The token that ends answers, where generation would not stop there; nothing if there are no
-    answers.
-    """
+    """Return the token that ends answers, if generation would not stop there; else ()."""
     answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
     found = unstopped(tokenizer) if answers else None
     return () if found is None else (found[0],)
@@ -215,14 +214,14 @@ def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
     """Return the chat template that ``config`` asks for.
 
     Args:
-        kept: a run's directory, whose template is meant where none is named, because the run is
+        kept: directory of a run whose template is used if ``config`` names none; for a run that is
             only tested.
     """
     return ChatChoice(config.chat_template, config.system, kept)
 
 
 def load_data(config: TrainConfig) -> Datasets:
-    """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
+    """Find and open the splits for ``config``, with the tokenizer of ``config.model``."""
     trust = config.trust_remote_code
     return open_data(
         config,
@@ -234,8 +233,9 @@ def load_data(config: TrainConfig) -> Datasets:
 def rendering_of(
     config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None
 ) -> Rendering:
-    """Return the way in which ``config`` makes tokens of records; ``moment``: see
-    :func:`open_data`.
+    """Return the options by which ``config`` turns records into tokens.
+
+    ``moment``: see :func:`open_data`.
     """
     return Rendering(
         cast("Any", tokenizer.tokenizer),
@@ -249,7 +249,7 @@ def rendering_of(
 
 
 def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
-    """In another process: the same tokenizer once more."""
+    """In a helper process: load the same tokenizer again."""
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
     if template is not None:
         tokenizer.has_chat_template, tokenizer.chat_template = True, template
@@ -257,11 +257,11 @@ def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
 
 
 def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
-    """Find the sources of the splits that ``config`` needs; an optional split that is absent is
-    left out.
+    """Find the sources of the splits that ``config`` needs, without absent optional splits.
 
     Raises:
-        DataError: the data, or a split that is needed, is missing.
+        DataError: the data, or a required split, is missing.
+        ConfigError: an option about columns has no effect.
     """
     wanted: dict[str, bool] = {}
     if config.train:
@@ -295,10 +295,9 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
 
 
 def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
-    """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
+    """Return the splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
     path = Path(config.data)
-    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is
-    # here.
+    # A name with one slash may be a dataset of the Hub, unless its first part is a folder here.
     named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
     if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
         return None
@@ -349,7 +348,7 @@ def _source(
 
 
 def _refuse_features(config: TrainConfig, feature: str) -> None:
-    """Refuse an option that names a column where nothing takes it."""
+    """Refuse an option that names a column, if the data do not use it."""
     if config.hf_dataset is not None:
         what, hint = "hf_dataset", "write it into hf_dataset, where each dataset has its own"
     elif config.data == "demo":
@@ -369,7 +368,7 @@ def _builder(
 ) -> Build:
     def build(writer: StoreWriter) -> TokenSetReport:
         report = fill_store(source.records(), rendering, writer, progress)
-        # Else tokens of the new content would be stored, and trusted, under the name of the old.
+        # Otherwise tokens of the new content would be stored under the key of the old content.
         if source.identity() != identity:
             raise DataError(
                 "the data changed while they were read",
@@ -382,7 +381,7 @@ def _builder(
 
 
 def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[str]:
-    """Notes for a person on the splits: each by itself, and beside each other."""
+    """Yield notes for a person on each split, and on the splits compared with each other."""
     for split, one in stored.items():
         yield from _data_notes(split, one, config)
     if not config.train or "train" not in stored:
@@ -407,14 +406,15 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
 
 
 def _count(stored: StoredTokens, config: TrainConfig) -> int:
-    """Return the number of examples; of long texts that are packed, the number of rows."""
+    """Return the number of examples, or of packed rows if there are more of them."""
     rows = -(-len(stored.tokens.tokens) // config.max_seq_length) if config.packing else 0
     return max(stored.report.num_examples, rows)
 
 
 def _shared(trained: TokenSet, held: TokenSet) -> int:
-    """Return the number of validation examples that are also trained on; 0 where the data are too
-    large to look at each example before a training.
+    """Return the number of validation examples that are also trained on.
+
+    Large data are not compared, because it would take long: then 0.
     """
     if len(trained.tokens) + len(held.tokens) > _LOOKED_AT:
         return 0
@@ -423,7 +423,7 @@ def _shared(trained: TokenSet, held: TokenSet) -> int:
 
 
 def _held_notes(config: TrainConfig, trained: int, held: int, shared: int) -> Iterator[str]:
-    """Notes on the number of validation examples, beside that of the trained ones."""
+    """Yield notes on the number of validation examples, compared with the trained ones."""
     if not shared and held >= LARGE_PART * (held + trained):
         yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
     if config.val_batches == 0:
@@ -439,7 +439,13 @@ def _held_notes(config: TrainConfig, trained: int, held: int, shared: int) -> It
 def size_notes(
     config: TrainConfig, windows: Windows, epochs: float, positions: int | None
 ) -> list[str]:
-    """Return notes on the sizes of the data, of the training and of the model together."""
+    """Return notes on sizes that do not suit each other: data, number of epochs, and model.
+
+    Args:
+        windows: rows of the training split.
+        epochs: passes over the data.
+        positions: the model's maximum number of positions; ``None`` if unknown.
+    """
     notes: list[str] = []
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
         notes.append(
@@ -456,7 +462,7 @@ def size_notes(
 
 
 def without_effect(config: TrainConfig) -> list[str]:
-    """Return notes on options for several ranks, where there is one."""
+    """Return notes on options that have no effect in a run with one rank."""
     alone = "one rank exchanges nothing"
     notes: list[str] = []
     if config.compress != "none":
@@ -503,7 +509,7 @@ def _first(places: Sequence[str], count: int) -> str:
 
 
 def tell_progress(say: Callable[[str], object]) -> Progress:
-    """Return what keeps a person informed by ``say``, from time to time."""
+    """Return a :data:`Progress` that reports by ``say``, at most every few seconds."""
     told = time.monotonic()
 
     def tell(split: str, records: int, tokens: int) -> None:

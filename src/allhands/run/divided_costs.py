@@ -1,9 +1,9 @@
-"""Costs of ranks that divide arrays, matrices or rows, from a model's widths and weights, before
-anything is loaded.
+"""Costs of ranks that divide arrays, matrices, experts or rows, computed from a model's widths and
+weights before anything is loaded.
 
-Memory is counted as in :mod:`allhands.run.training_memory`, whose multiples hold inside of a block,
-too. What dividing adds was measured on CPUs, over two and three ranks of a ring:
-``tests/distributed/test_divided_planned.py`` compares it with real runs.
+Memory is counted as in :mod:`allhands.run.training_memory`; its multiples hold for single blocks,
+too. The costs that division adds were measured on CPUs, with two and three ranks of a ring:
+``tests/distributed/test_divided_planned.py`` compares them with real runs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from allhands.run.model_sizes import block_weights
 from allhands.run.stage_costs import Model, Weights
 from allhands.run.training_memory import KEPT_BYTES, DecoderShape
 
-# Values for each token of a block's width that a rank with a part of matrices keeps besides: in
-# each block the sums of attention and feed-forward part; for a while a gradient before and after
+# Further activations, as multiples of tokens * hidden size, on a rank with a part of each matrix:
+# in each block the sums of attention and feed-forward; for a short time a gradient before and after
 # its sum, and two messages.
 _SUMS_KEPT, _SUMS_PASSING = 2.0, 4.0
-# Keys and values of whole rows that are there for a while besides: gradients before and after their
-# sum.
+# Further keys and values of whole rows, for a short time: gradients before and after their sum.
 _ROWS_PASSING = 2.0
-# Of a block's trained weights as they are added up: gradients, end to end in a row, and the sums of
-# all ranks. A table of tokens is a row by itself.
+# Copies of a block's gradients while they are added up: the gradients, the same joined into one
+# row, and the sums of all ranks. The gradient of a token table needs no joining.
 _ROW_COPIES, _TABLE_COPIES = 3.0, 2.0
-# Of what a CPU has for one block of a divided model and its rows, that MLX keeps for later: rows
-# and gradients come and go with each block, and four tenths of the activations find a place that is
-# there.
+# Memory that MLX keeps for later use on a CPU, as multiples for one block of a divided model:
+# weights joined into rows and gradients come and go with each block; four tenths of the
+# activations reuse memory that is there.
 _ROWS_KEPT, _GRADIENTS_KEPT, _ACTIVATIONS_KEPT = 4.0, 2.0, 0.6
 _ROWS_KEPT_ONCE = 2.0
-# Bytes of buffers of other sizes that a rank with some of the experts keeps, by whether ranks
-# compute the same rows.
+# Bytes of buffers of varying sizes that MLX keeps on a rank with some of the experts; the key is
+# True if the ranks compute the same rows.
 _PLACES_KEPT = {False: 50_000_000, True: 33_000_000}
 _FLOAT, _HALF = 4, 2
 
@@ -56,12 +55,12 @@ class Divided:
     Attributes:
         model: weights as a rank would hold them.
         blocks: widths of the model.
-        work: of a rank that has all rows of its micro-batch: the largest one, and the number of
-            tokens of a step.
-        of: function that returns the arrays of a rank's work: of a CPU or of a GPU.
+        work: work of a rank that has all rows of its micro-batch: the largest micro-batch, and the
+            number of tokens of a step.
+        of: function that returns the arrays for a rank's work, on a CPU or on a GPU.
         tied: True if the embedding is also the head.
         on_cpu: True if ranks compute on a CPU, in float32.
-        kept: weights besides ``model`` that a rank has alone, and that are not fetched.
+        kept: weights besides ``model`` that only this rank has; they are not fetched.
     """
 
     model: Model
@@ -74,7 +73,7 @@ class Divided:
 
     @property
     def word(self) -> int:
-        """Bytes of a number of activations."""
+        """Bytes of one value of the activations."""
         return _FLOAT if self.on_cpu else _HALF
 
     @property
@@ -89,11 +88,11 @@ class Divided:
 
     @property
     def outside(self) -> list[Weights]:
-        """Weights outside of the blocks, each once."""
+        """Weights outside the blocks; a tied embedding counts once."""
         return [self.model.embedding] if self.tied else [self.model.embedding, self.model.head]
 
     def memory(self, work: Work) -> Memory:
-        """Return the arrays of some other work."""
+        """Return the arrays of a rank for other work."""
         return self.of(self.blocks, work)
 
 
@@ -102,7 +101,9 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A block and the tables that are fetched with it; ``tables`` are rows by themselves."""
+    """A block and the tables that are fetched with it; ``tables`` are not joined to the block's
+    row.
+    """
 
     block: Weights
     tables: tuple[Weights, ...] = ()
@@ -122,7 +123,7 @@ class _Unit:
 
     @property
     def copies(self) -> float:
-        """Bytes of gradients as they are added up."""
+        """Bytes of all copies of the gradients while they are added up."""
         tables = sum(part.trained_bytes for part in self.tables)
         return _ROW_COPIES * (self.trained - tables) + _TABLE_COPIES * tables
 
@@ -133,14 +134,14 @@ class Fetching:
 
     Attributes:
         keeps: True if fetched weights stay until the step ends.
-        boxed: True if parts are boxes of arrays, so that whole arrays are copied out of what was
-            fetched.
-        copies: number of ranks with the same part, which add up their gradients at the end of a
+        boxed: True if a rank's part is a box of each array, so that whole arrays are copied out of
+            the fetched rows.
+        copies: number of ranks with the same part; they add up their gradients at the end of a
             step.
-        slots: number of groups for which all ranks exchange at once, where the back-end has no
-            groups; 1: it has.
-        turns: True if the backward pass follows a forward pass at once, with the block that is
-            there: not so in the stages of a pipeline but the last one.
+        slots: number of groups, if the back-end has none and all ranks exchange for all groups at
+            once; else 1.
+        turns: True if the backward pass follows at once and uses the last fetched block again;
+            False in all stages of a pipeline but the last.
         pieces: number of ranks that divide the token positions of each row.
     """
 
@@ -153,7 +154,7 @@ class Fetching:
 
 
 def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> ShardedCosts:
-    """Return the costs of ranks with a part of every array."""
+    """Return the costs of fully sharded ranks: each has a part of every array."""
     fetching = fetching or Fetching()
     units = _units(divided)
     last = len(units) - 1
@@ -201,15 +202,15 @@ def _part_of_shards(
     largest = max((unit for unit in units), key=lambda unit: unit.block.held_bytes)
     later = 0.0
     if divided.on_cpu:
-        # Rows of a stage that come once a step are not there twice.
+        # Rows that a stage fetches once a step are not kept twice.
         rows = _ROWS_KEPT_ONCE if fetching.keeps and not fetching.turns else _ROWS_KEPT
         rows += (
             2.0 * fetching.boxed
-        )  # whole arrays are copied out of what was fetched, and come and go, too
+        )  # whole arrays, copied out of the fetched rows, come and go as well
         later = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
             later += _GRADIENTS_KEPT * largest.block.trained_bytes
-        # The allocator keeps the pages of a row of gradients that MLX does not keep.
+        # The allocator keeps pages for one row of gradients that MLX's cache does not keep.
         more = largest.block.trained_bytes if later > KEPT_BYTES else 0
         later = min(KEPT_BYTES, later) + more
     return Memory(
@@ -229,8 +230,10 @@ def _part_of_shards(
 
 
 def _inputs(divided: Divided, first: int, place: int) -> float:
-    """Bytes of the inputs of blocks from the first trained one up to ``place``; the first of all
-    has tokens.
+    """Return the bytes of the inputs of the blocks from ``first``, the first trained one, up to
+    ``place``.
+
+    The input of block 0 counts nothing: it is made from tokens.
     """
     work = divided.work
     return (
@@ -265,7 +268,8 @@ class _Passes:
         Args:
             trained: bytes of all gradients.
         """
-        # A step's sums so far; of a first micro-batch only those of the blocks that are done.
+        # Bytes of the step's sums of gradients so far. In a first micro-batch these are only the
+        # sums of the blocks that are done.
         accumulated, own = self.divided.work.accumulated, trained * self.share + self._kept
         parts, peak = (own if accumulated else 0.0), 0.0
         for place in range(len(self.units) - 1, self.first - 1, -1):
@@ -274,14 +278,14 @@ class _Passes:
                 parts += self.units[place].trained * self.share + self._kept / len(self.units)
         if self.fetching.copies == 1:
             return peak
-        # The sums of parts over the ranks that have the same ones, and what travels end to end,
-        # with slots for others'.
+        # The parts' sums over the ranks with the same parts, and the messages in buckets, with
+        # slots for the other groups.
         slots = self.fetching.slots
         slotted = slots * own if slots > 1 else 0
         return max(peak, 2 * own + slots * 2 * min(BUCKET_BYTES, own) + slotted)
 
     def _at(self, place: int) -> float:
-        """Bytes in the backward pass of a unit, beside the sums."""
+        """Return the bytes in the backward pass of a unit, without the sums of gradients."""
         divided, unit, slots = self.divided, self.units[place], self.fetching.slots
         summing = unit.copies + unit.trained * self.share + 2.0 * (slots - 1) * unit.trained
         if self.fetching.boxed:  # columns of parts, filled up and put together
@@ -293,11 +297,11 @@ class _Passes:
 
     @property
     def _kept(self) -> int:
-        """Bytes of the gradients of weights that a rank has alone."""
+        """Bytes of the gradients of weights that only this rank has."""
         return self.divided.kept.trained_bytes
 
     def _fetched(self, place: int) -> float:
-        """Bytes of whole weights while a unit is computed."""
+        """Return the bytes of whole weights while a unit is computed."""
         fetching, unit = self.fetching, self.units[place]
         copied = unit.held if fetching.boxed else 0
         if fetching.keeps:
@@ -307,7 +311,7 @@ class _Passes:
         return unit.held + ahead * (fetching.slots if fetching.slots > 1 else 1) + copied
 
     def _loss(self, place: int) -> float:
-        """Bytes where the loss is, and on a CPU a copy of the head as it is trained."""
+        """Return the bytes of the loss in the last unit, with the trained head's copy on a CPU."""
         if place != len(self.units) - 1:
             return 0.0
         unit = self.units[place]
@@ -324,13 +328,13 @@ def tensor_costs(divided: Divided, *, fetched: bool = False) -> TensorCosts:
     """Return the costs of ranks with a part of each matrix.
 
     Args:
-        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but
-            for the last one.
+        fetched: True if ranks fetch arrays, and so compute the forward pass of each block but the
+            last one again.
     """
     work, blocks = divided.work, divided.blocks
     sums = 2 * blocks.layers + 2 * work.trained_layers * (2 if work.recomputed or fetched else 1)
     if not (divided.model.embedding.trained_bytes or (work.recomputed and not fetched)):
-        sums -= 1  # nobody asks for the gradient of what the first trained block is given
+        sums -= 1  # the gradient of the first trained block's input is not needed
     sums -= 2 * fetched
     adapters = (
         0 if work.method == "full" else sum(each.trained_bytes for each in divided.model.blocks)
@@ -344,8 +348,8 @@ def tensor_costs(divided: Divided, *, fetched: bool = False) -> TensorCosts:
 
 
 def _whole_of_adapters(blocks: DecoderShape) -> float:
-    """Return the part of LoRA's factors that stays whole: of each pair of them the one at the
-    undivided side.
+    """Return the part of LoRA's factors that stays whole: one factor of each pair, at the undivided
+    side of the matrix.
     """
     experts = blocks.experts or 1
     whole = (4 + 3 * experts) * blocks.dims
@@ -364,9 +368,7 @@ def _part_of_matrices(divided: Divided, ranks: int) -> Memory:
 
 
 def part_of_matrices(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
-    """Return the weights of one of so many ranks that have divided the matrices of a model's
-    blocks.
-    """
+    """Return the weights of one of ``ranks`` ranks that divide the matrices of a model's blocks."""
     whole = 0.0 if work.method == "full" else _whole_of_adapters(blocks)
 
     def of(block: Weights) -> Weights:
@@ -384,10 +386,11 @@ def memory_of_matrices(
     ranks: int,
     word: int,
 ) -> Memory:
-    """Return the arrays of one of so many ranks with parts of matrices, whose weights ``work`` has.
+    """Return the arrays of one of ``ranks`` ranks that divide matrices.
 
     Args:
-        word: bytes of a number of activations.
+        work: the rank's work, with the bytes of its own weights.
+        word: bytes of one value of the activations.
     """
     part = replace(
         blocks,
@@ -403,17 +406,17 @@ def memory_of_matrices(
 
 
 def expert_costs(divided: Divided, ranks: int, *, fetched: bool = False) -> ExpertCosts:
-    """Return the costs of ranks with some of the experts, and rows of their own; ``divided`` has
-    all experts.
+    """Return the costs of ranks with some of the experts, and rows of their own.
 
     Args:
-        ranks: those that divide the experts.
+        divided: the training, with all experts.
+        ranks: number of ranks that divide the experts.
         fetched: see :func:`context_costs`.
     """
     blocks, work = divided.blocks, divided.work
-    # The choices of routers travel with the hidden states, a weight and two digits of a number
-    # each, and the gradients of these weights with those of hidden states: of four exchanges one
-    # has three times as many, and one as many.
+    # The routers' choices travel with the hidden states: for each choice a weight and two digits of
+    # the expert's number. The gradients of the weights travel with the gradients of hidden states.
+    # So of four exchanges one has three more values a choice and one has one more: on average one.
     width = blocks.dims + blocks.active
     return ExpertCosts(
         expert_share=_in_experts(blocks, work),
@@ -429,7 +432,7 @@ def _computed_again(work: Work, *, fetched: bool) -> int:
 
 
 def _in_experts(blocks: DecoderShape, work: Work) -> float:
-    """Return the part of a block's weights that is in its experts; with adapters, of their factors."""
+    """Return the part of a block's trained weights, or of its adapters, that is in its experts."""
     if work.method == "full":
         inside, outside = (
             3 * blocks.experts * blocks.dims * blocks.mlp_dims,
@@ -448,7 +451,7 @@ def _frozen_in_experts(blocks: DecoderShape) -> float:
 
 
 def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
-    """Return the weights of one of so many ranks that have divided the experts of a model."""
+    """Return the weights of one of ``ranks`` ranks that divide the experts of a model."""
     share, frozen_share = _in_experts(blocks, work), _frozen_in_experts(blocks)
 
     def of(block: Weights) -> Weights:
@@ -464,10 +467,10 @@ def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) 
 def without_experts(
     model: Model, blocks: DecoderShape, work: Work, ranks: int
 ) -> tuple[Model, Weights]:
-    """Return a rank's weights without its experts, and these.
+    """Return a rank's weights without its experts, and the weights of its experts.
 
     Args:
-        model: with one of ``ranks`` parts of the experts.
+        model: weights of the rank, with one of ``ranks`` parts of the experts.
     """
     share, frozen_share = _in_experts(blocks, work), _frozen_in_experts(blocks)
     own, rest = list[Weights](), list[Weights]()
@@ -489,19 +492,19 @@ def without_experts(
 
 
 def _inside(share: float, ranks: int) -> float:
-    """Return the part of a rank's block that is in its experts, of which ``share`` is of a whole one."""
+    """Return the part of a rank's block in its experts; ``share`` is that of a whole block."""
     return share / ranks / (1.0 - share + share / ranks)
 
 
 def outside_experts(
     trained: int, own: Sequence[Weights], blocks: DecoderShape, work: Work, ranks: int
 ) -> int:
-    """Return the bytes of a rank's trained weights that are in no expert: all ranks add up the
-    gradients of these.
+    """Return the bytes of a rank's trained weights outside experts; all ranks add up the gradients
+    of these.
 
     Args:
-        trained: bytes of all of its trained weights.
-        own: weights of its blocks, with one of ``ranks`` parts of the experts.
+        trained: bytes of all trained weights of the rank.
+        own: weights of the rank's blocks, with one of ``ranks`` parts of the experts.
     """
     inside = _inside(_in_experts(blocks, work), ranks)
     return trained - int(inside * sum(each.trained_bytes for each in own))
@@ -515,11 +518,12 @@ def memory_of_experts(
     *,
     alike: bool,
 ) -> Memory:
-    """Return the arrays of a rank with some of the experts, whose weights ``work`` has.
+    """Return the arrays of a rank with some of the experts.
 
     Args:
-        word: bytes of a number of activations.
-        alike: True if the ranks compute the same rows, of which each takes the places of its own
+        work: the rank's work, with the bytes of its own weights.
+        word: bytes of one value of the activations.
+        alike: True if the ranks compute the same rows, and each takes the tokens for its own
             experts.
     """
     whole = of(blocks, work)
@@ -530,8 +534,8 @@ def memory_of_experts(
     memory = _with_more(whole, int(more))
     if word == _HALF:
         return memory
-    # How many places a rank's experts compute is another number in each pass, so that buffers are
-    # kept for later.
+    # The number of tokens for a rank's experts differs in each pass, so MLX keeps buffers of many
+    # sizes.
     kept = min(_PLACES_KEPT[alike], whole.arrays // 2)
     return replace(memory, beside=memory.beside + kept)
 
@@ -543,8 +547,8 @@ def context_costs(divided: Divided, *, fetched: bool = False) -> ContextCosts:
     """Return the costs of ranks with a part of each row.
 
     Args:
-        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but
-            for the last one.
+        fetched: True if ranks fetch arrays, and so compute the forward pass of each block but the
+            last one again.
     """
     work, blocks = divided.work, divided.blocks
     of_layer = _keys_and_values(divided, divided.step_tokens)
@@ -557,7 +561,7 @@ def context_costs(divided: Divided, *, fetched: bool = False) -> ContextCosts:
 
 
 def _keys_and_values(divided: Divided, tokens: int) -> int:
-    """Bytes of the keys and values of so many tokens in one layer."""
+    """Return the bytes of the keys and values of ``tokens`` tokens in one layer."""
     return 2 * tokens * divided.blocks.keys * divided.word
 
 
@@ -574,11 +578,12 @@ def memory_of_rows(
     word: int,
     heads: int = 1,
 ) -> Memory:
-    """Return the arrays of one of so many ranks with parts of rows; ``work`` is of whole rows.
+    """Return the arrays of one of ``ranks`` ranks that divide rows.
 
     Args:
-        word: bytes of a number of activations.
-        heads: number of ranks that divide the heads of attention, too.
+        work: work for whole rows.
+        word: bytes of one value of the activations.
+        heads: number of ranks that also divide the heads of attention.
     """
     own = replace(
         work,

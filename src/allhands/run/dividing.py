@@ -1,5 +1,5 @@
-"""Blocks of each rank of a pipeline: all ranks agree on them, by measured speed and the memory of
-each rank.
+"""Division of a model's blocks over the stages of a pipeline, by the ranks' speeds and memory; all
+ranks agree on it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from allhands.run.stage_costs import (
 from allhands.run.training_memory import blocks_of, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 
-STAGES = "stages"  # of what a checkpoint says
-# Keys of configurations for the experts that compute a token.
+STAGES = "stages"  # key in the state of a checkpoint
+# Keys of configurations for the number of experts that compute a token.
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 _MEASURED_S = 0.4
 
@@ -56,9 +56,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DividedModel:
-    """A model that is to be cut.
+    """A model that is to be divided.
 
     Attributes:
+        model: the model; its weights need not be read yet.
         config: configuration of the model from its files.
         work: tokens of every row of the training data; ``None``: nothing is trained.
         for_answers: True if tokens are generated one at a time; a CPU then holds quantised weights
@@ -79,12 +80,13 @@ def split_agreed(
     communicator: Communicator,
     recorded: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the blocks of each stage, the same on every rank, and the reason; called on all ranks
-    together.
+    """Return the number of blocks of each stage, the same on every rank, and notes with the reason.
+
+    All ranks call this together.
 
     Args:
-        recorded: the split in a checkpoint, on rank 0: it stays if the number of stages is the
-            same.
+        recorded: state of a checkpoint, on rank 0: its split stays if the number of stages is the
+            same and it still fits.
 
     Raises:
         ConfigError: the requested split does not divide the model.
@@ -136,7 +138,7 @@ def split_agreed(
 
 
 def _copies(mesh: Mesh) -> str:
-    """How many pipelines there are, if there are several."""
+    """Return words with the number of pipelines; empty if there is one."""
     return f" in each of {mesh.data_size} pipelines" if mesh.data_size > 1 else ""
 
 
@@ -146,7 +148,8 @@ class PipedSplit:
 
     Attributes:
         seconds: time of each stage, in any unit.
-        micro_batches: of a step; ``hidden_bytes`` that a stage hands on for each.
+        micro_batches: number of micro-batches of a step.
+        hidden_bytes: bytes that a stage hands on for each micro-batch.
         again: True if stages compute their forward passes twice.
     """
 
@@ -164,13 +167,13 @@ def split_that_fits(
     rooms: Sequence[int],
     taken: Sequence[int],
 ) -> PipedSplit | None:
-    """Return the stages that :func:`split_agreed` would find for equally fast ranks; ``None``: none
-    fit.
+    """Return the stages that :func:`split_agreed` would find for equally fast ranks; ``None`` if no
+    stages fit.
 
     Args:
-        mesh: with an axis of stages.
-        rooms: bytes that each rank may have, of which its process takes so many without the model
-            (``taken``).
+        mesh: mesh with a pipeline axis.
+        rooms: bytes that each rank may have.
+        taken: bytes of each rank's process without the model.
     """
     blocks: Any = divided.model.layers
     if len(blocks) < mesh.pipe:
@@ -192,23 +195,23 @@ def split_that_fits(
 
 
 def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage, ...]:
-    """Reduce ``model`` to this rank's stages; nothing is computed."""
+    """Return this rank's stages of ``model``; nothing is computed."""
     parts = blocks_of_stages(split)
     return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
 
 
 def is_several(mesh: Mesh) -> bool:
-    """True if the ranks are on several computers, so that their speeds may differ."""
+    """Return True if the ranks are on several computers, so that their speeds may differ."""
     return mesh.local_size < mesh.size
 
 
 def present_bytes(accelerator: Accelerator) -> int:
-    """Bytes of a rank's memory that a process has before a model is read."""
+    """Return the bytes that this process takes without a model; 0 on a GPU."""
     return psutil.Process().memory_info().rss + ROOM_OF_PRODUCTS if accelerator.kind == "cpu" else 0
 
 
 def _by_place(mesh: Mesh, of_ranks: Sequence[T]) -> list[list[T]]:
-    """The values of all ranks, by their place in the pipeline."""
+    """Group the values of all ranks by the ranks' place in the pipeline."""
     places: list[list[T]] = [[] for _ in range(mesh.pipe)]
     for rank, value in enumerate(of_ranks):
         places[mesh.coordinates(rank).pipe].append(value)
@@ -224,7 +227,7 @@ def _seats(
     *,
     native: bool,
 ) -> list[Seat]:
-    """The room at each place of the pipeline; ``told``: what each rank has."""
+    """Return the room and speed at each place of the pipeline; ``told``: facts of each rank."""
     held, beside = [0.0] * mesh.pipe, [0] * mesh.pipe
     if found.micro_batches:
         held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
@@ -234,7 +237,7 @@ def _seats(
 
 
 def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
-    """The room and speed that ranks with the same stages have in common."""
+    """Return the least room and the most taken bytes of ranks with the same stages, at speed 1."""
     rooms = [each["room"] for each in said if each["room"]]
     return Seat(1.0, min(rooms, default=None), beside + max(each["taken"] for each in said), held)
 
@@ -242,10 +245,10 @@ def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
 def _judged(
     given: Sequence[int], found: _PartCosts, seats: Sequence[Seat]
 ) -> tuple[str, list[str]]:
-    """The reason why stages that a person has asked for are refused, or notes on them.
+    """Return the reason to refuse stages that a person has asked for, or "" and notes on them.
 
-    Weights alone that are larger than a rank's memory are refused; what is estimated besides is
-    told.
+    Stages are refused if their weights alone are larger than a rank's memory. If they are too large
+    by an estimate, a note says so.
     """
     bare = [replace(seat, taken=0, alive=0.0) for seat in seats]
     weights = split_as(found.weights, bare, given)
@@ -261,7 +264,12 @@ def _judged(
 
 
 def _fitting(ways: Sequence[Layers], seats: Sequence[Seat], per_rank: int) -> tuple[Split, Layers]:
-    """The split by the first way of holding the weights that has room."""
+    """Return the split that fits with the first possible form of the weights, and the layers in
+    that form.
+
+    Raises:
+        ModelError: no split fits.
+    """
     splits = [divide(way, seats, per_rank) for way in ways]
     for split, way in zip(splits, ways, strict=True):
         if split.fits:
@@ -270,7 +278,7 @@ def _fitting(ways: Sequence[Layers], seats: Sequence[Seat], per_rank: int) -> tu
 
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
-    """True if a recorded split is one of as many stages that has room, here as there."""
+    """Return True if a recorded split suits this model and number of stages, and still fits."""
     if (
         not isinstance(kept, list)
         or len(kept) != len(seats) * per_rank
@@ -288,7 +296,7 @@ def _told(sizes: Sequence[int]) -> str:
 
 
 def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> str:
-    """The reasons for unlike stages; empty where there are none."""
+    """Return the reasons for unlike stages, in parentheses; empty without any."""
     fastest = max(seat.speed for seat in seats)
     reasons = [
         f"rank {place} is {seat.speed / fastest:.2g} times as fast"
@@ -309,7 +317,7 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
 
 
 def _work_told(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> list[str]:
-    """The unlike work of blocks and stages without which the split would be another one."""
+    """Return the differences of work between blocks that have changed the split, in words."""
     if max(found.sizes) - min(found.sizes) <= 1:
         return []
     blocks, first, last = layers.blocks, layers.first_trained, layers.blocks[-1]
@@ -332,7 +340,7 @@ def _work_told(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: in
 
 
 def _lacking(found: Split, seats: Sequence[Seat]) -> str:
-    """The ranks that have too little memory for their stages, in words."""
+    """Return the ranks that have too little memory for their stages, in words."""
     return "; ".join(
         f"rank {place} with {format_bytes(seat.room or 0)} would need {format_bytes(num_bytes)}"
         for place, (seat, num_bytes, missing) in enumerate(
@@ -353,7 +361,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
     )
 
 
-# --- what is divided ------------------------------------------------------------------------------
+# --- costs of the parts ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -361,12 +369,12 @@ class _PartCosts:
     """The costs of the model's parts.
 
     Attributes:
-        ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as
-            a rank keeps them whose memory is short.
-        weights: the parts with their weights alone, as small as they can be.
-        once: bytes that a rank has for a while in a pass.
-        micro_batches: of a step, 0 where nothing is trained; ``hidden_bytes`` that a stage hands on
-            for each.
+        ways: layers by form of their weights, the preferred form first. A quantised model on a CPU
+            has a second form, packed, for ranks with little memory.
+        weights: the layers with their weights alone, in the smallest form.
+        once: bytes that a rank needs for a short time in a pass.
+        micro_batches: number of micro-batches of a step; 0 if nothing is trained.
+        hidden_bytes: bytes that a stage hands on for each micro-batch.
     """
 
     ways: list[Layers]
@@ -405,7 +413,7 @@ def _part_costs(
 
 
 def _form(divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> Form:
-    """The form in which a rank holds quantised weights where its memory is not short."""
+    """Return the form in which a rank holds quantised weights if it has enough memory."""
     if accelerator.kind == "cpu":
         return "dense" if divided.for_answers else "codes"
     dense = held_dense(count_parameters(divided.model) // mesh.pipe, accelerator.memory_bytes)
@@ -415,8 +423,9 @@ def _form(divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> Form:
 def _work(
     config: TrainConfig, divided: DividedModel, model: Model, mesh: Mesh, accelerator: Accelerator
 ) -> tuple[Work | None, int]:
-    """The work of one micro-batch of this model, and how many of them a step has; none where
-    nothing is trained.
+    """Return the work of one micro-batch, and the number of micro-batches of a step.
+
+    ``None`` and 0 if nothing is trained.
     """
     if divided.work is None:
         return None, 0
@@ -442,12 +451,13 @@ def _work(
 
 
 def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> Model:
-    """Return the weights of a model, even if not read yet, as a rank would hold them with quantised
-    layers so.
+    """Return the weights of a model as a rank would hold them, with quantised layers in ``form``.
+
+    The weights need not be read yet.
     """
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
-    # Experts of a block that compute a token; None where that is not told.
+    # Number of a block's experts that compute a token; None if the config does not say it.
     active = next((int(divided.config[name]) for name in _ACTIVE if divided.config.get(name)), None)
 
     def of(module: nn.Module) -> Weights:
@@ -476,8 +486,8 @@ def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> M
 
 
 def _multiplied(module: nn.Module, active: int | None) -> float:
-    """Numbers of ``module`` that each token is multiplied by: of its experts those of the
-    ``active`` ones alone.
+    """Return the count of weights that each token is multiplied by; of experts only the ``active``
+    ones count.
     """
     numbers = float(count_parameters(module))
     for each in module.modules():
@@ -490,6 +500,6 @@ def _multiplied(module: nn.Module, active: int | None) -> float:
 
 
 def _widths(divided: DividedModel) -> tuple[int, int] | None:
-    """The widths of the largest matrix of a block; ``None`` where they are not known."""
+    """Return the widths of the largest matrix of a block; ``None`` if they are not known."""
     blocks = blocks_of(divided.config)
     return None if blocks is None else (blocks.dims, blocks.mlp_dims)

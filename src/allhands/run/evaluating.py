@@ -1,4 +1,4 @@
-"""The loss of a model, with an adapter or without, on one split: exact over any number of ranks."""
+"""Evaluation of a model, with or without an adapter, on one split; exact on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Evaluation:
     Attributes:
         loss: mean over the trained tokens, in nats per token.
         perplexity: ``exp(loss)``.
-        bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts
-            were cut.
+        bits_per_byte: loss in bits per byte of plain texts, as training reports it; ``None`` for
+            other data, or if texts were cut.
         num_tokens: number of tokens in the loss.
         num_examples: number of evaluated examples; ``None`` for packed rows if a number of batches
             left some out.
-        num_ranks: number of processes that computed it.
+        num_ranks: number of processes that computed the loss.
         notes: notes for a person about the data.
     """
 
@@ -45,11 +45,12 @@ class Evaluation:
 
 
 def run_evaluation(config: EvalConfig, surroundings: RunContext) -> Evaluation:
-    """Evaluate as ``config`` says, in this process, as one rank of ``surroundings.mesh``; the same
-    on every rank.
+    """Evaluate as ``config`` says, as one rank of ``surroundings.mesh``.
+
+    Every rank returns the same result.
 
     Raises:
-        AllhandsError: one of its classes for every kind of wrong input or failure.
+        AllhandsError: an input is wrong, or the evaluation failed.
     """
     if config.adapter_path:
         check_adapter(Path(config.adapter_path))

@@ -1,5 +1,6 @@
-"""Memory that this rank is going to need, by :mod:`allhands.run.training_memory`, from the loaded
-model and data.
+"""Estimate of the memory that this rank will need, from the loaded model and data.
+
+The formulas are in :mod:`allhands.run.training_memory`.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
 
-# To answer: caches of keys and values, and a prompt's activations.
+# Memory to generate answers: caches of keys and values, and a prompt's activations.
 ANSWERING_BYTES = 100_000_000
-_FLOAT, _HALF = 4, 2  # bytes of a number of activations on a CPU, and on a GPU
-# Of a device's memory what arrays may take; of a computer's what one program may.
+_FLOAT, _HALF = 4, 2  # bytes of one value of the activations on a CPU, and on a GPU
+# Part of a GPU's memory that arrays may take; part of a computer's memory that a program may take.
 _USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
 
@@ -72,8 +73,8 @@ class Device:
     """Device on which a rank computes.
 
     Attributes:
-        present_bytes: resident, now that everything is loaded and the optimizer has made nothing
-            yet.
+        present_bytes: resident bytes of the process after loading, before the optimizer has made
+            its state.
     """
 
     accelerator: Accelerator
@@ -82,10 +83,11 @@ class Device:
 
     @property
     def room(self) -> int:
-        """Bytes that this rank may have: of the GPU's memory or, shared with the other ranks here,
-        the computer's.
+        """Bytes that this rank may have; 0 if unknown.
 
-        What other programs have now does not count, because a restart must cut its share as before.
+        They are a part of the GPU's memory, or of the computer's memory divided by its ranks. The
+        memory that other programs use now is ignored, because a restarted run must cut its
+        micro-batches as before.
         """
         whole, kind = self.accelerator.memory_bytes, self.accelerator.kind
         if kind == "cpu":
@@ -94,7 +96,7 @@ class Device:
         return usable // (1 if kind == "cuda" else self.mesh.local_size)
 
     def holds(self, num_bytes: int) -> bool:
-        """Return whether there is memory for so many bytes; the free memory is not always known."""
+        """Return whether ``num_bytes`` fit into the room; True if the room is unknown."""
         return num_bytes <= self.room or not self.room
 
 
@@ -106,8 +108,8 @@ def expected_bytes(
     stages: Sequence[Stage] = (),
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return :func:`estimated_bytes`; ``None`` on Macs, because it was not compared with
-    measurements there.
+    """Return :func:`estimated_bytes`; ``None`` on Macs, where the estimate was never compared with
+    measurements.
     """
     if device.accelerator.kind == "metal":
         return None
@@ -124,10 +126,10 @@ def estimated_bytes(
     *,
     sharding: Sharding | None = None,
 ) -> int | None:
-    """Return the peak memory of the process in training; ``None`` for kinds of models without an
-    estimate.
+    """Return the peak memory of the process in training, in bytes; ``None`` for kinds of models
+    without an estimate.
 
-    On an NVIDIA GPU it is the rank's need of MLX's memory.
+    On a GPU it is the peak of MLX's memory.
 
     Args:
         largest: the result of :meth:`allhands.data.loader.Loader.largest` for whole rows.
@@ -159,7 +161,7 @@ def estimated_bytes(
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=has_masters(config, model, accelerator),
         packed=_packed(config, device.mesh, word),
-        # If blocks are fetched, their inputs are kept until the backward pass.
+        # If blocks are fetched, stages keep their inputs until the backward pass.
         alive=_alive(
             config, device.mesh, cuts, len(stages), native=native_way and sharding is None
         ),
@@ -174,7 +176,7 @@ def estimated_bytes(
 
 
 def _peak(memory: Memory, device: Device) -> int:
-    """Return the peak of a CPU process with such arrays."""
+    """Return the peak memory of a CPU process with the arrays of ``memory``."""
     of = of_stage if device.mesh.pipe > 1 else of_process
     return of(memory, device.present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 
@@ -188,7 +190,7 @@ def _own_arrays(
     stages: Sequence[Stage],
     sharding: Sharding | None,
 ) -> Memory:
-    """The arrays of a rank that has the model, or a part of it."""
+    """Return the arrays of a rank that has the model or a part of it."""
     if sharding is not None:
         return _own_parts(config, model, blocks, work, device, stages, sharding)
     own = _arrays_of(config, device)(blocks, work)
@@ -200,7 +202,10 @@ def _own_arrays(
 
 
 def _arrays_of(config: TrainConfig, device: Device) -> Callable[[DecoderShape, Work], Memory]:
-    """The function for the arrays of a rank whose weights are those of its ``work``."""
+    """Return the function that gives the arrays of a rank for its blocks and work.
+
+    The work has the bytes of the rank's own weights.
+    """
     mesh = device.mesh
     of, word = (on_cpu, _FLOAT) if device.accelerator.cpu_native else (on_gpu, _HALF)
     if mesh.tensor > 1:
@@ -222,7 +227,7 @@ def _own_parts(
     stages: Sequence[Stage],
     sharding: Sharding,
 ) -> Memory:
-    """The arrays of a rank with a part of every array, also of stages and of matrices."""
+    """Return the arrays of a fully sharded rank, also with stages or parts of matrices."""
     held, tied = _held(model, stages)
     mesh, kept = device.mesh, Weights(0.0, 0)
     if mesh.expert > 1:
@@ -243,17 +248,17 @@ def _own_parts(
 
 
 def _share(sharding: Sharding) -> float:
-    """This rank's part of all arrays, which may follow its memory."""
+    """Return this rank's part of all arrays, from 0 to 1; parts may follow the ranks' memory."""
     rows = [row for row in sharding.rows if not row.alone]
     bytes_of = [(row.kept * row.dtype.size, row.size * row.dtype.size) for row in rows]
     return sum(kept for kept, _ in bytes_of) / max(1, sum(whole for _, whole in bytes_of))
 
 
 def _held(model: Any, stages: Sequence[Stage]) -> tuple[Model, bool]:
-    """The weights of a model, or of stages of it, as they are while they are in use; whether its
-    head is the embedding.
+    """Return the weights of a model, or of its stages, and whether the head is the embedding.
 
-    What is outside of the blocks counts half for the head, if that has weights of its own.
+    The weights outside the blocks are counted half for the embedding and half for the head, if a
+    rank has both and they are not tied.
     """
     places = [place for stage in stages for place in stage.blocks.places] or range(
         len(model.layers)
@@ -273,7 +278,7 @@ def _weights(module: Any) -> Weights:
 
 
 def _outside(model: Any, blocks: Sequence[Weights], parts: int) -> Weights:
-    """One of so many parts of the weights that are in no block."""
+    """Return the weights outside the blocks, divided by ``parts``."""
     whole = _weights(model)
     held = whole.held_bytes - sum(each.held_bytes for each in blocks)
     trained = whole.trained_bytes - sum(each.trained_bytes for each in blocks)
@@ -283,7 +288,9 @@ def _outside(model: Any, blocks: Sequence[Weights], parts: int) -> Weights:
 def _own_part(
     model: Any, blocks: DecoderShape, stages: Sequence[Stage]
 ) -> tuple[DecoderShape, int, bool]:
-    """A rank's blocks, how many of them gradients go back through, and whether it has the head."""
+    """Return a rank's blocks, the number of those with a backward pass, and whether it has the
+    head.
+    """
     if not stages:
         return blocks, blocks.layers - len(native.before_training(model)), True
     own = replace(blocks, layers=sum(len(stage.blocks.places) for stage in stages))
@@ -291,8 +298,8 @@ def _own_part(
 
 
 def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
-    """DecoderShape of these stages through which gradients go back: from the first one that is
-    trained.
+    """Return the number of blocks of these stages with a backward pass: in each stage, those from
+    the first trained one on.
     """
     count = 0
     for stage in stages:
@@ -307,7 +314,7 @@ def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
 def _alive(
     config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int, *, native: bool
 ) -> float:
-    """Micro-batches whose activations this rank holds at once."""
+    """Return the number of micro-batches whose activations this rank holds at once."""
     if mesh.pipe == 1:
         return 1.0
     return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[
@@ -325,9 +332,12 @@ def roomy_form_fits(
     """Return whether this rank can hold quantised weights in the fast form on a CPU, for training
     or evaluation.
 
-    To be asked while all weights are there as they are stored; of models whose activations are not
-    known, the weights count alone. Micro-batches that are cut by memory (:func:`fitted_to_memory`)
-    count as the smallest ones.
+    Call this while all weights are in their stored form. If a model's activations are not known,
+    only its weights are counted. Micro-batches that memory decides (:func:`fitted_to_memory`) are
+    counted at their smallest size.
+
+    Args:
+        windows: rows of the training or evaluation; ``None``: count only the weights.
     """
     held = bytes_of_form(loaded.model, "codes")
     present = device.present_bytes - mx.get_cache_memory()
@@ -347,8 +357,9 @@ def roomy_form_fits(
 
 
 def dense_form_fits(model: Any, device: Device) -> bool:
-    """Return whether this rank can hold quantised weights dense on a CPU, to answer; asked as
-    :func:`roomy_form_fits` is.
+    """Return whether this rank can hold quantised weights dense on a CPU, to generate answers.
+
+    Call this while all weights are in their stored form.
     """
     dense = bytes_of_form(model, "dense")
     needed = (
@@ -370,7 +381,7 @@ def packed_note(room: int) -> str:
 
 
 def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Memory:
-    """With what a rank keeps for the exchange, from one to the next."""
+    """Return the memory with the arrays that a rank keeps between exchanges."""
     if config.sync_every > 1:
         memory = LocalCosts(rounds_of(config)).memory(memory, mesh.size)
     elif config.sync_delay:
@@ -379,7 +390,10 @@ def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Mem
 
 
 def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | None:
-    """Return the form in which gradients of so many bytes a number are sent, if not as they are."""
+    """Return the form of compressed gradients; ``None`` if gradients are sent as they are.
+
+    ``word``: bytes of one value of a gradient.
+    """
     if config.compress == "none" or mesh.size == 1:
         return None
     return PackedGradients(CODECS[config.compress], "", word)
@@ -394,8 +408,9 @@ def fitted_to_memory(
     order: GlobalOrder,
     sharding: Sharding | None,
 ) -> tuple[Sizing, list[str]]:
-    """``sizing`` with micro-batches that this rank can hold, however large its share becomes; what
-    it should say.
+    """Return ``sizing`` with micro-batches that fit this rank's memory, and lines to print.
+
+    The micro-batches fit even if the rank gets whole batches as its share.
     """
 
     def needs(cut: Sizing) -> int | None:
@@ -415,12 +430,13 @@ def fitted_to_memory(
 def held_by(
     sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], int | None]
 ) -> Sizing:
-    """``sizing`` with micro-batches that fit into ``room`` bytes, as far as rows, which are not
-    cut, allow that.
+    """Return ``sizing`` with micro-batches that fit into ``room`` bytes.
+
+    A micro-batch has at least one row, so the result may still be too large.
 
     Args:
         longest: tokens of the longest row.
-        needs: bytes of a training that is cut so; ``None`` if that is not known.
+        needs: returns the bytes of a training with a sizing; ``None`` if that is not known.
     """
     while (needed := needs(sizing)) is not None and needed > room and sizing.max_tokens > longest:
         sizing = replace(sizing, max_tokens=max(sizing.max_tokens // 2, longest))
@@ -428,12 +444,12 @@ def held_by(
 
 
 def has_masters(config: TrainConfig, model: Any, accelerator: Accelerator) -> bool:
-    """True if the optimizer keeps a copy of the weights in float32."""
+    """Return True if the optimizer keeps a copy of the weights in float32."""
     return accelerator.kind == "cuda" and config.master_weights and in_half(model)
 
 
 def _writing_bytes(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes that a rank will need later, for what the model writes while it is trained."""
+    """Return the bytes that a rank will need later to generate sample texts during training."""
     return WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
 
 
@@ -447,11 +463,10 @@ def _bytes(tree: Any) -> int:
 
 
 def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -> None:
-    """Refuse a model of which every rank has all, if its files of weights alone are larger than a
-    rank's memory.
+    """Refuse a model that is too large to be whole on every rank.
 
     Raises:
-        ModelError: they are.
+        ModelError: the files of weights alone are larger than a rank's memory.
     """
     needed = all_bytes(path)
     device = Device(accelerator, mesh, 0)
@@ -472,7 +487,9 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
 
 
 def scarce(expected: int, present_bytes: int, ranks: int) -> str | None:
-    """Return a warning if ``ranks`` such processes of this computer need more memory than is free."""
+    """Return a warning if ``ranks`` processes with ``expected`` bytes each need more memory than is
+    free; ``present_bytes`` are what each has now.
+    """
     missing, available = ranks * (expected - present_bytes), psutil.virtual_memory().available
     if missing <= available:
         return None

@@ -1,4 +1,4 @@
-"""The choices of a run and their reasons, in words: ``--log-level verbose``."""
+"""Choices of a run and their reasons, in words, for ``--log-level verbose``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def choices(
     """Return a line for each choice that the options leave open, or that follows from the device.
 
     Args:
-        strategy: name in the registry.
-        updates: trained numbers that this rank updates, and those of the whole model.
+        strategy: the strategy's name.
+        updates: count of the trained numbers that this rank updates, and of the whole model's.
     """
     status = preload_blas() if accelerator.kind == "cpu" else None
     lengths = (
@@ -63,7 +63,7 @@ def choices(
         else "over all logits (this architecture scales, caps or shifts them)",
     }
     if communicator.size > 1:
-        # In rounds the changes of weights travel, which are packed as gradients are.
+        # In rounds the changes of weights are exchanged; they are packed like gradients.
         travels = "changes" if config.sync_every > 1 else "gradients"
         found |= {
             "backend": f"{communicator.backend}, {communicator.size} ranks ({_how(config.backend != 'auto')})",
@@ -74,7 +74,7 @@ def choices(
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 
 
-# What ranks exchange where it is no sum of gradients in a few large calls.
+# Arrays that ranks exchange under strategies without an all-reduce of gradients.
 _TRAVELS = {"fsdp": "weights and gradients", "pipeline": "hidden states"}
 _UPDATES = {
     "zero1": "its part of each large array, and small arrays whole",
@@ -86,7 +86,7 @@ _UPDATES = {
 
 
 def _calls(config: TrainConfig, communicator: Communicator, strategy: str) -> str:
-    """What is exchanged at once."""
+    """Return the size of one exchange, in words."""
     if strategy in _TRAVELS:
         return {"fsdp": "of one block at a time", "pipeline": "of one micro-batch at a time"}[
             strategy
@@ -98,18 +98,18 @@ def _calls(config: TrainConfig, communicator: Communicator, strategy: str) -> st
 
 
 def _updated(own: int, every: int, strategy: str) -> str:
-    """What of the trained numbers the optimizer of this rank updates."""
+    """Return the part of the trained numbers that this rank's optimizer updates, in words."""
     if own >= every:
         return f"every rank updates all {format_count(every)} trained numbers"
     return f"this rank updates {format_count(own)} of {format_count(every)} trained numbers: {_UPDATES[strategy]}"
 
 
 def updated_numbers(trained: Any, shards: Shards | None) -> int:
-    """Return the numbers that a rank updates.
+    """Return the count of numbers that this rank updates.
 
     Args:
-        trained: the module whose trained arrays, or parts of arrays, this rank has.
-        shards: its parts of flat arrays, where the optimizer alone is divided.
+        trained: module with this rank's trained arrays or parts of arrays.
+        shards: this rank's parts of flat arrays, if only the optimizer is divided.
     """
     if shards is None:
         return sum(array.size for _, array in flatten(trained.trainable_parameters()))
@@ -121,10 +121,10 @@ def _how(asked: object) -> str:
 
 
 def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> list[str]:
-    """One line for each operation that can be computed in several forms here: in which, and why.
+    """Return a line for each operation that has several forms here: the chosen form and the reason.
 
     Args:
-        tokens: of a micro-batch, at most.
+        tokens: most tokens of a micro-batch.
         quantised: whether the model has quantised weights.
     """
     names = [
@@ -137,7 +137,7 @@ def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> lis
 
 
 def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str:
-    """In which form, and by which way."""
+    """Return the form in which gradients or changes are sent, and the way, in words."""
     if config.compress == "none":
         return "as they are added up"
     codec, arrays = CODECS[config.compress], trained_weights(model).values()

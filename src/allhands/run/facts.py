@@ -1,6 +1,4 @@
-"""Facts of a rank before the first gradient, which must be equal on all ranks, and the files behind
-them.
-"""
+"""Facts that must be equal on all ranks before the first gradient, and the files they come from."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ from allhands.model.weight_files import absent, present
 from allhands.run.datasets import Datasets
 from allhands.runtime.versions import required, software_here
 
-# Compared by what is in them: their paths may be others on each computer.
+# Options whose files are compared by content: their paths may differ between computers.
 _BY_CONTENT = frozenset({"model", "data", "tokenizer", "resume_adapter_file"})
-# What nothing is computed from, where a model does not say what it reads.
+# Keys of a configuration that never change a computation; used if a model does not say which keys
+# it reads.
 _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"})
 
 
@@ -71,13 +70,21 @@ class RankFacts:
         }
 
     def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
-        """Return the facts that are added where ranks differ, with this run's options in the words."""
+        """Return the witness that adds files and options to the message if ranks differ.
+
+        Args:
+            computer: name of this computer.
+            given: circumstances of the start; this run's options are added.
+        """
         return Witness(
             computer, mesh.local_rank == 0, self.details, replace(given, **self._options())
         )
 
     def details(self, sections: set[str]) -> dict[str, Any]:
-        """Return the files behind those sections of :meth:`values`, read now, and where they are."""
+        """Return hashes of the files behind ``sections`` of :meth:`values`, and the files' places.
+
+        The files are read now.
+        """
         files: dict[str, str] = {}
         model = self.loaded.path
         if "model" in sections:
@@ -90,7 +97,7 @@ class RankFacts:
         return {"files": files, "places": self._places()}
 
     def attested(self) -> dict[str, Any]:
-        """Return all of it, for computers that may join later, without reading the weights again."""
+        """Return all facts, for computers that may join later; weights are not read again."""
         model = self.loaded.path
         weights = [*present(model), *absent(model)]
         files = self._behind_data() | hashes("model", [model / "config.json"])
@@ -119,7 +126,7 @@ class RankFacts:
         )
 
     def _options(self) -> dict[str, str]:
-        """The paths as the person gave them; an option that is no path here is left out."""
+        """Return the paths as the person gave them; without options that are no path here."""
         named = {"adapter": self.config.resume_adapter_file, "config": self.config.config}
         paths = {name: written(path) for name, path in named.items() if path}
         data = {"data": written(self.config.data)} if Path(self.config.data).exists() else {}
@@ -127,8 +134,8 @@ class RankFacts:
 
 
 def _architecture(loaded: LoadedModel) -> Any:
-    """The configuration that the model's class has read, or else the config without keys that
-    nobody computes with.
+    """Return the configuration that the model's class has read; or, if it is not known, the config
+    without idle keys.
     """
     args = getattr(loaded.model, "args", None)
     if is_dataclass(args) and not isinstance(args, type):

@@ -1,5 +1,5 @@
-"""Compare the loss and gradient of a training step with those of mlx_lm's own model, before the
-first step.
+"""Check of a training step before the first step: its loss and gradient are compared with those of
+mlx_lm's own model.
 
 mlx_lm's own model computes them with MLX's operations, and the model computes them again with the
 faster forms of this package. Both compute the same two rows: a short one, and one as long as the
@@ -40,19 +40,19 @@ from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.blas import cache_dir, give_back_freed_pages
 from allhands.runtime.versions import versions_of
 
-_BINS = 1024  # of a projection: the norm of a difference is right to 1 / sqrt(2 * 1024)
+_BINS = 1024  # numbers of a projection: a norm's relative error is about 1 / sqrt(2 * 1024)
 _LIMITS = {"float32": 5e-3, "float16": 0.15, "bfloat16": 0.15}
 # In half precision two right computations may differ by more: routers choose other experts, large
-# activations round. So mlx_lm's own distance from float32 is measured, and ours may be as far on
-# the other side of it.
+# activations are rounded. So the distance of mlx_lm's result from float32 is measured, and ours may
+# differ from mlx_lm's by this multiple of it.
 _TIMES_NOISE = 3.0
 _LIMIT_UNMEASURED = 0.6
 # Float32 products may be computed with shorter factors on a GPU.
 _LIMIT_GPU_FLOAT32 = 0.03
 _LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
-_SHORT_S, _LONG_S = 1.0, 2.0  # for a row
-# By chance a router may choose another expert in one row, in half precision: then most of so many
-# rows decide.
+_SHORT_S, _LONG_S = 1.0, 2.0  # seconds for the short and the long row
+# In half precision a router may choose another expert in one row by chance. So if the first row
+# differs, the middle one of this many rows decides.
 _DRAWS = 3
 _FORMAT = 1
 
@@ -63,7 +63,7 @@ class Compared:
 
     Attributes:
         tokens: number of tokens of the row.
-        blocks: number of blocks in use, the last ones of the model.
+        blocks: number of blocks in use; these are the model's last ones.
         loss: loss of this package, a mean over the trained places.
         expected_loss: loss of mlx_lm's own model.
         difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
@@ -117,9 +117,10 @@ class GradientVerdict:
         return not any(row.is_off for row in self.compared)
 
     def raise_if_wrong(self, model: str) -> None:
-        """
+        """Raise an error if a row differs; ``model`` is named in it.
+
         Raises:
-            ModelError: a row differs.
+            ModelError: a row differs by more than rounding.
         """
         row = next((each for each in self.compared if each.is_off), None)
         if row is None:
@@ -141,19 +142,19 @@ class GradientVerdict:
 
 @dataclass(frozen=True)
 class _Row:
-    """The row that both compute, and with how many of the last blocks."""
+    """A row that both models compute, and the number of the last blocks that they use."""
 
     tokens: mx.array
     blocks: int
 
     @property
     def places(self) -> int:
-        """Inputs."""
+        """Number of inputs: the last token is only a target."""
         return len(self.tokens) - 1
 
     @property
     def trained(self) -> int:
-        """Places whose loss counts, the last ones."""
+        """Number of places whose loss counts; these are the last ones."""
         return min(TRAINED, len(self.tokens) - 1)
 
 
@@ -172,7 +173,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Told:
-    """A row, what mlx_lm makes of it, and up to which differences of gradient and loss are
+    """A row, mlx_lm's pass over it, and the largest differences of gradient and loss that count as
     rounding.
     """
 
@@ -183,7 +184,10 @@ class _Told:
 
 
 class GradientCheck:
-    """mlx_lm's loss and gradient on two rows, computed while the model is still as mlx_lm made it."""
+    """Comparison of our gradient with mlx_lm's on two rows.
+
+    The constructor computes mlx_lm's part, while the model is still as mlx_lm made it.
+    """
 
     def __init__(
         self,
@@ -198,7 +202,7 @@ class GradientCheck:
         """Compute mlx_lm's part.
 
         Args:
-            model: as mlx_lm loaded it, after the choice of trained weights.
+            model: the model as mlx_lm loaded it, after the choice of trained weights.
             config: configuration of the model.
             longest: tokens of the longest row that will be trained.
             largest_token: largest token id of the data; the rows are made of random tokens up to
@@ -223,15 +227,17 @@ class GradientCheck:
                 break
             speed = min(1.0, seconds / max(time.perf_counter() - started, 1e-3))
             rows = [first, *self._draws(model, first.row, seconds if bounded else math.inf)]
-            # What is rounding in one row may be it in another.
+            # A difference that is rounding in one row may be rounding in another.
             limits = {
                 name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")
             }
             self._rows.append([replace(row, **limits) for row in rows])
 
     def _first(self, model: nn.Module, length: int, seconds: float) -> _Told | None:
-        """mlx_lm's part of a row of that length, or of what can be had of it in so many seconds;
-        ``None``: nothing.
+        """Compute mlx_lm's part of a row of this length, or of fewer tokens or blocks if it would
+        take more than ``seconds``.
+
+        Returns ``None``, and adds a note, if mlx_lm's model cannot compute it.
         """
         blocks, tokens = self._sizes.affordable(length, seconds)
         if tokens < length:
@@ -241,7 +247,7 @@ class GradientCheck:
             )
         told, problem = self._told(model, self._random_row(tokens, blocks))
         if problem and blocks < self._sizes.blocks:
-            # Some bodies count on all of their blocks; then a short row must do.
+            # Some models need all of their blocks; then a short row must do.
             told, problem = self._told(
                 model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks)
             )
@@ -253,7 +259,9 @@ class GradientCheck:
         return told
 
     def _draws(self, model: nn.Module, row: _Row, seconds: float) -> Iterator[_Told]:
-        """mlx_lm's part of other rows like ``row``, in half precision, for about so many seconds."""
+        """Compute mlx_lm's part of further rows like ``row``, in half precision, for about
+        ``seconds``.
+        """
         started = time.perf_counter()
         for draw in range(1, _DRAWS if self._dtype != "float32" else 1):
             told, _ = self._told(model, self._random_row(len(row.tokens), row.blocks, draw))
@@ -267,8 +275,9 @@ class GradientCheck:
         return _Row(mx.random.randint(0, self._largest_token + 1, (tokens,), key=key), blocks)
 
     def _told(self, model: nn.Module, row: _Row) -> tuple[_Told | None, str | None]:
-        """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that
-        is no number.
+        """Compute mlx_lm's part of a row; return it (``None`` if impossible), and a problem.
+
+        If the pass in half precision is not finite, the pass in float32 takes its place.
         """
         try:
             theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
@@ -280,7 +289,7 @@ class GradientCheck:
             exact = (
                 self._theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
             )
-        except Exception as error:  # whatever an architecture may raise in MLX's or its own code
+        except Exception as error:  # an architecture's code may raise any error
             return None, _in_short(error)
         limit, loss_limit = _LIMITS[self._dtype], _LOSS_LIMITS[self._dtype]
         if not theirs.is_finite:
@@ -315,15 +324,14 @@ class GradientCheck:
     def compare(
         self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None
     ) -> GradientVerdict:
-        """Compare our gradient, by the model with its passes and its kernel selection, with
-        mlx_lm's.
+        """Compare the gradient of ``model``, which now has its passes and kernels, with mlx_lm's.
 
         Raises:
-            ModelError: ours cannot compute what mlx_lm's can.
+            ModelError: our step cannot compute a gradient that mlx_lm's model can.
         """
         compared = [self._decided(model, each, cpu_native, dropout) for each in self._rows]
         self._rows.clear()
-        # What a step will need is told from what the process holds before.
+        # The memory that a step will need is estimated from what the process holds before it.
         mx.clear_cache()
         give_back_freed_pages()
         return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
@@ -331,7 +339,7 @@ class GradientCheck:
     def _decided(
         self, model: nn.Module, rows: list[_Told], cpu_native: bool, dropout: DropoutKeys | None
     ) -> Compared:
-        """The first of these rows if it is right, else the one in the middle of all."""
+        """Compare the first of these rows; if it differs, return the middle one of all rows."""
         found = [self._compared(model, rows[0], cpu_native, dropout)]
         if found[0].is_off:
             found += [self._compared(model, told, cpu_native, dropout) for told in rows[1:]]
@@ -357,7 +365,9 @@ class GradientCheck:
 
 
 def _apart(expected: _Pass, found: _Pass) -> tuple[float, tuple[str, float]]:
-    """Norm of the difference as a share of the expected one's, and the array that differs most."""
+    """Return the norm of the difference as a share of the expected norm, and the array that differs
+    most, with its share.
+    """
     whole = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
     off = {
         name: _norm(found.projections.get(name), expected.projections[name])
@@ -396,8 +406,9 @@ def _passed(loss: mx.array, gradient: Any) -> _Pass:
 
 
 def _projected(array: mx.array, index: int) -> mx.array:
-    """Random signs, then sums of every so many numbers: as long as the array in expectation,
-    whatever its size.
+    """Project an array to ``_BINS`` numbers: sums of its numbers with random signs.
+
+    The expected squared norm is that of the array. A small array is returned unchanged, flat.
     """
     flat = array.reshape(-1)
     if flat.size <= _BINS:
@@ -409,7 +420,7 @@ def _projected(array: mx.array, index: int) -> mx.array:
 
 
 def _norm(one: mx.array | None, other: mx.array) -> float:
-    """The norm of the difference; infinite where something is missing or no number."""
+    """Return the norm of the difference; infinite if an array is missing or not finite."""
     if one is None or one.shape != other.shape:
         return math.inf
     found = number(mx.sqrt(mx.square(one - other).sum()))
@@ -422,9 +433,7 @@ def _in_short(error: BaseException) -> str:
 
 
 def _computed_in(model: nn.Module) -> str:
-    """The type that most of the model's weights compute in; adapters, whose own is another, follow
-    it.
-    """
+    """Return the type of most of the model's weights; adapters do not count: they follow it."""
     kinds: dict[str, int] = {}
     for name, array in flatten(model.parameters()):
         if ADAPTER_LEAVES & {*name.split(".")}:
@@ -436,9 +445,9 @@ def _computed_in(model: nn.Module) -> str:
     return found if found in _LIMITS else "float32"
 
 
-# --- what is remembered ---------------------------------------------------------------------------
+# --- record of passed checks ----------------------------------------------------------------------
 
-# What decides how a step computes: with another value it is another step.
+# Options that decide how a step computes: with another value, it is another kind of step.
 _SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint", "compile")
 
 
@@ -449,8 +458,9 @@ def memory_of(
     kernels: KernelForms,
     longest: int,
 ) -> Path:
-    """Return the file that records a passed check of this kind of step on this device, for rows up
-    to ``longest``.
+    """Return the path of the record of a passed check.
+
+    The path depends on the kind of step, the device, and ``longest`` rounded up to a power of 2.
     """
     facts = {
         "format": _FORMAT,
@@ -470,8 +480,8 @@ def memory_of(
 
 @cache
 def _source() -> str:
-    """The hash of the code that computes a step: a version under development changes without its
-    number.
+    """Return the hash of the code that computes a step: during development it changes without a new
+    version number.
     """
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
@@ -483,7 +493,7 @@ def _source() -> str:
 
 
 def remember(path: Path, verdict: GradientVerdict) -> None:
-    """Write that a step was right; where it cannot be written it is checked again the next time."""
+    """Record that a step was right; if that cannot be written, the next run checks again."""
     content = json.dumps(
         {"compared": [asdict(row) for row in verdict.compared], "notes": verdict.notes}, indent=1
     )
@@ -500,12 +510,16 @@ def start_check(
     data: Datasets,
     say: Callable[[str], None],
 ) -> Callable[[DropoutKeys | None], list[str]] | None:
-    """Return the check before the first step of a training: made once for each kind of step, and
-    remembered.
+    """Begin the check before the first step of a training; it is done once for each kind of step.
 
-    Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours
-    with it, tells what a person should know, and raises ModelError where they differ; ``None``
-    where no check is wanted or needed.
+    Computes mlx_lm's part while ``loaded`` is as mlx_lm made it.
+
+    Args:
+        say: prints a line that the check begins.
+
+    Returns:
+        A function that compares our part, returns notes for a person, and raises ModelError if they
+        differ. ``None`` if no check is wanted, or an earlier one was recorded.
     """
     if not config.train or data.train is None or config.gradient_check == "off":
         return None

@@ -1,5 +1,5 @@
-"""Comparison of a training step with mlx_lm's own model, without training: the work of ``allhands
-model check``.
+"""Comparison of a training step with mlx_lm's own model, without training, for ``allhands model
+check``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from allhands.runtime.accelerator import detect
 def check_gradient(
     config: TrainConfig, longest: int, *, with_data: bool, say: Callable[[str], object]
 ) -> GradientVerdict:
-    """Compare a short row and a long one; ``say`` is told of each stage.
+    """Compare the gradients of a short row and a long one.
 
     Args:
-        longest: tokens of the long row, where no data are given.
-        with_data: True to compare the longest row of ``config.data`` in its place.
+        longest: tokens of the long row; not used with data.
+        with_data: True for a long row as long as the longest row of ``config.data``.
+        say: called with a line for each stage and each model pass.
+
+    Raises:
+        AllhandsError: the model or the data cannot be loaded, or the gradient cannot be computed.
     """
     accelerator = detect()
     loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)

@@ -1,6 +1,4 @@
-"""Cost of a pass of mlx_lm's own model, and the part of it that fits into the time before a
-training.
-"""
+"""Cost of a pass of mlx_lm's own model, and the row and blocks that a time limit allows."""
 
 from __future__ import annotations
 
@@ -15,11 +13,13 @@ from allhands.runtime.accelerator import Accelerator
 
 # Floating-point operations a second of mlx_lm's own model: low guesses.
 _RATES = {"cpu": 3e10, "metal": 1e12, "cuda": 1e13}
-# A CPU makes quantised weights dense, forward and backward: seconds for each.
+# A CPU makes quantised weights dense, forward and backward: seconds for each weight.
 _DECODE_S = 2e-8
-_ROOM_SHARE = 50  # of the device's memory, for what mlx_lm's model keeps for its backward pass
+# One 50th of the device's memory is for the activations that mlx_lm's model keeps for its backward
+# pass; a 4th, if the check is not bounded.
+_ROOM_SHARE = 50
 _ROOM_SHARE_UNBOUNDED = 4
-_EXACT_SHARE = 0.1  # of the device's memory, for the same in float32
+_EXACT_SHARE = 0.1  # part of the device's memory for weights and gradient in float32
 SHORT_TOKENS = 16
 # Only the last places of a row are trained, so that a long row does not need all logits.
 TRAINED = 32
@@ -32,13 +32,13 @@ class PassCost:
     Attributes:
         blocks: number of blocks of the model.
         per_block: parameters of a block.
-        beside: parameters outside of the blocks that a token is multiplied with.
-        floats: numbers for each token and block that the backward pass needs, without attention's
+        beside: parameters outside the blocks that a token is multiplied with.
+        floats: values for each token and block that the backward pass needs, without attention's
             scores.
-        heads: query heads, for the scores.
+        heads: number of query heads, for the scores.
         rate: floating-point operations per second.
         decode_s: seconds to make a parameter dense.
-        room: bytes that may be kept.
+        room: bytes of activations that may be kept.
         memory: bytes of the device's memory.
     """
 
@@ -56,7 +56,7 @@ class PassCost:
     def of(
         cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool
     ) -> PassCost:
-        """Return the cost for ``model``; not ``bounded``: as much memory as there may be."""
+        """Return the cost for ``model``; without ``bounded``, a pass may take more memory."""
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
         layers = list(getattr(model, "layers", ()))
@@ -79,13 +79,11 @@ class PassCost:
         )
 
     def fits_exact(self, blocks: int) -> bool:
-        """True if there is room for so many blocks in float32 as well, and the gradient of all of
-        it.
-        """
+        """Return True if ``blocks`` blocks in float32 and their gradient fit into memory, too."""
         return 8.0 * (blocks * self.per_block + self.beside) <= _EXACT_SHARE * self.memory
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
-        """Return the number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
+        """Return the number of blocks, and of tokens up to ``tokens``, that ``seconds`` allow."""
         while True:
             trained = min(tokens, TRAINED)
             left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)

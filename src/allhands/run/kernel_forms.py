@@ -1,7 +1,7 @@
-"""Forms of a run's operations: the same request on all ranks, and notes for a resumed run.
+"""Kernel forms of a run's operations: the same request on all ranks, and notes for a resumed run.
 
 Two forms may round differently. Forms follow from the kind of device and from ``ALLHANDS_KERNELS``
-alone. So equal ranks, and a run that is resumed on such a device, compute the same bits.
+alone. So equal ranks, and a run that is resumed on the same kind of device, compute the same bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from allhands.runtime.accelerator import Accelerator
 
 @dataclass(frozen=True)
 class KernelForms:
-    """The forms that a run computes.
+    """The forms in which a run computes operations.
 
     Attributes:
+        kind: kind of the device.
         request: the text of ``ALLHANDS_KERNELS``.
         selection: selection for the run's model.
         notes: notes for a person.
@@ -38,12 +39,16 @@ class KernelForms:
     notes: tuple[str, ...] = ()
 
     def recorded(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON values."""
+        """Return the entry for a checkpoint, as JSON values."""
         return {"device": {"kind": self.kind, "missing": self._missing}, "wishes": self.request}
 
     def check_resumed(self, state: Mapping[str, Any]) -> KernelForms:
-        """With notes on what differs from the run whose checkpoint has this ``state``, if it was on
-        such a device.
+        """Return the forms with notes on differences from the checkpoint's run.
+
+        Runs on another kind of device are not compared.
+
+        Args:
+            state: state in the checkpoint.
         """
         before: Mapping[str, Any] = state.get("kernels") or {}
         device: Mapping[str, Any] = before.get("device") or {}
@@ -66,8 +71,10 @@ class KernelForms:
         )
 
     def agreed(self, communicator: Communicator) -> KernelForms:
-        """With rank 0's request on every rank; forms that this device does not have are passed
-        over.
+        """Return the forms with rank 0's request, on every rank; all ranks call this together.
+
+        Forms that this device does not have are ignored. A note is added if some ranks lack forms
+        that others of the same kind have.
         """
         if communicator.size == 1:
             return self
@@ -95,7 +102,7 @@ def kernel_forms(
     """Return the forms of this rank, for steps that are ``cpu_native`` or not.
 
     Raises:
-        ConfigError: ``ALLHANDS_KERNELS`` asks for what there is not.
+        ConfigError: ``ALLHANDS_KERNELS`` names an unknown operation or form.
     """
     missing: frozenset[str] = frozenset()
     if accelerator.kind == "cpu" and not (cpu_native and native.available()):

@@ -1,5 +1,5 @@
-"""Training loop: it decides when to step, report, validate, save and stop. ``step.py`` has the step
-itself.
+"""Training loop: decides when to step, report, validate, save and stop. The step itself is in
+:mod:`allhands.train.step`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from allhands.train.step import TrainStep
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
 # Highest number of skipped updates in a row: more are not caused by a few samples.
 MAX_SKIPPED_IN_ROW = 10
-_PEAKS = 4  # numbers of a rank in a report
+_PEAKS = 4  # numbers about memory that each rank sends for a report
 _ROUND_S = 10.0  # time for which a stop waits for the end of a round
 
 
@@ -61,7 +61,7 @@ class TrainLoop:
 
     Attributes:
         state: progress of the run.
-        load: returns this rank's micro-batches of a batch, by its number; usually made ahead.
+        load: returns this rank's micro-batches of a batch, by the batch's number.
         save: starts to write a checkpoint on the ranks that keep files; raises nothing.
         saved: returns the outcomes of saves since the last call; waits for all of them on request.
         beat: sends a heartbeat to the supervisor (phase, steps done).
@@ -70,11 +70,11 @@ class TrainLoop:
             ranks.
         learning_rate: returns the rate of the last update.
         total: number of batches to train on.
-        sample: lets the model write after so many steps and batches, on rank 0; the other ranks go
-            on.
-        tokens_per_byte: of the validation texts, if the validation set has only plain texts.
+        sample: lets the model write sample texts, given the steps and batches done.
+        tokens_per_byte: tokens per byte of the validation texts; ``None`` without packing, or if
+            the validation set has other records.
         balance: the ranks' shares of each batch.
-        copies: the checkpoint's copies on other computers, one of which this rank may keep.
+        copies: copies of the checkpoints on other computers; this rank may keep one of them.
     """
 
     state: LoopState
@@ -105,9 +105,10 @@ class TrainLoop:
         """Train until the end, early stopping, or a request to stop; rank 0 reports.
 
         Raises:
-            Interrupted: a rank was asked to stop; there is a checkpoint.
-            Regroup: the supervisor asked for it; there is a checkpoint.
-            NumericsError: loss or gradient is not finite; the weights before it are saved.
+            Interrupted: a rank was asked to stop; there is a checkpoint, unless no update was made.
+            Regroup: the supervisor asked to regroup; there is a checkpoint.
+            NumericsError: loss or gradient is not finite, or too many updates were skipped; the
+                weights before it are saved.
             StorageError: the last weights could not be written.
         """
         self.state.began = time.perf_counter()
@@ -118,7 +119,7 @@ class TrainLoop:
             self.beat("end", ended.step)
             return ended
         except (Interrupted, NumericsError) as error:
-            # Raised on every rank alike, so that saving together is possible.
+            # Every rank raises this error, so all of them can save together.
             told = (
                 self._keep_stopped()
                 if isinstance(error, Interrupted)
@@ -164,7 +165,7 @@ class TrainLoop:
         return self._ended("finished")
 
     def _resumed_at_end(self) -> RunEnded | None:
-        """Do work that was due when the run ended; return whether no steps are left."""
+        """Do a validation that was due when the run ended; return the end if no steps are left."""
         if validated := self.state.validation_due:
             self._validate()
             self._sample()
@@ -190,8 +191,8 @@ class TrainLoop:
         return stale and not done
 
     def _due(self, before: int, every: int) -> bool:
-        """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of
-        them.
+        """Return True if the end, or a multiple of ``every`` batches, was reached since batch
+        ``before``.
         """
         return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
 
@@ -199,12 +200,14 @@ class TrainLoop:
         return bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
 
     def _round_ends(self, settled: int, *, stops: bool) -> bool:
-        """True if the training ends here, or if a round has ended and work waits for that."""
+        """Return True if the training ends here, or if a round ends and a stop or other work waits
+        for that.
+        """
         ends = self.step.strategy.steps_left == 0 and (stops or self._is_due(settled))
         return ends or self.state.iteration == self.total
 
     def _is_due(self, settled: int) -> bool:
-        """True if work is due that needs the same weights on all ranks."""
+        """Return True if work is due that needs equal weights on all ranks."""
         config, sees = self.config, self.evaluator is not None or bool(self.config.sample_prompts)
         looks = (
             (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
@@ -214,21 +217,21 @@ class TrainLoop:
         )
 
     def _waits_for_round(self, step_s: float) -> bool:
-        """True if a stop waits for the end of the round, which must be soon; equal on all ranks.
+        """Return True if a stop should wait for the end of the round; equal on all ranks.
 
-        A run that goes on from there equals a run without the stop. If a round is closed early, no
-        training is lost either, but the run differs.
+        It waits only if the end is a few seconds away. A run that is resumed from the end of a
+        round equals a run without the stop. If a round is closed early, no training is lost either,
+        but the run differs.
         """
         strategy = self.step.strategy
         soon_s = min(_ROUND_S, self.config.stop_grace_s / 4)
         return strategy.in_round and not self._any_rank(strategy.steps_left * step_s > soon_s)
 
     def _regroup(self) -> None:
-        """End here if the checkpoint is written; if it could not be written, the training goes on
-        to the next one.
+        """End the run here if the checkpoint is written; otherwise train on to the next checkpoint.
 
-        It also goes on once if a copy of it could not be written. Later failures of a copy do not
-        prevent regrouping.
+        The training also goes on, once, if a copy of the checkpoint could not be written. Later
+        failures of a copy do not prevent regrouping.
 
         Raises:
             Regroup: the checkpoint is written.
@@ -247,15 +250,16 @@ class TrainLoop:
     # --- early ends -------------------------------------------------------------------------------
 
     def _place(self) -> str:
-        """Close a round that has begun, and return the place of the run; called on all ranks
-        together.
+        """Close a round that has begun, and return the step reached, in words.
+
+        All ranks call this together.
         """
         self.step.strategy.close_round()
         steps = self.state.steps_in_all(self.total, self.config.grad_accumulation_steps)
         return f"step {self.state.step} of {steps}"
 
     def _keep_stopped(self) -> AllhandsError:
-        """Save a stopped run; return the error to raise, which names the place."""
+        """Save a stopped run; return the error to raise, which names the step."""
         place = self._place()
         if self.state.iteration == 0:
             return Interrupted(
@@ -276,7 +280,7 @@ class TrainLoop:
 
     def _keep_suspect(self, error: NumericsError) -> NumericsError:
         """Save the last weights before a number was not finite; return the error to raise, which
-        names the place.
+        names the step.
         """
         place = self._place()
         if self.state.iteration == 0:
@@ -323,8 +327,8 @@ class TrainLoop:
         reports = _crossed(before, end, self.config.steps_per_report) or end == self.total
         pace = self.balance.own if self.balance.moves else ()
         tells = reports and end < self.total and not self._pauses(end)
-        # The same number of values in each step: a ring adds up parts of a message, so its length
-        # changes the last bits.
+        # Each step sends the same number of values: a ring adds up parts of a message, so the
+        # message's length changes the last bits of sums.
         peaks = self._extra() if tells else [0.0] * (_PEAKS + NUMBERS)
         upcoming = partial(self._load_ahead, end)
         result = self.step(
@@ -347,34 +351,35 @@ class TrainLoop:
         return result
 
     def _end(self, begin: int) -> int:
-        """The number of batches after an update that begins at ``begin``."""
+        """Return the number of batches done after the update that begins at batch ``begin``."""
         return min(begin + self.config.grad_accumulation_steps, self.total)
 
     def _load(self, begin: int) -> list[MicroBatch]:
         return [batch for i in range(begin, self._end(begin)) for batch in self.load(i)]
 
     def _load_ahead(self, begin: int) -> list[MicroBatch]:
-        """Load the micro-batches of the update that begins at ``begin``; return them if it follows
-        at once.
+        """Load the micro-batches of the update that begins at batch ``begin``.
+
+        Returns them if the update follows without other work in between; else [].
         """
         if begin < self.total:
             mx.random.seed(self.config.seed + begin)
-            # An error occurs again when its turn comes, after the present update.
+            # An error occurs again when these batches are loaded in their turn.
             with suppress(AllhandsError, OSError):
                 self._loaded[begin] = self._load(begin)
         return [] if self._pauses(begin) else self._loaded.get(begin, [])
 
     def _pauses(self, end: int) -> bool:
-        """True if other work is computed between the update that ends at ``end`` and the next one."""
+        """Return True if a validation or samples follow the update that ends at batch ``end``."""
         config, before = self.config, max(end - self.config.grad_accumulation_steps, 0)
         evaluates = self.evaluator is not None and _crossed(before, end, config.steps_per_eval)
         return evaluates or _crossed(before, end, config.sample_every or config.steps_per_eval)
 
     def _note_skipped(self, result: StepResult) -> None:
-        """Report a skipped update, and stop if there are too many in a row.
+        """Report a skipped update, and count those in a row.
 
         Raises:
-            NumericsError: too many in a row.
+            NumericsError: too many updates in a row were skipped.
         """
         state = self.state
         if not result.skipped:
@@ -393,8 +398,11 @@ class TrainLoop:
     # --- reports ----------------------------------------------------------------------------------
 
     def _report(self, gathered: Sequence[float]) -> None:
-        """Make a report; ``gathered`` has :meth:`_extra` of all ranks, if the step has exchanged
-        it.
+        """Report the steps since the last report.
+
+        Args:
+            gathered: values of :meth:`_extra` of all ranks, if the step has exchanged them; if
+                empty, they are exchanged now.
         """
         state, step = self.state, self.state.step
         window, state.window = state.window, ReportWindow()
@@ -438,10 +446,11 @@ class TrainLoop:
             callback.on_train_report(report)
 
     def _extra(self) -> list[float]:
-        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and the
-        state of its copy.
+        """Return this rank's peak memory, peak resident memory, peak of MLX's arrays, estimated
+        need, and the state of its copy.
 
-        Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
+        Memory is in MiB, because float32, the type that every back-end can exchange, is exact to
+        2**24 only.
         """
         mine = [
             peak_memory_bytes(self.accelerator),
@@ -460,7 +469,10 @@ class TrainLoop:
             self.sink.emit(warned)
 
     def _validate(self) -> bool:
-        """Validate and keep the best adapter; return whether to stop early."""
+        """Validate, save the weights if they are the best so far, and return whether to stop early.
+
+        Without an evaluator nothing is done.
+        """
         state, config = self.state, self.config
         if self.evaluator is None:
             state.validation_due = False
@@ -513,10 +525,11 @@ class TrainLoop:
         return reports[-1].path if reports else "rank 0's adapter path"
 
     def _tell_saved(self, *, wait: bool) -> list[SavedReport]:
-        """Report the checkpoints that were written since the last time.
+        """Report the checkpoints that were written since the last call; return their reports.
 
-        A failed checkpoint does no harm if a later one succeeds. So it is an error only if there
-        will be no later one, and never if it is a copy of rank 0's.
+        A failed checkpoint does no harm if a later one succeeds. So the failure is an error only
+        with ``wait``, when no later checkpoint will come, and only for rank 0's own checkpoint, not
+        for a copy.
 
         Raises:
             StorageError: the last checkpoint could not be written.
@@ -553,13 +566,14 @@ class TrainLoop:
         self._warn(self.copies.settle(self.state.step))
 
     def _any_rank(self, flag: bool) -> bool:
-        """True if ``flag`` is true on any rank; called on all ranks together."""
+        """Return True if ``flag`` is true on any rank; all ranks call this together."""
         self.beat("reduce", self.state.step)
         return votes(self.communicator, flag) > 0
 
     def _tell_end(self, reason: EndReason, error: str | None = None) -> None:
-        """Tell sinks that the run is over, in a phase with a long deadline, for example to draw
-        curves.
+        """Tell the sinks that the run is over.
+
+        The heartbeat's phase "end" has a long deadline, since sinks may draw curves.
         """
         self.beat("end", self.state.step)
         self.sink.emit(replace(self._ended(reason), error=error))
@@ -573,7 +587,5 @@ class TrainLoop:
 
 
 def _crossed(before: int, after: int, every: int) -> bool:
-    """True if a multiple of ``every`` was reached; with accumulation an update takes several
-    batches.
-    """
+    """Return True if a multiple of ``every`` is in ``before < n <= after``."""
     return after // every > before // every

@@ -1,6 +1,4 @@
-"""Counts of numbers in a training, from a model's widths: trained weights, products and sums of a
-token.
-"""
+"""Counts from a model's widths: weights, bytes of quantised forms, floating-point operations."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _LINEARS = {
 
 
 def block_weights(blocks: DecoderShape, mlps: int = 1) -> int:
-    """Weights of the matrices of one block with ``mlps`` times its MLP."""
+    """Return the number of weights in the matrices of one block with ``mlps`` MLPs."""
     return sum(
         (mlps if name.startswith("mlp.") else 1) * getattr(blocks, a) * getattr(blocks, b)
         for name, (a, b) in _LINEARS.items()
@@ -29,7 +27,7 @@ def block_weights(blocks: DecoderShape, mlps: int = 1) -> int:
 
 
 def all_weights(blocks: DecoderShape, *, tied: bool) -> int:
-    """Weights of all matrices."""
+    """Return the number of weights of all matrices; a ``tied`` embedding is also the head."""
     routers = blocks.layers * blocks.experts * blocks.dims
     rows = (1 if tied else 2) * blocks.vocabulary * blocks.dims
     return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
@@ -38,11 +36,15 @@ def all_weights(blocks: DecoderShape, *, tied: bool) -> int:
 def forms_on_cpu(
     blocks: DecoderShape, bits: int, group: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes of the quantised weights of a block, and of a table of tokens, as a CPU holds them in
-    training.
+    """Return the bytes of quantised weights on a CPU in training, in each of two forms.
 
-    First as codes of one byte beside a dense table, then packed, as where memory is short; experts
-    always are.
+    Each form is a pair: bytes of a block, and bytes of a table of tokens. The first form has codes
+    of one byte and a dense table. The second is packed, for little memory. Experts are always
+    packed.
+
+    Args:
+        bits: bits of a quantised weight.
+        group: weights with a common scale.
     """
     every, table = block_weights(blocks, blocks.experts or 1), blocks.vocabulary * blocks.dims
     experts = every - block_weights(blocks, 0) if blocks.experts else 0
@@ -53,18 +55,20 @@ def forms_on_cpu(
 
 
 def left_to_adam(blocks: DecoderShape, optimizer: str, trained_bytes: int, word: int) -> int:
-    """Bytes of a new model's weights that muon leaves to adamw: all but the matrices of the blocks.
+    """Return the bytes of weights that muon leaves to adamw: all but the matrices of the blocks.
+
+    0 for other optimizers.
 
     Args:
-        word: bytes of a number.
+        word: bytes of one weight.
     """
     hidden = all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims
     return max(0, trained_bytes - word * hidden) if optimizer == "muon" else 0
 
 
 def linears(blocks: DecoderShape) -> list[str]:
-    """Return the linear layers of a block by the names that a key of LoRA has; of a mixture those
-    of all experts.
+    """Return the names of a block's linear layers as in LoRA's keys; a mixture has those of its
+    joined experts.
     """
     return [name.replace("mlp.", "switch_mlp.") if blocks.experts else name for name in _LINEARS]
 
@@ -72,7 +76,10 @@ def linears(blocks: DecoderShape) -> list[str]:
 def adapter_weights(
     blocks: DecoderShape, layers: int, rank: int, keys: Collection[str] | None
 ) -> int:
-    """Numbers of LoRA's factors in the last ``layers`` blocks."""
+    """Return the number of weights in LoRA's factors of the last ``layers`` blocks.
+
+    ``keys``: LoRA's keys; ``None``: all linear layers.
+    """
     numbers = (
         (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0
     )  # of the router
@@ -88,11 +95,14 @@ def adapter_weights(
 def flops_per_token(
     blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool
 ) -> float:
-    """Products and sums of a token's passes, attention's own left out: 2 a weight forward, as many
-    for each gradient.
+    """Return the floating-point operations of one token's forward and backward pass.
+
+    Each weight takes 2 operations forward and 2 for each gradient. Attention's scores are not
+    counted.
 
     Args:
-        layers: blocks through which gradients go back.
+        layers: number of blocks with a backward pass.
+        recomputed: whether their forward pass is computed twice.
     """
     block, head = block_weights(blocks, blocks.active or 1), blocks.vocabulary * blocks.dims
     forward = _forward(blocks)
@@ -103,7 +113,9 @@ def flops_per_token(
 
 
 def forward_share(blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool) -> float:
-    """Return the part of :func:`flops_per_token` that a validation has, too."""
+    """Return the forward pass's part of :func:`flops_per_token`, from 0 to 1: a validation's
+    cost.
+    """
     return _forward(blocks) / flops_per_token(blocks, method, layers, recomputed=recomputed)
 
 

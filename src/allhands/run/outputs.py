@@ -42,7 +42,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """Return the copies of the run's checkpoints, and of this rank's own the newest step."""
+    """Return the state of the run's copied checkpoints; ``directory`` is this rank's."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -53,7 +53,7 @@ def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Co
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of one rank's run; outputs that are only for a copy of it may fail."""
+    """Outputs of one rank's run; failures of outputs that are only for a copy do not end it."""
 
     directory: Path
     surroundings: RunContext
@@ -61,8 +61,9 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: Largest) -> RunStarted:
-        """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest
-        one.
+        """Return the event for the start of a run of ``total`` batches.
+
+        ``largest``: size of this rank's largest work.
         """
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
@@ -105,10 +106,12 @@ class Outputs:
 
     @contextmanager
     def _spared(self) -> Generator[None, None, None]:
-        """For what is done for a copy of the run alone: that it cannot be is told and ends nothing.
+        """Note, and do not raise, an error in work that is only for a copy of the run.
+
+        On other ranks errors are raised.
 
         Raises:
-            ClaimedError: another run is writing there, which is a mistake.
+            ClaimedError: another run writes to the directory, which is a mistake in any case.
         """
         try:
             yield
@@ -120,8 +123,9 @@ class Outputs:
             )
 
     def plot(self) -> Path | None:
-        """Draw the run's curves and memory, if this rank keeps files; return the path of the
-        curves.
+        """Draw the run's curves and memory, if this rank keeps files; return the curves' path.
+
+        ``None`` if nothing was drawn; a failure is only a warning.
         """
         if not self.ready.keeps_files:
             return None
@@ -130,7 +134,7 @@ class Outputs:
             plot_memory,
         )  # matplotlib, in memory only now
 
-        with suppress(AllhandsError):  # nothing was sampled, or not for long enough
+        with suppress(AllhandsError):  # the monitor has too few samples
             plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
         try:
             return plot_losses(
@@ -142,7 +146,11 @@ class Outputs:
 
     @contextmanager
     def sinks(self) -> Generator[Sinks, None, None]:
-        """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
+        """Open the sinks for the run's events.
+
+        Rank 0 shows progress; ranks that keep files write metrics; every rank keeps a log of its
+        own lines, if it has a log file.
+        """
         told = (self.ready.accelerator.warning, *self.ready.data.notes, *self.ready.notes)
         notes = [f"note: {note}" for note in told if note]
         sinks: list[Sink] = []
@@ -188,7 +196,7 @@ class Outputs:
             yield stack.enter_context(Sinks(sinks))
 
     def room(self) -> list[str]:
-        """Make way for this run's files; what a person should know."""
+        """Move older files in the run's directory out of the way; return notes for a person."""
         return make_room(self.directory, self.ready.restored, self.ready.run_id)
 
     def say(self, lines: Sequence[str]) -> None:
@@ -197,8 +205,8 @@ class Outputs:
 
 
 def _log_of(file: Path | None) -> TextIO | None:
-    """Return the log for this rank's lines besides the console, if it can be written: nothing
-    depends on it.
+    """Open the log for this rank's lines besides the console; ``None`` if it cannot be written:
+    nothing depends on it.
     """
     if file is None:
         return None
@@ -210,8 +218,6 @@ def _log_of(file: Path | None) -> TextIO | None:
 
 
 def _close_log(log: TextIO) -> None:
-    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide
-    why it ends.
-    """
+    """Close the log and ignore errors: a full disk must not end the run or hide why it ends."""
     with suppress(OSError):
         log.close()

@@ -1,5 +1,5 @@
-"""This rank's part of a model that is divided into stages: its blocks, its computation, and its
-files.
+"""This rank's part of a divided model: its mesh and groups, its part of arrays, and its part of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from allhands.run.stage_costs import small_enough
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
 
-_UNLIKE = 1.1  # times as much memory as another rank has
+_UNLIKE = 1.1  # ratio of the most to the least memory of a rank, from which on parts follow memory
 
 
 def _never(mesh: Mesh) -> bool:
@@ -55,19 +55,19 @@ def _never(mesh: Mesh) -> bool:
 
 
 def _of_whole_arrays(mesh: Mesh) -> bool:
-    # Ranks with other blocks, or other parts of matrices, fetch other arrays; between two
-    # exchanges of arrays, ranks with parts of rows have others of their own.
+    # Not alike are ranks with other blocks or other parts of matrices: they fetch other arrays. Nor
+    # are ranks with parts of rows: they have exchanges of their own between those of arrays.
     return mesh.pipe == mesh.tensor == mesh.context == 1
 
 
 def _of_whole_rows(mesh: Mesh) -> bool:
-    # Between two exchanges, ranks with parts of rows have others of their own.
+    # Ranks with parts of rows have exchanges of their own in between.
     return mesh.context == 1
 
 
-# Groups in which ranks exchange, by what they have divided: the axes along which these ranks
-# differ, and whether all groups exchange the same shapes at the same time, so that the whole world
-# can do it for them.
+# Groups in which ranks exchange, by name: the axes along which the ranks of a group differ; and a
+# function that returns whether all groups exchange the same shapes at the same time. If they do, an
+# exchange of the whole world can replace those of the groups.
 _Groups = Mapping[str, tuple[tuple[Axis, ...], Callable[[Mesh], bool]]]
 _STAGES: _Groups = {
     "pipe": (("pipe",), _never),
@@ -91,10 +91,10 @@ _ROWS: _Groups = {
 
 
 def require_back_end(mesh: Mesh, backend: str) -> None:
-    """Refuse a back-end that lacks the groups in which the ranks of a mesh exchange.
+    """Require a back-end that has the groups in which the ranks of a mesh exchange.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the back-end lacks them.
     """
     together = mesh.pipe * mesh.tensor * mesh.context
     for divided, groups in (
@@ -111,7 +111,7 @@ def require_back_end(mesh: Mesh, backend: str) -> None:
 
 
 def _arrays(mesh: Mesh) -> _Groups:
-    """The groups of ranks that divide arrays."""
+    """Return the groups of ranks that divide arrays."""
     return {"shard": (mesh.storing, _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
 
 
@@ -121,21 +121,21 @@ def _group(communicator: Communicator, mesh: Mesh, groups: _Groups, name: str) -
 
 
 def divides(config: TrainConfig) -> bool:
-    """True if each rank has a part of the model alone."""
+    """Return True if the ranks divide the model's blocks into stages."""
     return config.strategy == "pipeline"
 
 
 def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
-    """Return true if each rank reads a part of the model alone."""
+    """Return True if each rank reads only a part of the model."""
     return divides(config) or mesh.parts > 1 or mesh.tensor > 1 or mesh.expert > 1
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages or groups need, which ``--min-ranks``
-    allows.
+    """Return ``config`` changed for fewer ranks than its stages or groups need.
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the
-    whole model. Groups of ranks are as large as makes whole ones.
+    Without ``--min-ranks``, or with fewer ranks than that, it is unchanged. A pipeline becomes one
+    pipeline of all remaining ranks, with a new division of the blocks; a single rank has the whole
+    model. Other groups of ranks become as large as divides the number of ranks.
     """
     if config.min_ranks is None or mesh.size < config.min_ranks:
         return config
@@ -160,7 +160,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """``config`` with groups of ranks of which so many make up whole ones."""
+    """Return ``config`` with group sizes that divide the number of ranks."""
     changed: dict[str, Any] = {}
     ranks = mesh.size
     # The same ranks divide matrices and experts, where both are divided.
@@ -183,8 +183,8 @@ def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices, experts or
-    rows.
+    """Return the mesh with the axes that ``config`` asks for: stages, and parts of arrays,
+    matrices, experts or rows.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
@@ -209,8 +209,8 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     divided = math.prod(sizes.values())
     if divided == 1:
         return mesh
-    # A batch is divided by speeds among ranks that each have all of the rest, and rows of their
-    # own.
+    # A batch is divided by speeds only if each rank computes whole rows of its own with the whole
+    # model.
     weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
     data = mesh.size // divided
     return replace(mesh, data=data, weights=weights, storing=tuple(storing), **sizes)
@@ -219,11 +219,11 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
 def require_pipelines(
     config: TrainConfig, mesh: Mesh, communicator: Communicator, accelerator: Accelerator
 ) -> None:
-    """Refuse pipelines that this rank cannot have, before the model is cut.
+    """Refuse a pipeline that is impossible here, before the model is divided.
 
     Raises:
-        ConfigError: the back-end has no groups for them, or the passes cannot have the order that
-            was asked for.
+        ConfigError: the back-end has no groups for pipelines, or the device cannot follow
+            ``--pp-schedule zb``.
     """
     if communicator.size > 1:
         require_groups(communicator.backend, mesh, "pipe", alike=False)
@@ -239,15 +239,15 @@ def require_pipelines(
 def piping_of(
     config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh
 ) -> Piping:
-    """Return the connections of this rank's stages; called on all ranks together.
+    """Return this rank's stages with their connections; all ranks call this together.
 
     Raises:
-        ConfigError: the back-end cannot connect them.
+        ConfigError: the back-end cannot connect the stages.
     """
     if communicator.size > 1 and not can(communicator.backend, "split"):
         require_neighbours(communicator.backend, mesh, "pipe")
     pipe, data = (_group(communicator, mesh, _STAGES, name) for name in ("pipe", "data"))
-    # As the first stage has it now: a CPU computes in float32 what is stored in other types.
+    # The type that the first stage computes in, not the stored type: a CPU computes in float32.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])
     dtype = DTYPES[next(code for code in told if code is not None)]
@@ -257,8 +257,9 @@ def piping_of(
 
 
 def keeps_fetched(config: TrainConfig) -> bool:
-    """Return whether fetched weights stay until a step ends; in a pipeline they would be fetched
-    very often.
+    """Return whether fetched weights stay until a step ends.
+
+    By default they stay in a pipeline, where they would otherwise be fetched very often.
     """
     if config.reshard == "auto":
         return config.strategy == "zero2" or divides(config)
@@ -268,10 +269,10 @@ def keeps_fetched(config: TrainConfig) -> bool:
 def parts_by_memory(
     communicator: Communicator, mesh: Mesh, room: int
 ) -> tuple[tuple[float, ...], list[str]]:
-    """Return the sizes of the parts of every array, and notes, for ranks of unlike memory; no
-    sizes: all are equal.
+    """Return the sizes of the ranks' parts of every array, by their memory, and notes.
 
-    Called on all ranks together. Ranks at the same place of several groups have the same part.
+    No sizes means equal parts. Ranks at the same place of several groups have the same part. All
+    ranks call this together.
 
     Args:
         room: bytes that this rank may have; 0: not known.
@@ -292,8 +293,9 @@ def parts_by_memory(
 
 
 def shares_by_memory(rooms: Sequence[int]) -> tuple[float, ...]:
-    """Return the sizes of the parts of every array for ranks that may have so many bytes; empty:
-    all are equal.
+    """Return the sizes of the parts of every array for ranks with this memory; empty: equal parts.
+
+    ``rooms``: bytes that each rank may have.
     """
     return tuple(map(float, rooms)) if max(rooms) > _UNLIKE * min(rooms) else ()
 
@@ -307,17 +309,19 @@ def sharded(
     shares: Sequence[float] = (),
     experts: Experts | None = None,
 ) -> Sharding | None:
-    """Leave this rank with its part of every array of ``model``, where ranks divide them; called on
-    all together.
+    """Leave this rank with its part of every array of ``model``; ``None`` if arrays are not
+    divided.
+
+    All ranks call this together.
 
     Args:
-        stages: of this rank, where it has some blocks alone.
-        shares: as :func:`parts_by_memory` has them.
-        experts: which this rank keeps.
+        stages: this rank's stages; empty if it has all blocks.
+        shares: sizes of the parts, see :func:`parts_by_memory`.
+        experts: the experts that this rank keeps.
 
     Raises:
-        ConfigError: the back-end has no groups of some ranks.
-        ModelError: the architecture cannot be cut.
+        ConfigError: the back-end cannot form groups of some ranks.
+        ModelError: the architecture cannot be divided.
     """
     if mesh.parts == 1:
         return None
@@ -334,12 +338,14 @@ def sharded(
 def experts_divided(
     model: nn.Module, communicator: Communicator | None, mesh: Mesh
 ) -> Experts | None:
-    """Leave this rank with its part of the experts of ``model``, where they are divided; called on
-    all ranks together.
+    """Leave this rank with its part of the experts of ``model``; ``None`` if experts are not
+    divided.
+
+    All ranks call this together.
 
     Raises:
-        ConfigError: so many ranks cannot divide them.
-        ModelError: the architecture has none that can be divided.
+        ConfigError: this number of ranks cannot divide the experts.
+        ModelError: the architecture has no experts that can be divided.
     """
     if mesh.expert == 1:
         return None
@@ -353,12 +359,14 @@ def experts_divided(
 def divided(
     model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, whole_experts: bool
 ) -> Matrices | None:
-    """Leave this rank with its part of the matrices of ``model``, where they are divided; called on
-    all ranks together.
+    """Leave this rank with its part of the matrices of ``model``; ``None`` if matrices are not
+    divided.
+
+    All ranks call this together.
 
     Raises:
-        ConfigError: the back-end has no groups of some ranks, or so many ranks cannot divide the
-            model.
+        ConfigError: the back-end cannot form groups of some ranks, or this number of ranks cannot
+            divide the model.
         ModelError: the architecture cannot be divided.
     """
     if mesh.tensor == 1:
@@ -369,7 +377,9 @@ def divided(
 
 
 class _Divided(Protocol):
-    """What :class:`allhands.run.preparing.LoadedRun` says of a rank's part of the model."""
+    """Attributes of :class:`allhands.run.preparing.LoadedRun` that tell a rank's part of the
+    model.
+    """
 
     @property
     def accelerator(self) -> Accelerator: ...
@@ -384,8 +394,8 @@ class _Divided(Protocol):
 def sums_together(
     piping: Piping | None, ready: _Divided, objective: Objective
 ) -> SumsTogether | None:
-    """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it
-    has everything.
+    """Return the function for an evaluation's sums if each rank has a part of the model; ``None``
+    if each has all of it.
     """
     if piping is not None:
         return PipedSums(piping, objective, ready.sharding)
@@ -402,12 +412,17 @@ def parts_of(
     regions: Mapping[str, Region],
     progress: Callable[[], None],
 ) -> Restored:
-    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all
-    ranks together.
+    """Return the part of a checkpoint that belongs to this rank's parts of arrays.
+
+    All ranks call this together.
 
     Args:
         whole: shape and type of every trained array, by name.
-        regions: this rank's place in each of which it has anything.
+        regions: this rank's region of each array that it has a part of.
+        progress: called after each array.
+
+    Raises:
+        CheckpointError: the checkpoint's arrays are not those of ``whole``.
     """
     require_same(
         restored.weights, ((name, *facts) for name, facts in whole.items()), restored.place
@@ -420,8 +435,8 @@ def parts_of(
             if array not in whole:
                 found[name] = reader
                 continue
-            # All ranks read all arrays in the same order: where rank 0 hands them out others'
-            # numbers pass by.
+            # All ranks read all arrays in the same order: if rank 0 hands them out, each rank also
+            # receives those that it does not need.
             region = regions.get(array, Flat(0, 0))
             numbers = reader.read(region)
             progress()
@@ -443,8 +458,10 @@ def part_of_division(
     matrices: OwnedParts | None,
     progress: Callable[[], None],
 ) -> Restored:
-    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices or experts, of
-    every array, or of both.
+    """Return :func:`parts_of` of a checkpoint for a rank with divided arrays, matrices or experts.
+
+    Args:
+        matrices: this rank's part of matrices or experts.
     """
     here = {name: array.dtype for name, array in trained_weights(model).items()}
     if matrices is None:
@@ -454,7 +471,7 @@ def part_of_division(
         }
         return parts_of(restored, whole, _places(sharding.regions), progress)
     stored = {name: DTYPES[each.dtype] for name, each in restored.weights.items()}
-    # An array that another rank has alone is nowhere here.
+    # Arrays that only other ranks have are missing in `here`.
     whole = {
         name: (shape, here.get(name) or stored.get(name, mx.float32))
         for name, shape in matrices.shapes.items()
@@ -468,18 +485,21 @@ def _places(regions: Mapping[str, tuple[Shape, Region]]) -> dict[str, Region]:
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:
-    """Return the tokens of a micro-batch, so that a step has several micro-batches for each stage."""
+    """Return the most tokens of a micro-batch, as given or, in a pipeline, so that a step has
+    several for each stage.
+
+    ``None``: the device decides.
+    """
     if config.micro_batch_tokens is not None or not divides(config):
         return config.micro_batch_tokens
     return small_enough(int(work.max()), config.batch_size // mesh.data_size, mesh.pipe)
 
 
 def kept_of(restored: Restored, own: Collection[str], progress: Callable[[], None]) -> Restored:
-    """Return the part of a checkpoint that a rank needs which trains ``own`` arrays; called on all
-    ranks together.
+    """Return the part of a checkpoint for a rank that trains the arrays ``own``.
 
-    Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in
-    the same order, and others' arrays pass by.
+    All ranks call this together. If ranks read files by themselves, nothing is read yet. If rank 0
+    hands out arrays, all ranks receive all of them in the same order and keep their own.
     """
     foreign = tuple(f"{name}." for name in restored.weights if name not in own)
 
@@ -507,10 +527,12 @@ def put_back(
     *,
     in_stages: bool,
 ) -> Restored | None:
-    """Return a checkpoint, or the part of it that this rank needs, whose weights the model has now.
+    """Put a checkpoint's weights into the model; return this rank's part of the checkpoint.
 
     Args:
-        parts: this rank's part of matrices, or of experts; at most one is given.
+        received: the checkpoint; ``None``: nothing is done, and ``None`` is returned.
+        parts: this rank's part of matrices, and of experts; at most one is not ``None``.
+        in_stages: whether this rank has only some blocks.
     """
     if received is None:
         return None

@@ -1,6 +1,4 @@
-"""Preparation of a rank for its first step: data, model, group, agreement, checkpoint to resume
-from.
-"""
+"""Preparation of a rank for its first step: data, model, group of ranks, agreement, and checkpoint."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ class LoadedRun:
     """One rank, after everything is loaded and agreed.
 
     Attributes:
-        config: the configuration; for a test alone with the settings of the tested adapter.
+        config: the configuration; if an adapter is only tested, with that adapter's settings.
         restored: the checkpoint to go on from, its weights already in the model.
         keeps_files: True if this rank writes the run's files.
         notes: notes for a person.
@@ -145,8 +143,8 @@ class LoadedRun:
         return bool(self.stages) or any((self.sharding, self.matrices, self.experts))
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
-        """Return the facts that an adapter records beside the options: trained blocks, model, date
-        in its data, end tokens.
+        """Return the facts that an adapter records beside the options: number of trained blocks,
+        model, date in its data, tokens that end answers.
         """
         return (
             self.trainable.num_layers,
@@ -162,7 +160,7 @@ class _Opened(NamedTuple):
     Attributes:
         config: the configuration, completed by the tokenizer for a new model.
         checkpoint: the checkpoint to resume from, on rank 0.
-        made_data: makes ``data`` again, with another date.
+        made_data: makes ``data`` again with another ``moment``.
         notes: notes for the user.
     """
 
@@ -182,10 +180,17 @@ def prepare(
     *,
     hooked: bool = False,
 ) -> LoadedRun:
-    """Load model and data, join the group and agree; go on from a checkpoint.
+    """Load data and model, join the other ranks, agree with them, and put a checkpoint back.
+
+    All ranks call this.
 
     Args:
+        directory: directory of the run.
+        start: file of weights to start from or to test; ``None``: none.
         hooked: whether a callback reads whole gradients.
+
+    Raises:
+        AllhandsError: an input is wrong, ranks do not agree, or the training does not fit.
     """
     prepare_process()
     mesh, notes = surroundings.mesh, list(config.notes)
@@ -208,7 +213,7 @@ def prepare(
     facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
     if early:
-        # Before the model is read or cut, because all ranks decide about the division together.
+        # All ranks decide about the division together, before the model is read or divided.
         communicator, data = _met(facts, surroundings, opened.made_data)
         facts, told = chosen_by_memory(
             replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked
@@ -265,8 +270,10 @@ def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[st
 
 
 def _tested(config: TrainConfig, start: Path | None) -> tuple[TrainConfig, Path | None]:
-    """Return the directory of an adapter that is only tested, and the configuration with its
-    settings.
+    """Return the configuration and the directory of an adapter that is only tested.
+
+    The configuration then has the adapter's settings. In a training it is unchanged, and the
+    directory is ``None``.
     """
     directory = start.parent if start is not None and not config.train else None
     return (config if directory is None else as_written(config, directory)), directory
@@ -327,9 +334,9 @@ def _cut(
     communicator: Communicator,
     checkpoint: Checkpoint | None,
 ) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
-    """Cut the model to this rank's stages; return them, the blocks of all stages, and a note.
+    """Divide the model; return this rank's stages, the number of blocks of all stages, and notes.
 
-    Without stages the model stays whole.
+    Both are empty without a pipeline.
     """
     config, loaded, trained = facts.config, facts.loaded, facts.data.train
     if not divides(config):
@@ -347,7 +354,9 @@ def _cut(
 def _checkpoint_of(
     config: TrainConfig, surroundings: RunContext, directory: Path
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that rank 0 resumes from, and notes for the user."""
+    """Return the checkpoint to resume from, and notes for the user; nothing on other ranks than
+    0.
+    """
     if not (surroundings.mesh.is_main and config.train):
         return None, []
     checkpoint, notes = find_checkpoint(
@@ -357,7 +366,7 @@ def _checkpoint_of(
 
 
 def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
-    """Return a note if the date is not today's."""
+    """Return a note if the chat template's date is not that of this start."""
     if data.dated is None or data.dated.date() == surroundings.moment.date():
         return []
     return [
@@ -404,8 +413,9 @@ def _loaded(
     *,
     compared: bool,
 ) -> LoadedModel:
-    """Return the model; it is not read yet if ranks may divide it. ``compared``: its fingerprint
-    will be needed.
+    """Return the model; its weights are not read yet if ranks may divide it.
+
+    ``compared``: the fingerprint will be needed, so it is computed now.
     """
     later = has_parts(config, mesh) or reads_later(config, tokenizer.path, accelerator, mesh)
     if not later:
@@ -427,16 +437,17 @@ def _passes_checked(
     notes: list[str],
     stages: Sequence[Stage],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
-    """Apply the passes, with a check of the gradient before and after on one rank of a host; add to
-    ``notes``.
+    """Apply the model passes; check the gradient before and after them, on one rank of a host.
+
+    Notes are added to ``notes``.
     """
-    # A part of a model has no loss by itself.
+    # A part of a model has no loss by itself, so it is not checked.
     mesh = surroundings.mesh
     leads = mesh.local_rank == 0 and not has_parts(config, mesh)
     check = (
         start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
     )
-    # By this rank's own request, which the agreement may replace.
+    # The selection follows this rank's own request; the agreement may replace it later.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if mesh.parts > 1:
         context = replace(context, short=True, fetched=True)  # weights travel packed
@@ -456,10 +467,14 @@ def _passes_checked(
 
 
 def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
-    """Set how MLX launches kernels on a GPU in training; note if it is too late for that."""
+    """Set how MLX launches kernels on an NVIDIA GPU in training; return a note if it is too late.
+
+    Raises:
+        ConfigError: it is too late for ``--deterministic``.
+    """
     if (
         not mx.cuda.is_available()
-    ):  # for the other back-ends the variables would only be a trace left behind
+    ):  # on other devices the environment variables would have no effect
         return []
     freed_after = FREED_OFTEN if mesh.pipe > 1 or mesh.parts > 1 else FREED_AFTER
     if mesh.parts > 1 and config.grad_checkpoint:
@@ -485,7 +500,10 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
-    """True if the step of a run of so many batches is compiled, if it is a graph."""
+    """Return True if a step that is computed as a graph should be compiled.
+
+    ``batches``: number of batches of the run.
+    """
     if config.compile == "auto":
         return batches >= COMPILE_FROM_BATCHES and can_be_compiled(
             getattr(model, "model_type", None)
@@ -496,8 +514,8 @@ def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
 def pass_context(
     model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection
 ) -> PassContext:
-    """Return the context that decides which passes apply to ``model``, after the trained weights
-    are chosen.
+    """Return the context that decides which passes apply to ``model``; call it after the trained
+    weights are chosen.
 
     Raises:
         ConfigError: the options ask for compilation, but the model cannot be compiled.
@@ -524,8 +542,8 @@ def pass_context(
 def _moment(
     surroundings: RunContext, tested: Path | None, checkpoint: Checkpoint | None
 ) -> datetime:
-    """The moment whose date the chat template writes: that of the adapter or checkpoint, else the
-    run's own.
+    """Return the moment whose date the chat template writes: that of the adapter or checkpoint,
+    else the run's own.
 
     Ranks other than 0 do not know the checkpoint's date yet: see :func:`_met`.
     """
@@ -545,14 +563,15 @@ def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trai
     except ConfigError as error:
         if start is None or config.train:
             raise
-        # An adapter's own facts are no options of the user.
+        # The settings are the adapter's, not options of the user: the error names the adapter.
         raise unfit(error.message, start.parent) from None
 
 
 @contextmanager
 def _busy(surroundings: RunContext) -> Generator[None]:
-    """Send heartbeats to the supervisor, because fetching, hashing and tokenising much data takes
-    long.
+    """Send heartbeats to the supervisor from a thread in a ``with`` block.
+
+    Fetching, hashing and tokenising of much data takes long.
     """
     done = threading.Event()
 
@@ -570,7 +589,7 @@ def _busy(surroundings: RunContext) -> Generator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what determines a run's numbers."""
+    """Return the versions of the software that determines a run's numbers."""
     return {
         **versions_of("allhands", "mlx", "mlx-lm", "numpy"),
         "python": platform.python_version(),

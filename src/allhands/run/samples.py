@@ -25,8 +25,9 @@ def answering(
     sharding: Sharding | None,
     experts: Experts | None = None,
 ) -> nn.Module | PipedModel | FetchedModel | AlikeModel:
-    """Return ``model`` as it is called for the logits of the next token, by all ranks that have
-    parts of it.
+    """Return a callable model for the logits of the next token.
+
+    If ranks have parts of the model, all of them must call it together.
     """
     if piping is not None:
         return PipedModel(piping, sharding)
@@ -37,14 +38,15 @@ def answering(
 
 @dataclass(frozen=True)
 class Sampler:
-    """Lets ``model`` go on from prompts.
+    """Lets ``model`` continue prompts.
 
     For every token the whole text is computed again, by the forward pass of training. Samples are
     short, so this is fast enough and cannot differ from training. The random numbers are functions
-    of seed, iteration and place, and do not change others.
+    of seed, iteration and the prompt's place, and do not change other random numbers.
 
     Attributes:
-        most: tokens of a text, prompt included; the model knows no more places.
+        num_tokens: most tokens to generate for a prompt.
+        most: most tokens of a text, prompt included.
         beat: called with "validate" and the number of steps done before each token, and with
             "reduce" before a wait.
     """
@@ -59,7 +61,7 @@ class Sampler:
     beat: Callable[[str, int], None]
 
     def __call__(self, step: int, iteration: int) -> list[Sampled]:
-        """A text for each prompt."""
+        """Return a generated text for each prompt."""
         self.model.eval()
         if isinstance(self.model, PipedModel | FetchedModel | AlikeModel):
             self.model.heartbeat = lambda phase: self.beat(
@@ -98,8 +100,8 @@ class Sampler:
         return self.tokenizer.decode(tokens[begun:], skip_special_tokens=True)
 
     def _start(self, prompt: str) -> list[int]:
-        """The prompt's tokens, at least one, and no end of text where the tokenizer closes texts
-        with one.
+        """Return the prompt's tokens: at least one, without an end-of-text token that the tokenizer
+        has added.
         """
         tokens = list(self.tokenizer.encode(prompt))
         while len(tokens) > 1 and tokens[-1] in self.tokenizer.eos_token_ids:

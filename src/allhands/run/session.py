@@ -1,4 +1,4 @@
-"""Assemble a fine-tuning run from data, model, group, loader, step and loop."""
+"""Assembly of one rank's training run from data, model, group, loader, step and loop."""
 
 from __future__ import annotations
 
@@ -73,12 +73,13 @@ __all__ = ["FinetuneResult", "RunContext", "run_finetune"]
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """Outcome of :func:`finetune`.
+    """Result of :func:`run_finetune`.
 
     Attributes:
-        adapter_path: directory with the adapter, metrics and plot.
+        adapter_path: directory of the run, with the adapter, metrics and plot.
         ended: the end of the run, with the best validation loss, and the test loss if requested.
-        plot: path of the loss curves; ``None`` on ranks other than 0 or without training.
+        plot: path of the loss curves; ``None`` on ranks that keep no files, or if nothing was
+            drawn.
     """
 
     adapter_path: Path
@@ -131,7 +132,7 @@ def run_finetune(
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
-    """Return the same, with each heartbeat also sent to ``observer``."""
+    """Return the context with each heartbeat also sent to ``observer``."""
 
     def beat(phase: str, step: int) -> None:
         observer.beat(phase, step)
@@ -173,8 +174,8 @@ class _RankRun:
                     self.surroundings.beat("end", ended.step)
                     sink.emit(ended)
         except (Interrupted, NumericsError):
-            # Raised on all ranks. The curves show what happened; a second failure must not hide the
-            # first.
+            # All ranks raise this error. The curves show what happened; a failure to draw them must
+            # not hide the error.
             with suppress(AllhandsError):
                 self.outputs.plot()
             barrier(self.ready.communicator)
@@ -182,13 +183,14 @@ class _RankRun:
         return FinetuneResult(self.outputs.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
-        """Return the windows, their order and the number of batches; errors come before an earlier
-        run is set aside.
+        """Return the windows, their order and the number of batches.
+
+        Errors in options are raised here, before an earlier run is set aside.
         """
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        _ = self._codec  # raises where one is asked for and cannot be
+        _ = self._codec  # raises ConfigError if the requested compression is impossible
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -199,8 +201,8 @@ class _RankRun:
         optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
         compiled = compiles(config, total, ready.loaded.model)
         if ready.sharding is None:
-            # Buffers in which the model was read: training has no use for their sizes. Rows of
-            # whole arrays have the sizes of those that are fetched.
+            # Frees the buffers into which the model was read: training cannot use their sizes. A
+            # fully sharded rank keeps them: fetched arrays have the same sizes.
             mx.clear_cache()
         give_back_freed_pages()
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
@@ -274,7 +276,9 @@ class _RankRun:
     def _sizing(
         self, windows: Windows, order: GlobalOrder, device: Device, compiled: bool
     ) -> Sizing:
-        """Rules for the size of a micro-batch, on which all ranks with the same rows agree."""
+        """Return the rules for the size of a micro-batch, agreed on by all ranks with the same
+        rows.
+        """
         config, ready = self.config, self.ready
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
         sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
@@ -293,7 +297,10 @@ class _RankRun:
         self.outputs.say([f"note: {note}" for note in notes])
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
-        """The function by which the model writes, on all ranks that compute together with rank 0."""
+        """Return the function that generates sample texts.
+
+        It does nothing on ranks that do not compute together with rank 0.
+        """
         config = self.config
         sharding = self.ready.sharding
         together = self.mesh.data_rank == 0 and self.mesh.coordinates().context == 0
@@ -311,8 +318,8 @@ class _RankRun:
         )
 
     def _model_files(self) -> ModelFiles | None:
-        """The files that make a directory with the trained weights a model, where these are no
-        adapter.
+        """Return the files that make a complete model of trained weights; ``None`` if an adapter is
+        trained.
         """
         fresh = pretraining(self.config)
         if fresh is None:
@@ -322,8 +329,8 @@ class _RankRun:
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
-        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a
-        part.
+        """Give the optimizer the checkpoint's state, or this rank's part of it under the
+        strategy.
         """
         config, restored = self.config, self.ready.restored
         if restored is None:
@@ -347,9 +354,9 @@ class _RankRun:
                     f"note: what {before} had kept as rounding errors of the last gradients is dropped: {lost}"
                 ]
             )
-        if not has_schedule(config):  # which computes it from the step
+        if not has_schedule(config):  # a schedule computes the rate from the step
             optimizer.learning_rate = config.learning_rate
-        # The arrays have their places now: nothing is read again.
+        # The model and the optimizer have all arrays now; the checkpoint's copies are freed.
         restored.weights.clear()
         restored.optimizer.clear()
         restored.left.clear()
@@ -362,7 +369,7 @@ class _RankRun:
         start = state.step
 
         def heartbeat(phase: str) -> None:
-            # The first update after a start builds what later ones find: kernels and buffers.
+            # The first update after a start takes longer: it builds kernels and buffers.
             first = state.step == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.step)
 
@@ -467,7 +474,7 @@ class _RankRun:
             )
 
     def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
-        """With --log-level verbose print the choices and their reasons."""
+        """Print the run's choices and their reasons, with --log-level verbose only."""
         if self.config.log_level != "verbose":
             return
         ready = self.ready
@@ -492,8 +499,10 @@ class _RankRun:
     def _saving(
         self, optimizer: Any, step: TrainStep, balance: Balance
     ) -> AbstractContextManager[tuple[Save, Saved]]:
-        """The functions that save on this rank: everything if it keeps files, else the slices that
-        only it holds.
+        """Return a context with the functions ``save`` and ``saved`` for this rank.
+
+        A rank that keeps files saves the whole checkpoint, another rank only sends the slices that
+        it alone holds.
         """
         ready = self.ready
         held = Held(
@@ -531,7 +540,7 @@ class _RankRun:
             rank=self.mesh.rank,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
-            # In full training each is a whole model, which the checkpoint has already.
+            # In full training each numbered file is a whole model, which the checkpoint has, too.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
             adapter_config=adapter_config(config, *ready.described()),
             chat_template=ready.data.template,
@@ -541,7 +550,7 @@ class _RankRun:
         )
 
     def _constants(self) -> dict[str, Any]:
-        """The further facts that every checkpoint of this start records."""
+        """Return the facts that every checkpoint of this start records besides the progress."""
         ready = self.ready
         return {
             "random": "order and dropout are functions of seed, batch and example",

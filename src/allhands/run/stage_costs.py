@@ -1,4 +1,4 @@
-"""Costs of each block of a model for its stage, in work and memory: for the split of a pipeline."""
+"""Costs of a model's blocks in work and memory, for the division of a pipeline into stages."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
 
-# Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
+# Micro-batches of a step for each stage: with four, a rank waits for a fifth of the time at most.
 MICRO_BATCHES = 4
-# Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed
+# Bytes for each trained byte if nothing is known: the optimizer's state, and gradients, both summed
 # and new.
 _STATES, _GRADIENTS = 2.0, 2.0
-_FETCHED = 2  # blocks: one that is computed and the next one, which is on its way
-# A process on a CPU takes as much more than its arrays, as in
+_FETCHED = 2  # fetched blocks in memory: the one that is computed and the next one
+# Factor and bytes by which a process on a CPU takes more than its arrays, as in
 # allhands.run.training_memory.of_process.
 ON_CPU, ROOM_OF_PRODUCTS = 1.05, 16_000_000
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a block, or of the parts outside of the blocks.
+    """Weights of a block, or of the parts outside the blocks.
 
     Attributes:
         numbers: number of weights that each token is multiplied by.
-        held_bytes: bytes while they are in use; ``trained_bytes``: those of the trained weights.
+        held_bytes: bytes of the weights in the form in which they are used.
+        trained_bytes: bytes of the trained ones of them.
     """
 
     numbers: float
@@ -35,7 +36,7 @@ class Weights:
     trained_bytes: int = 0
 
     def divided(self, work: int, held: int, trained: int) -> Weights:
-        """Return a rank's part of the work, of the bytes in use, and of the trained ones."""
+        """Return a rank's part: work, held bytes and trained bytes divided by these numbers."""
         return Weights(
             self.numbers / work, -(-self.held_bytes // held), -(-self.trained_bytes // trained)
         )
@@ -43,21 +44,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class Model:
-    """All of a model's weights; what is beside the blocks is the embedding's, or the head's with
-    the final norm.
-    """
+    """All weights of a model: the blocks, the embedding, and the head with the final norm."""
 
     blocks: tuple[Weights, ...]
     embedding: Weights
     head: Weights
 
     def divided(self, tensor: int, shard: int, *, keeps: bool) -> Model:
-        """Return what is left of it for each rank.
+        """Return each rank's part of the model.
 
         Args:
-            tensor: ranks that have divided the matrices of blocks, and compute with their parts.
-            shard: ranks that have divided everything, and compute with whole blocks.
-            keeps: whether these stay whole until a step ends.
+            tensor: number of ranks that divide the matrices of blocks and compute with their parts.
+            shard: number of ranks that divide all arrays and compute with whole, fetched blocks.
+            keeps: whether fetched blocks stay whole until a step ends.
         """
         held = 1 if keeps else shard
         blocks = tuple(each.divided(tensor, tensor * held, tensor * shard) for each in self.blocks)
@@ -65,8 +64,10 @@ class Model:
         return Model(blocks, embedding, head)
 
     def fetched_bytes(self, shard: int, *, keeps: bool) -> int:
-        """Bytes of the blocks that are whole at once, if ``shard`` ranks have divided them, with
-        new gradients.
+        """Return the bytes of fetched blocks that are whole at once, and of a block's new
+        gradients.
+
+        0 if ``shard`` is 1; the model has one rank's part.
         """
         largest = max(self.blocks, key=lambda block: block.held_bytes, default=None)
         if shard == 1 or largest is None:
@@ -83,16 +84,18 @@ def layers_of(
     more: float = 1.0,
     again: bool = False,
 ) -> tuple[Layers, int]:
-    """Return the parts that a split is made of, and the bytes that every rank has besides: for a
-    while in a pass, and in buffers for rows of other lengths.
+    """Return the parts that a split is made of, and the further bytes that every rank needs.
+
+    The further bytes are for arrays that live for a short time in a pass, and for buffers for rows
+    of other lengths.
 
     Args:
-        work: of a rank with a micro-batch of the step; ``None``: nothing is trained.
-        of: the arrays of such work for the whole model; ``None``: not known, and activations are
-            not counted.
-        more: bytes that are taken for each byte of arrays.
+        work: work of a rank with one micro-batch; ``None``: nothing is trained.
+        of: returns the arrays for such work with the whole model; ``None``: not known, and
+            activations are not counted.
+        more: bytes of memory for each byte of arrays.
         again: whether a stage computes its forward pass twice, as CPUs do without a graph; the last
-            one never does.
+            stage never does.
     """
     kept = once = logits = 0.0
     for_trained = 0.0 if work is None else _STATES + _GRADIENTS
@@ -132,12 +135,16 @@ def layers_of(
 
 
 def summing_bytes(mesh: Mesh, trained: int, shared: int, bucket_bytes: int) -> int:
-    """Bytes of gradients end to end, and of their sum, where several ranks have the same stage or
-    the same experts, or all ranks what is in no expert.
+    """Return the bytes of a bucket of gradients and of its sum, if ranks with equal weights add
+    up gradients; else 0.
+
+    These are ranks with the same stage or the same experts; weights in no expert are on all ranks.
+    Only pipelines and divided experts are counted here.
 
     Args:
-        trained: bytes of a rank's trained weights; ``bucket_bytes``: of a call, at most.
-        shared: bytes of those that ranks with other experts have, too.
+        trained: bytes of a rank's trained weights.
+        shared: bytes of those weights that ranks with other experts also have.
+        bucket_bytes: most bytes of one call.
     """
     if mesh.pipe == 1 and mesh.expert == 1:
         return 0
@@ -146,19 +153,22 @@ def summing_bytes(mesh: Mesh, trained: int, shared: int, bucket_bytes: int) -> i
 
 
 def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
-    """Bytes of a rank's messages: what micro-batches have brought that are alive, and what is being
-    sent and received.
+    """Return the bytes of a rank's messages: inputs of micro-batches that are alive, and messages
+    being sent and received.
 
     Args:
-        hidden_bytes: of the hidden states of one micro-batch.
+        hidden_bytes: bytes of the hidden states of one micro-batch.
+        ranks: number of ranks of the pipeline.
         alive: micro-batches that have begun on this rank and not ended.
     """
     return int((alive + ranks + 1) * hidden_bytes)
 
 
 def of_stage(memory: Memory, present_bytes: int, present_arrays: int) -> int:
-    """Return the peak of a process on a CPU that has a stage, as
-    :func:`allhands.run.training_memory.of_process` does for one that has the whole model.
+    """Return the peak memory of a CPU process with a stage.
+
+    :func:`allhands.run.training_memory.of_process` does the same for the whole model, and has the
+    arguments.
     """
     new = memory.arrays - present_arrays
     more = ROOM_OF_PRODUCTS + memory.buffers + memory.beside
@@ -166,8 +176,9 @@ def of_stage(memory: Memory, present_bytes: int, present_arrays: int) -> int:
 
 
 def small_enough(longest: int, rows: int, stages: int) -> int:
-    """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it
-    can.
+    """Return the tokens of a micro-batch so that a step has :data:`MICRO_BATCHES` for each stage.
+
+    They are at least ``longest``, the tokens of the longest row; ``rows`` are those of a step.
     """
     return max(longest, longest * rows // (MICRO_BATCHES * stages))
 
@@ -175,11 +186,13 @@ def small_enough(longest: int, rows: int, stages: int) -> int:
 def alive(
     schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool
 ) -> list[float]:
-    """Micro-batches whose activations each rank holds at once, of all its blocks.
+    """Return for each rank the number of micro-batches whose activations it holds at once.
+
+    With several stages on a rank, a micro-batch in one of them counts as a fraction.
 
     Args:
-        native: whether a stage keeps its input alone, and computes its forward pass again on the
-            way back.
+        native: whether a stage keeps only its input, and computes its forward pass again in the
+            backward pass; the number is then 1.
     """
     if native:
         return [1.0] * ranks

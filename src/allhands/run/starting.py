@@ -1,4 +1,4 @@
-"""The weights that a run starts from, or tests."""
+"""Choice of the weights that a run starts from, or tests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from allhands.run.context import RunContext
 
 
 def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
-    """Return the file with the weights to start from or to test, which exists; looked for before
-    anything is loaded.
+    """Return the existing file with the weights to start from or to test; ``None`` without any.
+
+    Called before anything is loaded.
+
+    Raises:
+        ModelError: the file to start from does not exist.
+        ConfigError: there is no adapter to test.
     """
     if config.resume_adapter_file:
         resumed = Path(config.resume_adapter_file)
         kept = kept_as(directory, resumed)
         if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
-            return (
-                kept  # the first attempt has set it aside, and what is there now is this run's own
-            )
+            return kept  # the first attempt has set it aside; the file there now is this run's own
         if not resumed.is_file():
             problem = (
                 "this is a directory, not a file of weights"

@@ -1,4 +1,4 @@
-"""Progress of a training run, as JSON values and back."""
+"""Progress of a training run, and its conversion to JSON values and back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class ReportWindow:
     sent_bytes: int = 0
 
     def add(self, result: StepResult, iterations: int, time_s: float, wait_s: float) -> None:
-        """Count one update of so many batches; of one that was left out only its time."""
+        """Count one update over ``iterations`` batches.
+
+        The loss and tokens of an update that was left out are not counted.
+        """
         self.time_s += time_s
         self.wait_s += wait_s
         self.comm_s += result.comm_s
@@ -58,20 +61,23 @@ class ReportWindow:
 
 @dataclass
 class LoopState:
-    """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is
-    random.
+    """Progress of a run. Data order and dropout are functions of seed and ``iteration``, so no
+    state of random numbers is needed.
 
     Attributes:
         step: number of completed optimizer updates, including those left out because a number was
             not finite.
         iteration: number of completed batches; an update takes one or several.
-        best_step: the step at which validation loss was lowest.
-        validation_due: the validation that belongs to ``step`` has not been made.
+        trained_tokens: number of trained tokens so far.
+        best_loss: lowest validation loss.
+        best_step: the step of the lowest validation loss.
+        stale_validations: number of validations since then.
+        validation_due: True if a validation at ``step`` is still to be made.
         skipped_in_row: number of updates in a row that were left out because a number was not
             finite.
         window: sums since the last report.
-        before_s: seconds of earlier starts up to the step where this one went on; lost steps are
-            not counted.
+        before_s: training seconds of earlier starts, up to the checkpoint from which this start
+            went on.
         began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
@@ -88,13 +94,15 @@ class LoopState:
     began: float = field(default_factory=time.perf_counter)
 
     def steps_in_all(self, total: int, accumulated: int) -> int:
-        """Updates of a training on ``total`` batches, those behind it included: some may have taken
-        fewer batches.
+        """Return the number of updates of the whole training on ``total`` batches.
+
+        It is counted from ``step``, because past updates may have taken fewer batches than
+        ``accumulated``.
         """
         return self.step + max(0, math.ceil((total - self.iteration) / accumulated))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_json` makes the same state, one start later."""
+        """Return JSON values, from which :meth:`from_json` makes the same state in a later start."""
         values = asdict(self)
         before_s, began = values.pop("before_s"), values.pop("began")
         best_loss = self.best_loss if math.isfinite(self.best_loss) else None
@@ -106,7 +114,7 @@ class LoopState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoopState:
-        """Return the state that :meth:`to_json` wrote, among other keys.
+        """Return the state from the values of :meth:`to_json`; other keys are ignored.
 
         Raises:
             CheckpointError: a key is missing.

@@ -1,4 +1,4 @@
-"""The strategy that ``--strategy auto`` takes, and whether the one that was asked for can be had."""
+"""Choice of the strategy for ``--strategy auto``, and check of a requested one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def chosen_strategy(
 ) -> str:
     """Return the name of the strategy by which ranks divide the work.
 
-    Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway.
-    Over the other back-ends weights travel besides, which only who has too little memory will want.
+    Over NCCL a divided optimizer costs nothing, since an all-reduce consists of a reduce-scatter
+    and an all-gather anyway. Over the other back-ends it sends the weights in addition, which pays
+    only if memory is short.
 
     Raises:
-        ConfigError: the strategy that was asked for does not fit this training.
+        ConfigError: the requested strategy does not fit this training.
     """
     name, where = _asked_for(config)
     hint = _hint(name, wanted)
@@ -59,11 +60,10 @@ def chosen_strategy(
 
 
 def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
-    """Refuse ways of dividing a model, as :func:`chosen_strategy` does, that do not fit this
-    training.
+    """Refuse a requested strategy that does not fit this training, as :func:`chosen_strategy` does.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a requested way of dividing the model does not fit.
     """
     asked = _asked_for(config)
     hint = _hint(asked[0], wanted)
@@ -82,7 +82,7 @@ def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: 
 
 
 def _asked_for(config: TrainConfig) -> tuple[str, str]:
-    """The strategy that was asked for, and the flag that did."""
+    """Return the requested strategy and its flag."""
     if is_sharded(config):
         return "fsdp", f"--strategy {config.strategy}"
     if config.strategy != "pipeline":
@@ -94,7 +94,7 @@ def _asked_for(config: TrainConfig) -> tuple[str, str]:
 
 
 def _beside(config: TrainConfig) -> list[tuple[str, str]]:
-    """The strategies whose way of dividing is taken besides, each with its flag."""
+    """Return further requested ways of dividing the model, each with its flag."""
     found = [("tensor", f"--tp {config.tp}")] if config.tp > 1 else []
     if config.ep > 1 and config.tp == 1:
         found += [("expert", f"--ep {config.ep}")]
@@ -104,11 +104,10 @@ def _beside(config: TrainConfig) -> list[tuple[str, str]]:
 def chosen_codec(
     config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str
 ) -> Codec | None:
-    """Return the form in which gradients travel; ``None``: as they are, because nobody asked for
-    another or nothing travels.
+    """Return the codec that compresses gradients; ``None`` if none is requested or nothing is sent.
 
     Raises:
-        ConfigError: what was asked for saves nothing here, or the strategy has no such thing.
+        ConfigError: the codec saves nothing here, or the strategy cannot compress.
     """
     if config.compress == "none" or communicator.size == 1:
         return None
@@ -122,17 +121,17 @@ def chosen_codec(
             where=f"--compress {codec.name}",
             hint=hint,
         )
-    # What gains nothing travels as it is, which is refused where it is everything.
+    # Arrays that gain nothing are sent as they are. If that is true for all, the codec is refused.
     item_bytes = max((array.dtype.size for array in trained_weights(model).values()), default=4)
     require_gain(codec, communicator.backend, communicator.size, item_bytes)
     return codec
 
 
 def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:
-    """True if ranks are faster if each updates a part of so many trained numbers.
+    """Return True if a step is faster if each rank updates only a part of the trained numbers.
 
-    Without copies in float32 an update moves half as many bytes, and what a rank need not do takes
-    no longer than what its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
+    Without float32 copies (``masters``) an update moves half as many bytes, and the saved time is
+    no longer than the exchange takes (benchmarks/results/gpu_many-2026-11-22.md).
     """
     return (
         communicator.size > 1

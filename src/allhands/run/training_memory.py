@@ -1,9 +1,9 @@
 """Peak memory of a training, estimated before it begins.
 
-A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a
-block's own intermediate results, the gradients), in the loss (what has been kept, and the logits of
-a chunk), and in the update (gradients, and new values beside the old). What is kept is counted in
-numbers for each token and block, as multiples of the widths of a block. The multiples were
+A step's peak is the highest of three: in the backward pass (activations kept by the forward pass, a
+block's own intermediate results, the gradients), in the loss (the kept activations, and the logits
+of a chunk), and in the update (gradients, and new values beside the old). Activations are counted
+in values for each token and block, as multiples of the widths of a block. The multiples were
 measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
 """
 
@@ -15,30 +15,30 @@ from typing import Any
 
 from allhands.parallel.costs import Memory, Method, Work
 
-# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two
-# neighbours. MPI: its libraries, and memory that the processes of a computer share.
+# Bytes that a back-end takes in a process from the beginning. The ring: 8 MiB, twice for each of
+# two neighbours. MPI: its libraries, and memory that the processes of a computer share.
 BACKEND_BYTES = {"ring": 34_000_000, "mpi": 12_000_000}
-# Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where
-# rows have all lengths.
+# Most bytes of unused buffers that MLX keeps on a CPU (allhands.runtime.accelerator); it keeps as
+# many if rows have many lengths.
 KEPT_BYTES = 67_000_000
 WRITING_BYTES = (
-    60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
+    60_000_000  # bytes of buffers of all sizes that MLX keeps after the model has written samples
 )
-_FLOAT = 4  # bytes: a CPU computes in float32
+_FLOAT = 4  # bytes of a value: a CPU computes in float32
 _HALF = 2
-_LENGTHS = 16  # of rows, for which buffers of a block are kept at most
-_CHUNK_ROWS = 256  # of the loss
-_LOGITS = 512 << 20  # bytes of them at once on a GPU
+_LENGTHS = 16  # most lengths of rows for which buffers of a block are kept
+_CHUNK_ROWS = 256  # rows of a chunk of the loss
+_LOGITS = 512 << 20  # bytes of logits at once on a GPU
 _ONE_ARRAY = (
     1 << 28
-)  # trained numbers that are one on a GPU, as in allhands.kernels.fused.flat_params
+)  # most trained numbers in one flat array on a GPU, as in allhands.kernels.fused.flat_params
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
-# In the update, weight by weight: the gradient, and a part of the new values beside the old.
+# Values for each trained weight in the update: the gradient, and a part of the new values.
 _UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
-_HEADS = 2.95
-# Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN
-# is set.
+_HEADS = 2.95  # copies of the embedding's gradient in the update of a full training
+# Keys of configurations for the number of experts. All blocks are alike if no key of _UNEVEN is
+# set.
 _EXPERTS = ("num_local_experts", "num_experts")
 _UNEVEN = (
     "n_routed_experts",
@@ -50,13 +50,17 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which
-    some are chosen.
+    """Widths of a decoder with equal blocks, each of attention and a gated MLP or several experts.
 
     Attributes:
-        mlp_dims: of the MLP, or of one expert.
-        queries: heads times their width; ``keys`` is that of the keys, and of the values.
-        experts: of each block, ``active`` of which compute a token; 0 and 0 where there is one MLP.
+        layers: number of blocks.
+        dims: width of the hidden states.
+        mlp_dims: width of the MLP, or of one expert.
+        queries: number of query heads times their width.
+        keys: the same for the keys, and for the values.
+        vocabulary: number of rows of the embedding.
+        experts: number of experts of a block; 0 if it has one MLP.
+        active: number of experts that compute a token; 0 if there are none.
     """
 
     layers: int
@@ -70,9 +74,7 @@ class DecoderShape:
 
 
 def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """Return the widths that a model's ``config.json`` tells; ``None`` for models that are not
-    built like that.
-    """
+    """Return the widths in a model's ``config.json``; ``None`` for models of another structure."""
     if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
         return None
     try:
@@ -124,7 +126,7 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
         activations=int(values * held),
         logits=chunk,
         beside=int(1.2 * chunk + 0.5 * head),
-        # Those of logits are among the buffers that are kept.
+        # Buffers of logits are counted in `beside` already.
         buffers=max(0, int(min(KEPT_BYTES, others * values * kept) - 1.2 * chunk)),
     )
 
@@ -132,10 +134,10 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
 def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     """Estimate the memory of a step on a GPU with nothing queued ahead, in half precision.
 
-    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``);
-    SwiGLU's output is computed again. The loss has all logits at once where the head is trained,
-    and else four times as many of them as fill :data:`_LOGITS`. Those with experts are of one work
-    there, a mixture of 693 million.
+    The multiples were measured on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``), those
+    for experts with one model, a mixture with 693 million weights. SwiGLU's output is computed
+    again. In full training the loss has all logits at once, otherwise at most four times
+    :data:`_LOGITS` bytes.
     """
     values = work.tokens * _HALF
     kept = (
@@ -156,8 +158,8 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
-    # What is updated at once is there twice: everything, or an array of a large model and those
-    # after it.
+    # Numbers that are updated at once exist twice: all of them, or, in a large model, one flat
+    # array.
     numbers = max(1, work.trained_bytes // _HALF)
     if numbers > _ONE_ARRAY:
         numbers = max(blocks.vocabulary * blocks.dims, _ONE_ARRAY // 2)
@@ -178,9 +180,11 @@ def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
 
 
 def _of_a_block(blocks: DecoderShape, method: Method) -> tuple[float, float]:
-    """Values for a token that one block keeps, and that it has for a while in its backward pass."""
+    """Return the values for a token that a block keeps, and those that exist only in its backward
+    pass.
+    """
     parts = (blocks.dims, blocks.mlp_dims, blocks.queries, blocks.keys)
-    if method == "dora":  # by MLX's own operations, of which every result is kept
+    if method == "dora":  # computed by MLX's own operations, which keep every result
         return _dot(parts, (28.0, 17.8, 10.1, 15.4)), 0.0
     if blocks.experts:
         mixed = _mixed(blocks)
@@ -191,20 +195,20 @@ def _of_a_block(blocks: DecoderShape, method: Method) -> tuple[float, float]:
 
 
 def _mixed(blocks: DecoderShape) -> tuple[int, ...]:
-    """Widths of a block with experts, for one token: each expert that computes it has its own."""
+    """Return the widths of a block with experts for one token; active experts count one by one."""
     return blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys
 
 
 def _gradients(blocks: DecoderShape, work: Work) -> int:
-    """Bytes of gradients in the backward pass."""
-    # Experts' are copied once.
+    """Return the bytes of gradients in the backward pass."""
+    # Experts' gradients are copied once.
     share = 1.4 if blocks.experts and work.method == "full" else 1.0
     return int(share * work.trained_bytes) + (work.trained_bytes if work.accumulated else 0)
 
 
 def _before_backward(kept: float) -> float:
-    """The part of what a block keeps that is there when the loss is computed; the rest comes on the
-    way back.
+    """Return the part of a block's kept values that exists when the loss is computed; the rest
+    comes in the backward pass.
     """
     return 0.84 * kept
 
@@ -214,14 +218,14 @@ def _dot(sizes: tuple[int, ...], factors: tuple[float, ...]) -> float:
 
 
 def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
-    """Return the peak of the whole process.
+    """Return the peak memory of a CPU process with the whole model, in bytes.
 
     Args:
-        present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the
-            difference stays.
+        present_bytes: bytes that the process has in memory now.
+        present_arrays: bytes of arrays among them.
     """
     new = memory.arrays - present_arrays
-    # Room of the matrix products, and pages that the allocator keeps between sizes: of small arrays
-    # there are few.
+    # Memory for the matrix products, and pages that the allocator keeps between sizes; few if
+    # arrays are small.
     more = min(16e6 + 0.05 * new, 5e6 + 0.2 * new)
     return int(present_bytes + new + more + memory.beside)

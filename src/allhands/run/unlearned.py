@@ -12,14 +12,14 @@ from allhands.data.token_roles import own_tokens
 from allhands.io.trees import flatten
 from allhands.run.datasets import Datasets
 
-# Tokens of the training set that are looked at: a fraction of a second.
+# Tokens of the training set that are looked at: this takes a fraction of a second.
 _LOOKED_AT = 20_000_000
 _SHOWN = 3
 
 
 def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainConfig) -> list[str]:
-    """Return a note on tokens of the training set that may be new, where the embedding is not
-    trained.
+    """Return a note on tokens of the training set that may be new to the model, if the embedding is
+    not trained.
     """
     table = _fixed_table(model)
     if table is None or "train" not in data.stored:
@@ -52,7 +52,9 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
 
 
 def _fixed_table(model: nn.Module) -> str | None:
-    """The name of an embedding that is not trained; ``None`` if it is, or there is none."""
+    """Return the name of the model's embedding if it is not trained; ``None`` if it is trained or
+    missing.
+    """
     named: list[tuple[str, Any]] = list(model.named_modules())
     # An adapter has its table under a name of its own: model.embed_tokens.embedding.
     tables = [
@@ -64,7 +66,7 @@ def _fixed_table(model: nn.Module) -> str | None:
 
 
 def _present(tokens: Any, wanted: list[int]) -> list[int]:
-    """The ids of ``wanted`` that occur in ``tokens``."""
+    """Return the ids of ``wanted`` that occur in ``tokens``."""
     if not wanted:
         return []
     table = np.zeros(max(wanted) + 1, dtype=np.bool_)
