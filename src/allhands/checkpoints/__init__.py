@@ -1,8 +1,8 @@
-"""Checkpoints on disk: directories that are whole or absent, and recognised by their content, never
-by name alone.
+"""Checkpoints on disk: directories that are whole or absent, and are recognised by their content,
+not only by name.
 
 A checkpoint is a directory of safetensors and JSON files. ``manifest.json``, written last, has the
-size and the SHA-256 sum of each, and a sum of itself. A run keeps them as
+size and the SHA-256 sum of each file, and a sum of itself. A run keeps checkpoints as
 ``RUN/checkpoints/step-0000100`` and ``RUN/best``.
 """
 

@@ -1,4 +1,4 @@
-"""Arrays of MLX as a checkpoint's tensors, and back: bit for bit, and on every rank."""
+"""Conversion of MLX's arrays to a checkpoint's tensors and back, bit for bit, on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allhands.io.regions import ITEM_BYTES, Flat, Region, Shape, everything
 from allhands.io.tensors import Tensor
 from allhands.io.trees import flatten
 
-# Names of safetensors' types. Numpy has no bfloat16: it travels as the integers of the same bits.
+# Names of types in safetensors. Numpy has no bfloat16: its bits are handled as integers.
 CODES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL",
     mx.uint8: "U8",
@@ -43,11 +43,13 @@ _PIECE_BYTES = 4 << 20
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-# --- to be written --------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def owned(array: mx.array, shape: Shape | None = None, region: Region | None = None) -> OwnedSlice:
-    """``array`` as a slice of one of ``shape``; by default as all of it."""
+    """Return ``array`` as the slice ``region`` of a whole array of ``shape``; by default as all
+    of it.
+    """
     shape = array.shape if shape is None else shape
     return OwnedSlice(
         shape, CODES[array.dtype], everything(shape) if region is None else region, array
@@ -55,33 +57,34 @@ def owned(array: mx.array, shape: Shape | None = None, region: Region | None = N
 
 
 def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
-    """Return the arrays of a tree by their dotted names, all of them whole."""
+    """Return the arrays of a tree by their dotted names, as whole arrays."""
     return {name: owned(array) for name, array in flatten(tree)}
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the arrays of a tree with their dotted names; they do not change while training goes
-    on.
+    """Return the arrays of a tree as tensors with dotted names.
+
+    Further training does not change them.
     """
     return held(owned_tree(tree), on_device=False)
 
 
 def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
-    """Keep the present slices as tensors that any thread can write.
+    """Keep the present slices as tensors that any thread can write to files.
 
-    MLX's arrays never change, and a reference keeps their memory, so nothing is copied if the
-    processor can read it.
+    MLX's arrays never change, and a reference keeps their memory. So nothing is copied if the CPU
+    can read that memory.
 
     Args:
-        on_device: copy them in a GPU's own memory, after the work that is queued; they are read
-            from there one by one for writing. If the arrays themselves were read, MLX would move
+        on_device: True to copy the slices in a GPU's own memory, after the queued work, and to read
+            the copies one by one for writing. If the arrays themselves were read, MLX would move
             them to shared memory, and the next step would wait until they are back.
     """
     own = {name: each.get() for name, each in state.items()}
     arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
     data: dict[str, Any]
     if on_device:
-        # The bits in memory of their own: integers, to which nothing is added.
+        # The sum with 0 copies the bits, which are integers here, into new memory.
         arrays = {name: array + mx.array(0, array.dtype) for name, array in arrays.items()}
         mx.async_eval(list(arrays.values()))
         data = {name: _later(array) for name, array in arrays.items()}
@@ -110,7 +113,7 @@ class Held:
     ranks_here: int = 1
 
     def waits(self) -> bool:
-        """True if training has to wait, because there is no memory for this state beside the next
+        """Return True if training must wait, because memory cannot hold this state beside the next
         steps.
         """
         size = num_bytes_of(self.groups())
@@ -121,7 +124,7 @@ class Held:
 
 
 def snapshot(groups: Groups, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
-    """Hold a rank's present state, see :func:`held`; the result returns it, by file.
+    """Hold a rank's present state, see :func:`held`; return a function that returns it, by file.
 
     Args:
         spare_bytes: bytes of a GPU's own memory that a step leaves free. Copies are made there only
@@ -146,12 +149,13 @@ def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
 
 
-# --- to be read -----------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class StoredArrayReader(Protocol):
-    """An array of a checkpoint that can be read; ``shape`` and ``dtype`` (code of safetensors) are
-    those of the whole array.
+    """An array of a checkpoint that can be read.
+
+    ``shape`` and ``dtype`` (a name of safetensors) are those of the whole array.
     """
 
     @property
@@ -199,7 +203,7 @@ class SharedArray:
     def read(self, region: Region | None = None) -> mx.array:
         wanted = everything(self.shape) if region is None else region
         flat, word = wanted.flat(self.shape), ITEM_BYTES[self.dtype]
-        # A range is taken out of the stream; another box needs the whole array.
+        # A range is cut out of the stream; a box that is no range needs the whole array.
         taken = Flat(0, math.prod(self.shape)) if flat is None else flat
         result, at = np.empty(taken.size * word, dtype=np.uint8), -taken.start * word
         for piece in hand_out_bytes(
@@ -249,10 +253,10 @@ class ReadArray:
 
 
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
-    """Return the arrays of a checkpoint's group, which is called like ``file``, by name.
+    """Return the arrays in a checkpoint's file or group of files ``file``, by name.
 
     Raises:
-        CheckpointError: its files cannot be read.
+        CheckpointError: the files cannot be read.
     """
     return {name: LocalArray(numbers) for name, numbers in stored_numbers(checkpoint, file).items()}
 
@@ -260,8 +264,9 @@ def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayRead
 def shared_arrays(
     communicator: Communicator, checkpoint: Checkpoint | None, file: str
 ) -> dict[str, StoredArrayReader]:
-    """Return the same from rank 0's checkpoint on every rank; called and read on all ranks
-    together.
+    """Return :func:`local_arrays` of rank 0's checkpoint on every rank.
+
+    All ranks call this together, and read the arrays together.
     """
     numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
     facts = hand_out_json(
@@ -288,7 +293,7 @@ def require_same(
     and types.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: the arrays differ.
     """
     here = {name: (shape, CODES[dtype]) for name, shape, dtype in wanted}
     there = {name: (each.shape, each.dtype) for name, each in stored.items()}

@@ -18,17 +18,17 @@ from allhands.errors import AllhandsError
 from allhands.io.trees import numbers
 from allhands.observe.metrics import SavedReport, Warned
 
-NUMBERS = 2  # of a rank, for the others
+NUMBERS = 2  # count of the numbers that a rank sends to the others
 
 
 @dataclass
 class Copies:
-    """Copies that a rank knows.
+    """This rank's knowledge of the copies of checkpoints.
 
     Attributes:
         keeps: True if this rank keeps a copy.
         computer: the name of this rank's computer, for people.
-        newest: the step of the newest whole checkpoint of the run here; 0: there is none.
+        newest: returns the step of the newest whole checkpoint of the run here; 0: there is none.
         trouble: reason why the latest copy here could not be written; empty if it was written.
     """
 
@@ -37,7 +37,7 @@ class Copies:
     computer: str = ""
     newest: Callable[[], int] = lambda: 0
     trouble: str = ""
-    _changes: int = 0  # odd while something is wrong
+    _changes: int = 0  # number of changes between good and bad; odd while copies fail
     _step: int = 0
     _heard: tuple[float, ...] = ()
 
@@ -45,7 +45,7 @@ class Copies:
         self._look()
 
     def fail(self, error: AllhandsError) -> bool:
-        """Note that the copy here cannot be written now; return whether that is new."""
+        """Record that the copy here cannot be written; return True if the trouble is new."""
         new, self.trouble = (
             not self.trouble,
             f"{error.where}: {error.message}" if error.where else error.message,
@@ -56,7 +56,7 @@ class Copies:
     def note(
         self, outcomes: Sequence[SavedReport | Warned | AllhandsError], step: int
     ) -> list[Warned]:
-        """Record which copies were written here or failed; return the message for this rank."""
+        """Record the copies that were written here or failed; return warnings for this rank."""
         told: list[Warned] = []
         for outcome in outcomes:
             if isinstance(outcome, AllhandsError) and self.fail(outcome):
@@ -74,17 +74,20 @@ class Copies:
 
     @property
     def told(self) -> list[float]:
-        """:data:`NUMBERS` numbers of this rank for all others: the changes for the worse or better,
-        and the step.
+        """This rank's :data:`NUMBERS` numbers for all others: count of changes, and step of the
+        newest copy.
         """
         return [float(self._changes), float(self._step)]
 
     def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
-        """Return the warnings of rank 0 about the copies at ``step``; called on all ranks together.
+        """Return rank 0's warnings about the copies; [] on other ranks.
+
+        All ranks call this together.
 
         Args:
             told: :attr:`told` of every rank, one after the other.
-            ends: whether nothing more will be written: what is wrong is told again then.
+            step: the present step.
+            ends: True if nothing more will be written: present troubles are then reported again.
         """
         changes, steps = tuple(told[::NUMBERS]), told[1::NUMBERS]
         before, self._heard = self._heard or (0.0,) * len(changes), changes
@@ -102,7 +105,7 @@ class Copies:
         return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
 
     def settle(self, step: int) -> list[Warned]:
-        """Return the last warnings, after all writes; called on all ranks together."""
+        """Return the last warnings, after all writes; all ranks call this together."""
         if self.communicator.size == 1:
             return []
         return self.hear(

@@ -1,1 +1,1 @@
-"""Models: loaded, adapted, quantised, made anew, and the ordered passes that change their modules."""
+"""Models: loading, adapters, quantised weights, new models, and the passes that change modules."""

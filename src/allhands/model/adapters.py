@@ -36,11 +36,11 @@ class Trainable:
     """The choice of :func:`make_trainable`.
 
     Attributes:
-        num_layers: blocks that are trained, counted from the last; -1 for all.
+        num_layers: number of trained blocks, counted from the last; -1 for all.
         parameters: number of trained parameters.
-        total_parameters: of the whole model; a quantised weight counts its values, not its packed
-            words.
-        unmatched: adapter keys that name nothing.
+        total_parameters: number of parameters of the whole model; a quantised weight counts its
+            values, not its packed words.
+        unmatched: adapter keys that name no module.
     """
 
     num_layers: int
@@ -50,13 +50,14 @@ class Trainable:
 
 
 def make_trainable(model: Any, config: TrainConfig) -> Trainable:
-    """Freeze ``model`` and make the parameters of ``config``'s method trainable; nothing is
-    computed or read yet.
+    """Freeze ``model`` and make the parameters of ``config``'s method trainable.
+
+    Nothing is computed or read yet.
 
     Raises:
-        ConfigError: more layers than the model has, adapter keys that match nothing (in a resumed
-            run, or for an adapter that is only tested, a note names them), full fine-tuning of
-            quantised weights.
+        ConfigError: there are more layers than the model has, a rank is too large, adapter keys
+            match nothing (in a resumed run, or for an adapter that is only tested, ``unmatched``
+            has them), or quantised weights are to be trained in full.
         ModelError: no layer can have an adapter.
     """
     total = count_parameters(model)
@@ -172,8 +173,11 @@ def _unfreeze(model: Any, num_layers: int) -> None:
 
 
 def _require_rank(model: Any, num_layers: int, rank: int) -> None:
-    """Refuse a rank above the longest side of any matrix; a much larger one would exhaust the
+    """Refuse a rank above the longest side of any matrix; a far larger rank would exhaust the
     memory.
+
+    Raises:
+        ConfigError: the rank is too large.
     """
     sides: list[int] = []
     for block in model.layers[-max(num_layers, 0) :]:
@@ -191,8 +195,9 @@ def _require_rank(model: Any, num_layers: int, rank: int) -> None:
 
 
 def weight_shape(module: Any) -> tuple[int, int]:
-    """Return (out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised
-    or not.
+    """Return the shape of a layer's dense weight, also for a quantised layer.
+
+    It is (out, in) for a linear layer or one expert of a stack, (rows, dims) for an embedding.
     """
     rows, columns = module.weight.shape[-2:]
     return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
@@ -213,20 +218,20 @@ def _linear_names(model: Any, num_layers: int) -> list[str]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, mx.array]:
-    """Trained parameters by name."""
+    """Return the trained parameters by name."""
     return dict(flatten(model.trainable_parameters()))
 
 
 def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: bool = False) -> None:
-    """Load saved weights into the trainable parameters, all of them and no others.
+    """Load saved weights into the trainable parameters: all of them and no others.
 
     Args:
-        new: True if the model is trained from scratch, so that other options give it another shape.
-        tested: True if the weights are an adapter that is only tested, made trainable as its own
-            directory says.
+        new: True for a model that is trained from scratch; errors then name its options.
+        tested: True for an adapter that is only tested, with the settings of its own directory;
+            errors then name the adapter.
 
     Raises:
-        ModelError: unreadable file, or names or shapes that do not fit.
+        ModelError: the file cannot be read, or its names or shapes do not fit.
     """
     try:
         loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
@@ -254,8 +259,10 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
 
 
 def _difference(wanted: Shapes, there: Shapes) -> str | None:
-    """The first difference between what is trained here and what a file holds."""
-    # Shapes first: if they differ, it is another model in any case.
+    """Return the first difference between the trained arrays and those of a file; ``None`` without
+    any.
+    """
+    # Shapes come first: if they differ, the file belongs to another model in any case.
     for name, shape in wanted.items():
         if there.get(name, shape) != shape:
             return f"{name} has shape {there[name]} in the file, {shape} here"
@@ -283,8 +290,8 @@ def adapter_config(
     dated: datetime | None = None,
     stop_tokens: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads
-    resolved.
+    """Return the content of ``adapter_config.json``: all options, with the three keys that mlx_lm
+    reads resolved.
 
     Args:
         dated: the moment whose date the chat template wrote; ``None`` if it writes none.
@@ -300,11 +307,10 @@ def adapter_config(
 
 
 def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
-    """``config`` with the method, layers and adapter shape that the adapter in ``directory`` was
-    trained with.
+    """Return ``config`` with the method, layers and shape of the adapter in ``directory``.
 
-    So an adapter can be tested without repeating its options. A directory without
-    ``adapter_config.json`` changes nothing.
+    So an adapter can be tested without repeating its options. Without ``adapter_config.json`` the
+    configuration is unchanged.
 
     Raises:
         ModelError: the file is unreadable or has impossible values.
@@ -326,8 +332,9 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def dated_as(directory: Path) -> datetime | None:
-    """Return the moment whose date the chat template wrote when the adapter in ``directory`` was
-    trained, if it says so.
+    """Return the moment whose date the chat template wrote in the training of an adapter.
+
+    ``None`` if the adapter in ``directory`` does not record it.
     """
     try:
         said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
@@ -340,14 +347,12 @@ _SHAPE_KEYS = ("fine_tune_type", "num_layers", "lora_parameters")
 
 
 def adapter_config_text(values: dict[str, Any]) -> str:
-    """Content of ``adapter_config.json``, the same for the same values."""
+    """Return the text of ``adapter_config.json``, equal for equal values."""
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def save_template(text: str | None, directory: Path) -> None:
-    """Write the chat template that an adapter was trained with beside it, or remove that of an
-    earlier one.
-    """
+    """Write an adapter's chat template beside it; ``None`` removes that of an earlier adapter."""
     file = directory / TEMPLATE_FILE
     if text is None:
         file.unlink(missing_ok=True)

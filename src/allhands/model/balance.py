@@ -18,14 +18,16 @@ from allhands.kernels.instances import give_form
 
 
 def balance_experts(model: nn.Module, coefficient: float) -> int:
-    """Let the routers of ``model`` learn to send the same number of tokens to each expert; return
-    their number.
+    """Let the routers of ``model`` learn to send the same number of tokens to each expert.
 
-    Only instances change, by a subclass of their own class; the names and values of parameters
+    Only instances change: they get a subclass of their own class. Names and values of parameters
     stay.
 
     Args:
-        coefficient: of the loss, beside a mean over tokens; 0 changes nothing.
+        coefficient: factor of the balance loss, beside a mean loss over tokens; 0 changes nothing.
+
+    Returns:
+        The number of changed routers.
     """
     changed = 0
     for module in model.modules():
@@ -42,8 +44,9 @@ def balance_experts(model: nn.Module, coefficient: float) -> int:
 
 
 def balance_together(module: nn.Module, num_ranks: int) -> None:
-    """Let ``module``'s router, if it learns this loss, learn a part of it on each of so many ranks,
-    whose gradients of the router are added up.
+    """Divide the coefficient of ``module``'s router, if it learns this loss, by ``num_ranks``.
+
+    Needed if that many ranks compute the same loss and add up the router's gradients.
     """
     if isinstance(gate := module.get("gate"), _Router):
         chosen, coefficient = getattr(gate, "_balance")  # noqa: B009 - not a parameter of the module
@@ -62,13 +65,13 @@ class _Router(nn.Linear):
         if not self.training:
             return logits
         rows = logits.reshape(-1, *logits.shape[-2:])
-        # A sum over tokens, as the loss itself is before the one division.
+        # A sum over tokens, as the loss of the text: both are divided once, by the global count.
         return _with_loss(logits, coefficient * rows.shape[1] * imbalance(rows, chosen).sum())
 
 
 def imbalance(logits: mx.array, chosen: int) -> mx.array:
-    """Return (B,) imbalances of (B, T, E) router logits with ``chosen`` experts a token: 1 if all
-    experts are equal.
+    """Return (B,) imbalances of (B, T, E) router logits with ``chosen`` experts a token; 1 is
+    perfect balance.
 
     The gradient goes through the mean probabilities, not through the choice.
     """
@@ -87,7 +90,7 @@ def _identity(logits: mx.array, loss: mx.array) -> mx.array:
 def _add_gradient(
     _primals: Any, cotangent: mx.array, _output: mx.array
 ) -> tuple[mx.array, mx.array]:
-    # As if the loss had been added to what is differentiated.
+    # The gradients are as if the balance loss had been added to the differentiated loss.
     return cotangent, mx.ones(())
 
 

@@ -29,10 +29,8 @@ from allhands.model.sources import first_line, resolve
 from allhands.runtime.versions import version_of
 
 _LENGTHS = (8, 512)  # tokens of the rows that are tried
-_TRACED = (
-    "during function transformations"  # how MLX ends where a compiled function asks for a value
-)
-# How MLX ends where CUDA, Metal or the computer has no more memory to give.
+_TRACED = "during function transformations"  # MLX's error if a compiled function asks for a value
+# Parts of the errors of MLX when CUDA, Metal or the computer has no more memory.
 _NO_MEMORY = "out of memory", "Unable to allocate", "Attempting to allocate", "Insufficient Memory"
 _NOT_OURS = (
     AllhandsError,
@@ -43,15 +41,15 @@ _NOT_OURS = (
 
 @dataclass(frozen=True)
 class Use:
-    """A use of a model.
+    """A use of a model, to repeat it with mlx_lm alone.
 
     Attributes:
         model: name that a person gave.
-        fine_tune_type: method of training; ``None``: it is not trained.
+        fine_tune_type: method of training; ``None``: the model is not trained.
         num_layers: number of trained blocks, from the last; -1 is all.
         lora: shape of the adapters.
         adapter: directory of the adapter in use.
-        cached: True if it is computed with a cache of keys and values, as for answers.
+        cached: True if the model computes with a cache of keys and values, as for answers.
         longest: largest number of tokens of a row.
     """
 
@@ -76,7 +74,7 @@ class Use:
 
 
 def use_of(config: TrainConfig) -> Use | None:
-    """Return a run's use of its model; ``None`` if it makes a new one."""
+    """Return a run's use of its model; ``None`` if the run makes a new model."""
     if pretraining(config) is not None:
         return None
     use = Use(config.model, config.trust_remote_code, longest=config.max_seq_length)
@@ -98,8 +96,9 @@ def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = Fal
 
 @contextmanager
 def limits_told(use: Use | None) -> Generator[None]:
-    """Turn full memory, and errors of mlx_lm's own model, into a :class:`ModelError`; let other
-    errors pass.
+    """Turn full memory, and errors that mlx_lm alone has too, into a :class:`ModelError`.
+
+    Other errors pass unchanged.
     """
     try:
         yield
@@ -108,7 +107,7 @@ def limits_told(use: Use | None) -> Generator[None]:
     except Exception as error:
         if any(
             each in str(error) for each in _NO_MEMORY
-        ):  # beside the present arrays any model would fail in this way
+        ):  # no repetition: with the present arrays in memory any model would fail
             raise _memory_is_full(use, error) from error
         limit = None if use is None else limit_of(use, error)
         if limit is None:
@@ -117,7 +116,7 @@ def limits_told(use: Use | None) -> Generator[None]:
 
 
 def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
-    """The error of a full memory, with its remedies."""
+    """Return the error for full memory, with its remedies."""
     hint = "close other programs that use this memory, take a model in fewer bits, or divide it: --strategy pipeline"
     if use is None or use.fine_tune_type is not None:
         hint = (
@@ -133,8 +132,9 @@ def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
 
 
 def limit_of(use: Use, error: Exception) -> ModelError | None:
-    """``error`` as a limit of mlx_lm, if its unmodified model fails in the same ``use``; ``None``
-    if it does not.
+    """Return ``error`` as a limit of mlx_lm; ``None`` if mlx_lm's unmodified model does not fail.
+
+    The unmodified model is tried in the same ``use``.
     """
     try:
         path = resolve(use.model)
@@ -159,7 +159,7 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
 
 
 def fails(use: Use) -> bool:
-    """Return true if mlx_lm's unmodified model fails in this use before anything is computed."""
+    """Return True if mlx_lm's unmodified model fails in this use before anything is computed."""
     return _failure(use, resolve(use.model)) is not None
 
 
@@ -173,15 +173,15 @@ def _remedy(use: Use, found: Exception) -> str:
 
 
 def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception | None:
-    """Return the error of mlx_lm alone; ``None`` if all goes well.
+    """Return the error of mlx_lm alone; ``None`` without an error.
 
     Args:
-        error: the error to compare with: one that comes in computing, not before, counts only if it
-            is the same.
+        error: the error of our run. An error of mlx_lm that comes while arrays are evaluated counts
+            only if it is of the same kind. ``None``: nothing is evaluated.
     """
     try:
         model: Any = mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]
-    except Exception:  # another trouble: the model was there before
+    except Exception:  # a trouble of another kind: the model could be loaded before
         return None
     lengths = sorted({min(length, use.longest) for length in _LENGTHS})
     try:
@@ -203,7 +203,7 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
 
 @contextmanager
 def _recomputing(model: Any) -> Generator[None]:
-    """Recompute activations as mlx_lm does, which changes the class of the blocks for that."""
+    """Recompute activations as mlx_lm does; the changed class of the blocks is restored after."""
     layer = type(model.layers[0])
     original = layer.__call__
     try:
@@ -222,16 +222,14 @@ def _error_in_computing(model: Any, use: Use, length: int) -> Exception | None:
 
 
 def _kind(error: Exception) -> str:
-    """An error's first line without sizes, and without the function of CUDA in which a launch
-    failed.
-    """
+    """Return an error's first line without numbers and the name of a failed CUDA function."""
     return re.sub(
         r"\d+", "0", re.sub(r"^cu[A-Z]\w*\(.*\) failed", "CUDA failed", first_line(error))
     )
 
 
 def _passed(model: Any, use: Use, length: int) -> Any:
-    """One row through the model, and in training back; not computed yet."""
+    """Return the lazy result of one row's forward pass, in training with the backward pass."""
     rows = mx.arange(length)[None] % 8
     if use.fine_tune_type is not None:
         return nn.value_and_grad(model, _loss)(model, rows)
@@ -239,7 +237,7 @@ def _passed(model: Any, use: Use, length: int) -> Any:
 
 
 def _prepare(model: Any, use: Use) -> None:
-    """Make trainable what ``mlx_lm.lora`` does."""
+    """Make the same parameters trainable as ``mlx_lm.lora`` does."""
     model.freeze()
     if use.fine_tune_type == "full":
         for block in model.layers[-max(use.num_layers, 0) :]:

@@ -1,9 +1,9 @@
 """Architectures whose rows may be divided over ranks by token positions.
 
-A rank computes pieces of rows as if they were rows, and what passes between positions goes through
-the cache of :mod:`allhands.kernels.context`. So a block may mix positions in attention alone, and
-only by what that cache gives. Only architectures that have been compared with mlx_lm's own in one
-process are divided: :data:`CAN_DIVIDE_ROWS`.
+A rank computes pieces of rows as if they were whole rows; keys and values of other positions come
+through the cache of :mod:`allhands.kernels.context`. So a block may mix positions in attention
+only, and only with the keys and values of that cache. Rows are divided only for architectures that
+have been compared with mlx_lm's own model in one process: :data:`CAN_DIVIDE_ROWS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from allhands.errors import ModelError
 from allhands.kernels.known import follows_length, sees_ahead
 from allhands.model.stages import kind_of
 
-# Modules of mlx_lm.models; `tests/parity/test_context.py` compares every one of them.
+# Names of modules in mlx_lm.models; `tests/parity/test_context.py` compares all of them.
 CAN_DIVIDE_ROWS = frozenset(
     """
     Klear afmoe apertus bailing_moe cohere cohere2 deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone
@@ -26,10 +26,11 @@ CAN_DIVIDE_ROWS = frozenset(
 
 
 def check_rows(model: nn.Module) -> None:
-    """Refuse an architecture that has not been compared with itself over divided rows.
+    """Refuse an architecture whose rows cannot be divided.
 
     Raises:
-        ModelError: it has not.
+        ModelError: the architecture is not in :data:`CAN_DIVIDE_ROWS`, its rotary angles follow the
+            length of a row, or a token sees later ones.
     """
     kind = kind_of(model)
     if kind in CAN_DIVIDE_ROWS and not follows_length(model) and sees_ahead(model) is None:

@@ -1,7 +1,8 @@
-"""Numbers of a model that options have to fit: blocks, heads and experts, by its config.json alone.
+"""Check of options against a model's numbers of blocks, heads and experts, by its config.json
+alone.
 
-Launching commands look at them before any rank starts, so this module loads no MLX. Ranks look at
-the modules themselves, too, which may be built in another way than these numbers tell.
+Launching commands check before any rank starts, so this module loads no MLX. Ranks check the
+modules themselves, too, because these may differ from the numbers in config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from allhands.io.formatting import counted
 from allhands.model.shapes import find_shape, model_config
 
 _ADAPTER_LAYERS = 16
-# Stages of a rank where they are interleaved.
+# Number of stages of a rank with the interleaved schedule.
 INTERLEAVED = 2
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ANY_VOCABULARY = 256
@@ -28,15 +29,17 @@ _ANY_VOCABULARY = 256
 def require_divisible(
     config: TrainConfig, num_ranks: int, values: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse options that do not fit the numbers of the model, as far as its files are here.
+    """Refuse options that do not fit the numbers of the model.
+
+    Numbers that are not known here are not checked.
 
     Args:
-        values: the model's config.json, where it is known.
+        values: the model's config.json; ``None``: it is read if the model's directory is here.
 
     Raises:
-        ConfigError: there are fewer blocks than asked for, or other ones than ``--pp-split`` says;
-            or the ranks do not divide the heads or the experts.
-        ModelError: the experts of a model without any are to be divided.
+        ConfigError: the model has fewer blocks than requested, ``--pp-split`` does not divide
+            them, or the number of ranks does not divide the heads or the experts.
+        ModelError: experts are to be divided, but the model has none.
     """
     values = _values_here(config) if values is None else values
     blocks = _number(values, "num_hidden_layers")
@@ -68,7 +71,7 @@ def _require_heads(values: Mapping[str, Any], ranks: int) -> None:
 def _require_experts(values: Mapping[str, Any], ranks: int) -> None:
     counts = [count for name in _EXPERTS if (count := _number(values, name))]
     if not counts and any("expert" in name for name, value in values.items() if value):
-        return  # told by another name, which ranks understand
+        return  # the number has another key, which ranks understand
     if not counts:
         raise ModelError(
             "no block of this model has experts",
@@ -86,7 +89,7 @@ def _require_experts(values: Mapping[str, Any], ranks: int) -> None:
 
 
 def _values_here(config: TrainConfig) -> Mapping[str, Any]:
-    """The config.json of the model, or of the shape of a new one; empty if it is not here."""
+    """Return the config.json of the model, or of a new model's shape; {} if it is not here."""
     new = pretraining(config)
     if new is not None:
         numbers = {"vocabulary": _ANY_VOCABULARY, **new.numbers()}
@@ -99,16 +102,19 @@ def _values_here(config: TrainConfig) -> Mapping[str, Any]:
 
 
 def _number(values: Mapping[str, Any], name: str) -> int | None:
-    """A number of a config.json; ``None``, if it is not told."""
+    """Return a number of a config.json; ``None`` if it is missing."""
     found = values.get(name)
     return found if isinstance(found, int) else None
 
 
 def resolve_layers(available: int, config: TrainConfig) -> int:
-    """Return the number of blocks to train of so many, counted from the last; -1 for all.
+    """Return the number of blocks to train, counted from the last; -1 for all.
+
+    Args:
+        available: number of blocks of the model.
 
     Raises:
-        ConfigError: more than there are.
+        ConfigError: more blocks are requested than the model has.
     """
     if config.num_layers is None:
         return -1 if config.fine_tune_type == "full" else min(_ADAPTER_LAYERS, available)
@@ -123,10 +129,10 @@ def resolve_layers(available: int, config: TrainConfig) -> int:
 
 
 def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
-    """Return the blocks of each stage from ``--pp-split``; empty if they have to be found.
+    """Return the number of blocks of each stage from ``--pp-split``; empty for "auto".
 
     Raises:
-        ConfigError: they do not divide the model.
+        ConfigError: the numbers do not divide the model.
     """
     if config.pp_split == "auto":
         return []
@@ -138,7 +144,10 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
 
 
 def stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_ranks: int) -> int:
-    """Return the stages of each rank, given how many stages ``--pp-split`` names (0: none).
+    """Return the number of stages of each rank.
+
+    Args:
+        num_given: number of stages in ``--pp-split``; 0: not given.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.
@@ -156,10 +165,10 @@ def stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_ra
 
 
 def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
-    """Refuse numbers of blocks that are not one for each stage, or do not make up the model.
+    """Require one number of blocks for each stage, with the model's blocks as their sum.
 
     Raises:
-        ConfigError: they are, or do, not.
+        ConfigError: the numbers are not so.
     """
     told = ",".join(map(str, split))
     if len(split) != num_stages or min(split) < 1 or sum(split) != num_blocks:

@@ -1,4 +1,4 @@
-"""Dropout by sample: the same values are dropped on any number of ranks, for any division of
+"""Dropout by sample: the same features are dropped on any number of ranks, for any division of
 batches.
 
 A place of the batch has the name (seed, batch number, example number, position in its window). The
@@ -36,9 +36,7 @@ _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DropoutKeys:
-    """The keys of the micro-batch that is being computed; all dropout layers of a model hold the
-    same object.
-    """
+    """Random keys of the present micro-batch; all dropout layers of a model share one object."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -46,11 +44,11 @@ class DropoutKeys:
         self._routed: mx.array | None = None
 
     def of(self, examples: NDArray[Any], width: int, iteration: int) -> mx.array:
-        """:meth:`values` as MLX's array."""
+        """Return :meth:`values` as an MLX array."""
         return mx.array(self.values(examples, width, iteration))
 
     def values(self, examples: NDArray[Any], width: int, iteration: int) -> NDArray[np.uint32]:
-        """(B, width, 2): the key of each place of a micro-batch.
+        """Return the key of each place of a micro-batch: (B, width, 2).
 
         Args:
             examples: (B,) number of the window in each row.
@@ -64,9 +62,7 @@ class DropoutKeys:
 
     @contextmanager
     def using(self, keys: mx.array) -> Generator[None]:
-        """Let the layers draw from ``keys`` inside of the block, in its forward and its backward
-        pass.
-        """
+        """Let the layers draw from ``keys`` in a ``with`` block, in forward and backward pass."""
         before, self._keys = self._keys, keys
         try:
             yield
@@ -75,10 +71,10 @@ class DropoutKeys:
 
     @contextmanager
     def routed(self, indices: mx.array) -> Generator[None]:
-        """Let layers inside the block also take (N,) rows sorted by expert; see :func:`_routing`.
+        """Let layers in a ``with`` block also take rows sorted by expert; see :func:`_routing`.
 
         Args:
-            indices: (..., E) the experts of each place.
+            indices: (..., E) the chosen experts of each place.
         """
         order = mx.argsort(indices.flatten())
         self._routed = self.present.reshape(-1, 2)[order // indices.shape[-1]]
@@ -89,10 +85,11 @@ class DropoutKeys:
 
     @contextmanager
     def at_places(self, places: mx.array, among: mx.array | None = None) -> Generator[None]:
-        """Let layers inside the block take (N, ...) rows of these places.
+        """Let layers in a ``with`` block take (N, ...) rows that belong to these places.
 
         Args:
-            among: (M, 2) keys of the places that are meant; default: those of the batch.
+            places: (N,) numbers of places among ``among``.
+            among: (M, 2) keys of places; default: those of the batch.
         """
         before = self._keys
         self._keys = (self.present if among is None else among).reshape(-1, 2)[places][:, None]
@@ -102,8 +99,8 @@ class DropoutKeys:
             self._keys = before
 
     def for_input(self, x: mx.array, layer: str) -> tuple[mx.array, tuple[int, ...]]:
-        """Keys (N, 2) of the places of ``x``, and the shape in which a mask (N, features) fits on
-        it.
+        """Return the keys (N, 2) of the places of ``x``, and the shape that broadcasts a mask
+        (N, features) over ``x``.
 
         Raises:
             ConfigError: the axes of ``x`` are not those of the batch.
@@ -129,17 +126,17 @@ class DropoutKeys:
 
     @property
     def present(self) -> mx.array:
-        """(B, T, 2) keys of the batch that is being computed."""
+        """Keys of the present micro-batch, (B, T, 2)."""
         assert self._keys is not None, "dropout was asked for outside of a training step"
         return self._keys
 
 
 class SampleDropout(nn.Module):
-    """Stand-in for :class:`mlx.nn.Dropout` with the same probability; see the module's text.
+    """Replacement of :class:`mlx.nn.Dropout` with the same probability; see the module's text.
 
-    The last axes of its input, after those of the batch, are features, each dropped on its own.
+    The input's axes after those of the batch are features; each feature is dropped independently.
     Copies of a place, one for each expert, lose the same features. A layer that a model calls twice
-    in a pass drops the same both times.
+    in a pass drops the same features both times.
     """
 
     def __init__(self, p: float, name: str, keys: DropoutKeys) -> None:
@@ -158,9 +155,7 @@ class SampleDropout(nn.Module):
         return self._keys
 
     def draw_part(self, part: int, count: int) -> None:
-        """Drop as the ``part``-th of so many equal parts of the features, where ranks have divided
-        these.
-        """
+        """Drop as part ``part`` of ``count`` equal parts of features that ranks have divided."""
         self._part = part, count
 
     def _extra_repr(self) -> str:
@@ -179,7 +174,7 @@ class SampleDropout(nn.Module):
         return (kept * x) * (_LEVELS / self._kept)
 
     def _mask(self, keys: mx.array, features: int) -> mx.array:
-        """(N, features) bool: which to keep, for (N, 2) keys of the places."""
+        """Return the mask of kept features, (N, features) bool, for (N, 2) keys of the places."""
         pairs = -(-features // 4)
         # "Splitting" a key is MLX's way to its generator's raw bits: (pairs, 2) words, each good
         # for two features.
@@ -189,7 +184,7 @@ class SampleDropout(nn.Module):
 
 
 def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
-    """Replace every :class:`mlx.nn.Dropout` that drops anything, after adapters are made.
+    """Replace every :class:`mlx.nn.Dropout` that drops features; call it after adapters are made.
 
     Returns:
         The keys that a training step sets for each micro-batch; ``None`` if nothing is ever
@@ -202,8 +197,8 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
         return None
     for name, p in found:
         new = SampleDropout(p, name, keys)
-        # Adapters begin in training mode even where the model is not, and what probes it would meet
-        # dropout.
+        # New modules begin in training mode, even in a model in evaluation mode; probes of the
+        # model must not meet dropout.
         new.train(model.training)
         model.update_modules(unflatten([(name, new)]))
     for _, module in modules:
@@ -230,8 +225,9 @@ def _drops(child: Any) -> bool:
 
 
 def _routing(base: Any, keys: DropoutKeys) -> Any:
-    """A class of experts that tells ``keys`` how it sorts its input: by expert, as mlx_lm's
-    ``_gather_sort`` does.
+    """Return a subclass of an experts class that tells ``keys`` the order of its sorted rows.
+
+    Rows are sorted by expert, as mlx_lm's ``_gather_sort`` does.
     """
 
     def call(self: nn.Module, x: mx.array, indices: mx.array) -> Any:

@@ -1,4 +1,6 @@
-"""Fingerprints of weights: a hash over a model's files by all cores, in the background if wanted."""
+"""Fingerprints of weights: a hash over a model's files, by many cores and, if wanted, in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ Block = tuple[Path, int]
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 over names, sizes and contents of the weight files of the model in the directory
+    """Return a SHA-256 over names, sizes and contents of the weight files in the directory
     ``path``.
 
-    Contents are hashed in blocks of :data:`BLOCK_BYTES`, side by side: one hash over a file of 15
-    GB takes 8 seconds and more. The list beside the files has the hashes of those that are not
-    there.
+    Contents are hashed in blocks of :data:`BLOCK_BYTES`, in parallel: one hash over a file of 15 GB
+    takes 8 seconds and more. If files are missing because this computer has only some stages, the
+    list beside the files has their hashes.
 
     Raises:
         ModelError: a file cannot be read.
@@ -39,8 +41,11 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprints(path: Path) -> dict[str, str]:
-    """Return a hash for each weight file: SHA-256 of its content, or of its size and blocks if it
-    has several.
+    """Return a hash for each weight file: the SHA-256 of its content; with several blocks, that of
+    its size and the blocks' hashes.
+
+    Raises:
+        ModelError: a file cannot be read.
     """
     return {
         name: blocks[0]
@@ -51,7 +56,7 @@ def fingerprints(path: Path) -> dict[str, str]:
 
 
 def _contents(path: Path) -> dict[str, tuple[int, list[str]]]:
-    """Size and hashes of each file of the model."""
+    """Return the size and the hashes of the blocks of each file of the model."""
     files = present(path)
     try:
         sizes = {file: file.stat().st_size for file in files}
@@ -67,7 +72,11 @@ def _contents(path: Path) -> dict[str, tuple[int, list[str]]]:
 
 
 def blocks_of(files: Sequence[Path]) -> dict[Path, list[str]]:
-    """SHA-256 of each block of these files; OSError if one cannot be read."""
+    """Return the SHA-256 of each block of these files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     blocks = [
         (file, start)
         for file in files
@@ -81,7 +90,7 @@ def blocks_of(files: Sequence[Path]) -> dict[Path, list[str]]:
 
 
 def earlier_fingerprint(path: Path) -> str:
-    """Return the fingerprint of versions that hashed whole files: their checkpoints name it."""
+    """Return the fingerprint that earlier versions computed; their checkpoints record it."""
     digest = hashlib.sha256()
     for file in present(path):
         with file.open("rb") as stream:
@@ -91,7 +100,7 @@ def earlier_fingerprint(path: Path) -> str:
 
 
 def begin_fingerprint(path: Path) -> Future[str]:
-    """:func:`fingerprint` of ``path`` in a thread that does not keep the process alive."""
+    """Compute :func:`fingerprint` of ``path`` in a thread that does not keep the process alive."""
     future: Future[str] = Future()
 
     def work() -> None:
@@ -105,7 +114,7 @@ def begin_fingerprint(path: Path) -> Future[str]:
 
 
 def _digest(block: Block) -> str:
-    """SHA-256 over a block of a file."""
+    """Return the SHA-256 of a block of a file."""
     file, start = block
     digest, piece, left = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES)), BLOCK_BYTES
     with file.open("rb", buffering=0) as stream:

@@ -1,5 +1,5 @@
-"""A model to train from scratch: its shape and tokenizer in place of files, and its directory after
-training.
+"""New models for training from scratch, made from a shape and a tokenizer, and their directories
+after training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, row
 from allhands.model.tokenizer import with_stop
 from allhands.runtime.accelerator import Accelerator
 
-MARK = "allhands.json"  # in it, so that nobody else's directory is taken for it
+MARK = "allhands.json"  # file in the directory of a model that allhands has trained
 _ROW = 1024  # tokens
 
 
@@ -40,22 +40,23 @@ class FreshModel(LoadedModel):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the facts that determine its first weights."""
+        """SHA-256 over the facts that determine the model's first weights."""
         return hashlib.sha256(
             json.dumps([self.config, self.seed], sort_keys=True).encode()
         ).hexdigest()
 
     def is_recorded(self, recorded: str) -> bool:
-        """Return true if ``recorded`` is :attr:`fingerprint`."""
+        """Return True if ``recorded`` is :attr:`fingerprint`."""
         return recorded == self.fingerprint
 
 
 def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig:
-    """``config`` with the length of its rows, if it was not given: the shape's block size, at most
-    :data:`_ROW`.
+    """Return ``config`` with a length of rows, if none was given.
+
+    It is ``--block-size``, or else the shape's block size, at most :data:`_ROW`.
 
     Raises:
-        ConfigError: as :func:`shape_of`.
+        ConfigError: the vocabulary is too small for the tokenizer, or the shape is invalid.
     """
     if "max_seq_length" in config.model_fields_set:
         return config
@@ -69,7 +70,8 @@ def new_model(
     """Return the model of ``config``, with first weights that follow from its seed.
 
     Raises:
-        ConfigError: numbers that do not match, or a vocabulary without the tokenizer's.
+        ConfigError: the shape's numbers do not match, the vocabulary is too small for the
+            tokenizer, or the dtype does not suit the device.
     """
     shape = shape_of(config, tokenizer)
     dtype = config.dtype
@@ -88,7 +90,7 @@ def new_model(
     )
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
-    # Balanced routers belong to the model: a check of the gradient compares with them.
+    # Balanced routers belong to the model: the gradient check must compare with them.
     context = PassContext(accelerator, "train", router_aux_loss=config.router_aux_loss)
     apply_passes(model, context, "made")
     return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, seed=config.seed)
@@ -99,7 +101,8 @@ def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
     rows.
 
     Raises:
-        ConfigError: numbers that do not match, or a vocabulary without the tokenizer's.
+        ConfigError: the shape's numbers do not match, the vocabulary is too small for the
+            tokenizer, or rows are longer than the block size.
     """
     shape = _named_shape(config, tokenizer)
     if config.max_seq_length > shape.block_size:
@@ -155,14 +158,13 @@ class ModelFiles:
         return cls(config, loaded.path, mark, template)
 
     def write(self, target: Path, weights: Sequence[Sequence[Tensor]]) -> None:
-        """Make ``target`` the model with these weights, in place of what it was: whole at any
-        instant.
+        """Write the model with these weights to ``target``, which is replaced as a whole.
 
         Args:
-            weights: by the file that they come into; with an index, if these are several.
+            weights: tensors of each file of weights; several files get an index.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: ``target`` cannot be written.
         """
         with staging(target, private=True) as staged:
             for name, content in (("config.json", self.config), (MARK, self.mark)):
@@ -176,7 +178,7 @@ class ModelFiles:
 
 
 def _write_weights(directory: Path, weights: Sequence[Sequence[Tensor]]) -> None:
-    """One ``model.safetensors``, or numbered parts of it and their index, as Hugging Face has them."""
+    """Write one ``model.safetensors``, or numbered parts and their index, as Hugging Face does."""
     places: dict[str, str] = {}
     size = 0
     for number, tensors in enumerate(weights, start=1):

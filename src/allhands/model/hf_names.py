@@ -2,8 +2,8 @@
 when it loads them.
 
 ``sanitize`` of each architecture in ``mlx_lm.models`` changes weights on loading; the table here
-has the way back. An architecture that is not in it has not been compared with transformers, and
-nothing is written for it.
+has the reverse changes. An architecture that is not in the table has not been compared with
+transformers, and nothing is written for it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Architecture:
         renames: patterns and replacements, one after the other, from mlx_lm's names to those of
             checkpoints; a replacement with ``{}`` makes one weight for each expert of a stack.
         transposed: matrices that transformers keeps as (in, out).
-        kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) there.
+        kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) in
+            transformers.
         others: changes that no pattern can express: weights that are joined or have another shape.
-        former_names: names that modules had in another version of transformers, and mlx_lm's.
+        former_names: pairs of a module's name in another version of transformers, and in mlx_lm.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
-        adapted_experts: True if PEFT reads adapters of its experts.
-        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt correctly, and the
-            reason.
+        adapted_experts: True if PEFT reads adapters of the experts.
+        unadapted: pattern of modules in mlx_lm that PEFT does not adapt correctly, and the reason.
         whole: True if all weights are known, not only the names of modules.
     """
 
@@ -49,11 +49,11 @@ class Architecture:
     whole: bool = True
 
     def checkpoint_name(self, name: str) -> str:
-        """Return the name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
+        """Return a weight's name in a checkpoint, with ``{}`` for the number of an expert."""
         return _renamed(name, self.renames)
 
     def checkpoint(self, weights: Weights, config: Json) -> Weights:
-        """Weights under the names and in the layouts of transformers; ``weights`` is emptied."""
+        """Return the weights with names and layouts of transformers; ``weights`` is emptied."""
         if self.others is not None:
             weights = self.others(weights, config)
         found: Weights = {}
@@ -74,8 +74,8 @@ class Architecture:
         return value
 
     def module_name(self, module: str) -> str | None:
-        """Return the module in transformers for one of mlx_lm's, ``{}`` for an expert's number;
-        ``None`` if it has none.
+        """Return the name in transformers of a module in mlx_lm, with ``{}`` for an expert's
+        number; ``None`` without one.
         """
         if self.others is not None and re.search(_JOINED, module):
             return None
@@ -83,7 +83,7 @@ class Architecture:
         return theirs.removesuffix(".weight")
 
     def is_transposed(self, module: str) -> bool:
-        """Return true if transformers keeps the module's matrix as (in, out)."""
+        """Return True if transformers keeps the module's matrix as (in, out)."""
         return (
             self.transposed is not None
             and re.search(self.transposed, f"{module}.weight") is not None
@@ -101,7 +101,7 @@ _JOINED = r"\.(embed_q|unembed_out)$|\.block_sparse_moe\.switch_mlp\."
 
 
 def _join_keys_and_values(weights: Weights, config: Json) -> Weights:
-    """``kv_b_proj`` of latent attention, which mlx_lm keeps as two matrices for each head."""
+    """Make ``kv_b_proj`` of latent attention from mlx_lm's two matrices for each head."""
     for name in [name for name in weights if name.endswith(".embed_q.weight")]:
         before = name.removesuffix("embed_q.weight")
         keys, values = (
@@ -135,12 +135,12 @@ _MIXTRAL: Renames = tuple(
     )
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
-# With transformers 5 PEFT takes every layer of these names for the experts, which it joins.
+# With transformers 5 PEFT takes each layer of these names for experts, and joins them.
 _TAKEN_FOR_EXPERTS = (r"\.(gate|up|down)_proj$", "PEFT takes layers of this name for experts")
 _MIXTURE = Architecture(_STACKED, adapted_experts=True, unadapted=_TAKEN_FOR_EXPERTS)
 _ROUTER = "transformers 5 has no linear layer there that PEFT could adapt"
 
-# Names and layouts of these are the same in mlx_lm and in transformers.
+# Architectures with the same names and layouts in mlx_lm and in transformers.
 _SAME = """
     cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 granite helium hunyuan_v1_dense llama
     ministral3 mistral nemotron olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
@@ -245,7 +245,7 @@ def known_architectures() -> str:
 
 
 def other_way(architecture: Architecture | None) -> str:
-    """Return advice that holds for every model of this architecture where another way is closed."""
+    """Return advice on another form of export that is possible for this architecture."""
     if architecture is not None and architecture.whole:
         return "allhands export --to hf writes a model with its adapter merged, as transformers loads it"
     return "allhands fuse writes a model with its adapter merged, for mlx_lm and allhands"

@@ -1,7 +1,7 @@
-"""Load a model into memory, or write it anew in another precision (``model get``).
+"""Loading of a model into memory, and writing in another precision (``model get``).
 
 mlx_lm reads and quantises. This module reports every fault of a model in one sentence, refuses
-options that cannot take effect, and keeps a written directory whole or absent.
+options that cannot take effect, and writes a directory whole or not at all.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class LoadedModel:
     path: Path
 
     hashing: Future[str] | None = (
-        None  # the fingerprint, where it was begun while the weights were read
+        None  # the fingerprint, if its computation began while the weights were read
     )
     notes: tuple[str, ...] = ()  # notes for users of the model
 
     @cached_property
     def fingerprint(self) -> str:
-        """The hash of the weight files, see :func:`fingerprint`; read once, when first asked for."""
+        """The hash of the weight files, see :func:`fingerprint`; computed once, when first used."""
         return self.hashing.result() if self.hashing is not None else fingerprint(self.path)
 
     @property
@@ -87,7 +87,7 @@ class LoadedModel:
         return rows_of_embedding(self.model)
 
     def is_recorded(self, recorded: str) -> bool:
-        """Return true if ``recorded`` is this model's fingerprint, by this version or an earlier
+        """Return True if ``recorded`` is the model's fingerprint, of this version or an earlier
         one.
         """
         return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
@@ -120,15 +120,16 @@ def load_model(
     Args:
         path_or_repo: ``demo``, a directory or a Hub repository id.
         trust_remote_code: let the model run the Python files that it carries.
-        dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
-        tokenizer: the model's, if it has been loaded already.
+        dtype: type to which the floating-point parameters are cast (one of DTYPES); None keeps them
+            as stored.
+        tokenizer: the model's tokenizer, if it has been loaded already.
         hashed: compute the fingerprint in the background, because it will be needed soon.
         lazy: read parameters only when they are needed. Missing files are then no error, as long as
             the list of :mod:`allhands.model.weight_files` has them.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
-        ConfigError: no such dtype.
+        ConfigError: the dtype is unknown.
     """
     check_dtype(dtype)
     path = resolve(path_or_repo)
@@ -146,8 +147,8 @@ def load_model(
 def read_weights(model: nn.Module) -> None:
     """Evaluate the parameters of a lazily read model, one module after the other.
 
-    The source of other arrays, such as the dense weights of DoRA's magnitudes, then is in memory
-    once at a time.
+    So sources of other arrays, such as the dense weights for DoRA's magnitudes, are in memory for
+    one module at a time.
     """
     for module in model.modules():
         mx.eval([value for value in module.values() if isinstance(value, mx.array)])
@@ -157,10 +158,14 @@ def read_weights(model: nn.Module) -> None:
 def build(
     path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False
 ) -> tuple[nn.Module, Json]:
-    """Return the model of a directory and its config; parameters are not read yet, or may be where
-    all are ``wanted``.
+    """Return the model of a directory and its config.
 
-    ``partly``: files may be missing that the list of the model's files has.
+    Args:
+        wanted: all parameters will be needed, so threads may read them now; else they are lazy.
+        partly: files in the list of the model's files may be missing.
+
+    Raises:
+        ModelError: the model is incomplete, torn or cannot be built.
     """
     read_config(path)
     files = _check_weights(path, partly=partly)
@@ -190,7 +195,11 @@ def build(
 
 
 def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
-    """The files of weights: each that there should be is there, and as long as its header says."""
+    """Return the files of weights; all must be there and as long as their headers say.
+
+    Raises:
+        ModelError: a file is missing, torn or cannot be read.
+    """
     files = present(path)
     listed = set(absent(path))
     missing = (
@@ -230,8 +239,9 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
-    """Check the largest token id of some text: for ids beyond its table an embedding silently
-    returns garbage.
+    """Check that the model's embedding has a row for ``token``, the largest token id of the data.
+
+    For ids beyond its table an embedding silently returns garbage.
 
     Raises:
         ModelError: the model has no such token.
@@ -247,11 +257,14 @@ def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
 
 
 def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
-    """Give the floating-point parameters ``dtype`` where the model allows it.
+    """Cast the floating-point parameters to ``dtype`` where the model allows it.
 
-    bfloat16 has 8 bits of precision where scales made for float16 have 11: rounding these shifts
-    all the weights of a group together, and costs a 4-bit model far more than rounding its unpacked
+    bfloat16 has 8 bits of precision, but scales made for float16 have 11: rounding them shifts all
+    weights of a group together, and costs a 4-bit model far more than rounding its unpacked
     weights.
+
+    Raises:
+        ModelError: scales would be rounded to bfloat16, or a value is too large for float16.
     """
     target: mx.Dtype = getattr(mx, dtype)
     finer = any(
@@ -279,7 +292,7 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
 
 
 def overflow(name: str, where: str, hint: str) -> ModelError:
-    """Return the error of a weight that float16 cannot hold; ``hint``: what can."""
+    """Return the error for a weight that float16 cannot hold; ``hint`` names types that can."""
     largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
     return ModelError(
         f"{name} has values that float16 cannot hold: {largest}",
@@ -305,17 +318,17 @@ def check_dtype(dtype: str | None) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The changes to a model: unpack first, then cast, then quantize. Checked when made.
+    """The changes to a model: unpack first, then cast, then quantize.
 
     Attributes:
         quantize_bits: bits of a weight (BITS); a model that is quantized already needs
             ``dequantize`` too.
-        group_size: weights that share a scale (GROUP_SIZES); ``None`` is 64.
+        group_size: number of weights that share a scale (GROUP_SIZES); ``None`` is 64.
         dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
-        dtype: of the floating-point parameters (DTYPES); ``None`` keeps the source's.
+        dtype: type of the floating-point parameters (DTYPES); ``None`` keeps the source's.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value cannot work.
     """
 
     quantize_bits: int | None = None
@@ -361,11 +374,11 @@ def get_model(
     trust_remote_code: bool = False,
     report: Report | None = None,
 ) -> Path:
-    """Write the model ``source`` to the directory ``out``, which is whole or absent at any instant.
+    """Write the model ``source`` to the directory ``out``, whole or not at all; return its path.
 
     Args:
         source: ``demo``, a directory, or a Hub repository id.
-        out: the directory to make. If it already holds exactly this model, nothing happens.
+        out: the directory to make. If it already holds exactly this model, it stays.
         conversion: changes to make; ``None``: none.
         force: replace another model in ``out`` (never a directory that holds something else).
         trust_remote_code: let the model run the Python files that it carries.
@@ -373,7 +386,7 @@ def get_model(
 
     Raises:
         ModelError: the source is missing or broken, or cannot be converted in this way.
-        ConfigError: an option with a value that cannot work, or ``out`` is taken.
+        ConfigError: ``out`` is taken.
         StorageError: ``out`` cannot be written.
     """
     conversion = conversion or Conversion()
@@ -404,8 +417,9 @@ def get_model(
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse a directory with other content as the place of a model (ConfigError); ``force`` is
-    only for the hint.
+    """Refuse a target that overlaps the source or holds other things than a model (ConfigError).
+
+    ``force`` changes only the hint.
     """
     if target == source or target in source.parents or source in target.parents:
         raise ConfigError(
@@ -432,13 +446,13 @@ def check_target(target: Path, source: Path, force: bool) -> None:
 
 
 def holds_files(directory: Path) -> bool:
-    """Return true if ``directory`` holds anything."""
+    """Return True if ``directory`` exists and is not empty."""
     return directory.is_dir() and any(directory.iterdir())
 
 
 def copy_files(source: Path, target: Path, *, weights: bool) -> None:
-    """Copy the files of the model; without ``weights``, only those that a conversion does not
-    change.
+    """Copy the files of a model; without ``weights``, only those that a conversion does not
+    rewrite.
     """
     for file in {file for pattern in _KEPT_PATTERNS for file in source.glob(pattern)}:
         rewritten = file.suffix == ".safetensors" or file.name in _REWRITTEN
@@ -447,7 +461,7 @@ def copy_files(source: Path, target: Path, *, weights: bool) -> None:
 
 
 def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say: Report) -> Json:
-    """Change ``model`` in place, lazily; the config that goes with it."""
+    """Change ``model`` in place, lazily; return its new config."""
     config = dict(config)
     dtype = wanted.dtype
     if wanted.dequantize:
@@ -463,8 +477,11 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
 
 
 def unpack(model: nn.Module, path: Path) -> str:
-    """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most
-    part.
+    """Dequantize ``model`` in float32; return the name of the dtype that most of its floating-point
+    parameters had.
+
+    Raises:
+        ModelError: the model is not quantized.
     """
     floating = [
         (name, value)
@@ -485,7 +502,11 @@ def unpack(model: nn.Module, path: Path) -> str:
 
 
 def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, say: Report) -> Json:
-    """Quantize layers that the group size divides, and report the others; return the new config."""
+    """Quantize the layers that the group size divides, report the others, and return the config.
+
+    Raises:
+        ModelError: the model is quantized already, or no layer can be quantized.
+    """
     if _is_quantized(model):
         hint = "add --dequantize to unpack it first, or leave --quantize out"
         raise ModelError(
@@ -516,8 +537,10 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def save_weights(model: nn.Module, config: Json, out: Path) -> None:
-    """Write weights, their index and ``config.json``; ``model`` is empty afterwards. StorageError
-    if it cannot be.
+    """Write the weights, their index and ``config.json``; ``model`` is empty afterwards.
+
+    Raises:
+        StorageError: the weights cannot be written.
     """
     keep_vision = "vision_tower" in getattr(model, "model", {})
     try:

@@ -1,7 +1,6 @@
-"""Context managers for a pass of mlx_lm's own model: with fewer blocks, without dropout,
-uncompiled.
+"""Context managers that change a model for one pass: fewer blocks, no dropout, no compilation.
 
-Each of them leaves the model unchanged.
+Each of them restores the model at its end.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from allhands.model.dropout import SampleDropout
 
 @contextmanager
 def one_pass(model: nn.Module, blocks: int) -> Generator[None]:
-    """A pass of training through the last ``blocks`` blocks, with adapters that have an effect,
-    without dropout.
+    """Prepare a training pass through the last ``blocks`` blocks, without dropout, with adapters
+    that have an effect.
 
-    Trained arrays have their values again afterwards: differentiation leaves placeholders in the
+    Trained arrays get their values back afterwards: differentiation leaves placeholders in the
     model.
     """
     with last_blocks(model, blocks), _without_dropout(model), _with_adapters(model), _uncompiled():
@@ -41,7 +40,7 @@ def one_pass(model: nn.Module, blocks: int) -> Generator[None]:
 
 @contextmanager
 def last_blocks(model: Any, count: int) -> Generator[None]:
-    """Let ``model`` consist of its last ``count`` blocks."""
+    """Let ``model`` use only its last ``count`` blocks."""
     blocks = getattr(model, "layers", None)
     fewer = isinstance(blocks, list) and count < len(cast("list[Any]", blocks))
     owner = _owner_of(model, blocks) if fewer else None
@@ -57,7 +56,7 @@ def last_blocks(model: Any, count: int) -> Generator[None]:
 
 
 def _owner_of(model: nn.Module, blocks: Any) -> tuple[nn.Module, str] | None:
-    """The module that holds the list of blocks, and by which name."""
+    """Return the module that holds the list of blocks, and the list's name in it."""
     for module in model.modules():
         for name, value in module.items():
             if value is blocks:
@@ -67,7 +66,7 @@ def _owner_of(model: nn.Module, blocks: Any) -> tuple[nn.Module, str] | None:
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Generator[None]:
-    """Training mode, as in a step, but for dropout."""
+    """Set training mode, as in a step, except for dropout."""
     found = [module for module in model.modules() if isinstance(module, nn.Dropout | SampleDropout)]
     before = {id(module): module.training for module in model.modules()}
     model.train()
@@ -82,7 +81,7 @@ def _without_dropout(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _with_adapters(model: nn.Module) -> Generator[None]:
-    """Second factors of adapters that are not zero, as they are once training has begun."""
+    """Make the second factors of adapters non-zero, as they are once training has begun."""
     found = [module for module in model.modules() if "lora_b" in module]
     before = [module["lora_b"] for module in found]
 
@@ -102,7 +101,7 @@ def _with_adapters(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Generator[None]:
-    """Compute in float32, and quantised layers by their dense weights, because other ways are slow
+    """Compute in float32; quantised layers multiply their dense weights, since packed ones are slow
     on a CPU.
     """
     before = flatten(model.parameters())
@@ -143,9 +142,7 @@ _DENSE: dict[type, type] = {
 
 @contextmanager
 def _uncompiled() -> Generator[None]:
-    """Compute what models compile by operations that are there already: each kernel made for it
-    takes seconds.
-    """
+    """Switch off MLX's compilation: each kernel that it would make takes seconds to build."""
     if "MLX_DISABLE_COMPILE" in os.environ:
         yield
         return
@@ -158,8 +155,9 @@ def _uncompiled() -> Generator[None]:
 
 @contextmanager
 def last_places(model: Any, length: int, count: int) -> Generator[None]:
-    """Let the body of ``model`` give the last ``count`` of ``length`` hidden states, from which it
-    makes logits.
+    """Let ``model`` compute logits only for the last ``count`` of ``length`` places.
+
+    The body then returns the hidden states of these places only.
     """
     outer = getattr(model, "language_model", model)
     body: Any = next(

@@ -1,5 +1,5 @@
-"""Passes that prepare a model of mlx_lm for training, evaluation or generation: one list, in one
-order.
+"""Model passes: an ordered list of substitutions that prepare a model of mlx_lm for training,
+evaluation or generation.
 
 A pass replaces the form of single modules, by :mod:`allhands.kernels.instances`. It changes known
 types only, instance by instance; names and values of parameters stay. :data:`PASSES` has the order
@@ -34,9 +34,10 @@ Stage = Literal["made", "adapted", "agreed"]
 
 @dataclass(frozen=True)
 class PassContext:
-    """The facts by which passes apply, beside the model and its trainable parameters.
+    """Facts that decide which passes apply, beside the model and its trainable parameters.
 
     Attributes:
+        accelerator: the device.
         purpose: "train" and "evaluate" compute many tokens at a time, with adapters beside the
             weights; "generate" computes one at a time.
         at_once: True if operations compute at once, on a CPU, instead of making a graph.
@@ -87,14 +88,14 @@ class Pass:
 
     Attributes:
         name: name for people, in ``-v``.
-        why_not: returns the reason why it does not apply here; ``None`` if it does.
+        why_not: returns the reason why the pass does not apply here; ``None`` if it applies.
         apply: changes the model and returns the number of changed modules; ConfigError if this
             model does not support a requested option.
-        explain: its effect and reason; ``{}`` is the number of modules. Or a function that returns
-            this text.
-        stage: time of its application: "made" comes before all else, so that its additions belong
-            to the model; "adapted" after the choice of trained weights; "agreed" after all ranks
-            select the same kernels.
+        explain: text of the effect and the reason, in which ``{}`` is the number of modules; or a
+            function that returns this text.
+        stage: time at which the pass is applied: "made" is first, so that additions belong to the
+            model; "adapted" is after the choice of trained weights; "agreed" is after all ranks
+            have selected the same kernels.
     """
 
     name: str
@@ -109,8 +110,9 @@ class Applied:
     """The outcome of a pass.
 
     Attributes:
+        name: the pass's name.
         changed: number of changed modules; 0 if the pass does not apply.
-        words: its effect and reason, or the reason why it does not apply.
+        words: the pass's effect and reason, or the reason why it does not apply.
     """
 
     name: str
@@ -198,7 +200,7 @@ def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
     )
 
 
-# The order, with the reason for each place.
+# The passes in their order, with the reason for each place.
 PASSES = (
     # Changes the loss, so it comes before mlx_lm's own gradient is computed for comparison.
     Pass(
@@ -208,7 +210,7 @@ PASSES = (
         "{} routers learn to keep their experts equally busy (--router-aux-loss)",
         "made",
     ),
-    # It looks for exact types of mlx and mlx_lm, so it comes before passes that make subclasses of
+    # Looks for exact types of mlx and mlx_lm, so it comes before passes that make subclasses of
     # them.
     Pass(
         "ordered embeddings",
@@ -222,8 +224,8 @@ PASSES = (
         lambda model, _: make_deterministic(model),
         "{} trained embeddings add their rows' gradients in order, so that equal runs have equal results",
     ),
-    # Likewise; and a layer that drops something is left alone by the passes below, which look for
-    # that.
+    # Looks for exact types, too. The passes below recognise layers with dropout and leave them
+    # alone, so they come later.
     Pass(
         "dropout by sample",
         lambda c: None if c.in_passes else "nothing is trained",

@@ -1,14 +1,14 @@
-"""Adapters as Hugging Face PEFT keeps them, made of mlx_lm's, and the reverse.
+"""Conversion of mlx_lm's adapters to the format of Hugging Face PEFT.
 
 Both are LoRA (and DoRA): an update ``scale * B A`` beside a linear layer, where PEFT stores A as
 (rank, in) and B as (out, rank), mlx_lm both transposed, and PEFT says ``lora_alpha / r`` for the
 scale. Formats: ``LoraConfig`` and ``get_peft_model_state_dict`` of
 https://github.com/huggingface/peft, ``mlx_lm.tuner.utils.load_adapters``.
 
-Three things differ. Modules have the names that transformers gives them. Experts are stacked in
-mlx_lm and one module each for PEFT, which joins them again where transformers has them joined. And
-where the output layer is the embedding, an adapter of the embedding in MLX reaches both, in PEFT
-only with ``ensure_weight_tying``.
+Three things differ. In PEFT, modules have their names in transformers. Experts are stacked in
+mlx_lm, but single modules in PEFT, which joins them again where transformers has them joined. If
+the output layer is the embedding, an adapter of the embedding changes both in MLX, but in PEFT only
+with ``ensure_weight_tying``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 
 @dataclass(frozen=True)
 class Adapter:
-    """Tensors by name, and what describes them."""
+    """Tensors of an adapter by name, and the content of its configuration file."""
 
     weights: dict[str, mx.array]
     config: dict[str, Any]
@@ -41,7 +41,7 @@ class Adapter:
 def require_adapter(
     config: Mapping[str, Any], base: PeftBase | None = None, where: str | None = None
 ) -> None:
-    """Refuse what mlx_lm's ``adapter_config.json`` does not call LoRA or DoRA (ModelError)."""
+    """Refuse an adapter that is not LoRA or DoRA by its ``adapter_config.json`` (ModelError)."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise ModelError(
@@ -53,11 +53,11 @@ def require_adapter(
 
 
 def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
-    """Return an adapter of mlx_lm's as PEFT reads it.
+    """Convert an adapter of mlx_lm to PEFT's format.
 
     Raises:
-        ModelError: it is no LoRA or DoRA adapter, does not belong to ``base``, or adapts what PEFT
-            cannot.
+        ModelError: it is not a LoRA or DoRA adapter, does not belong to ``base``, or adapts modules
+            that PEFT cannot adapt.
     """
     kind = adapter.config.get("fine_tune_type", "lora")
     require_adapter(adapter.config, base)
@@ -98,7 +98,7 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
         "use_rslora": False,
         "rank_pattern": {},
         "alpha_pattern": {},
-        # Only where it is needed: versions before 0.18 do not know it.
+        # Written only if needed: PEFT versions before 0.18 do not know this key.
         **({"ensure_weight_tying": True} if tied else {}),
         **_targets(adapted, base),
     }
@@ -106,7 +106,7 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
 
 
 def _of_module(module: str, parts: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
-    """PEFT's tensors for one module of mlx_lm's."""
+    """Return PEFT's tensors for one module of mlx_lm."""
     names = base.names(module)
     if module in base.experts:
         return {
@@ -135,7 +135,7 @@ def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
     }
     if (
         base.architecture is not None and not base.architecture.whole
-    ):  # of other parts the names are not known here
+    ):  # short names may also match modules in parts that are not known here
         return in_full
     short = sorted({name.rpartition(".")[2] for name in adapted})
     named = {name for name in base.modules_of_transformers if name.rpartition(".")[2] in short}
@@ -148,8 +148,8 @@ def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
 
 
 def _layers_of(adapted: Collection[str], named: Collection[str]) -> tuple[list[int], str] | None:
-    """The layers, and the name of their list, of which all that is ``named`` is ``adapted``;
-    ``None`` if not all is.
+    """Return the layers in which exactly the ``adapted`` modules are ``named``, and the name of
+    their list; ``None`` if there are no such layers.
     """
     places = {name: match for name in named if (match := LAYER.match(name)) is not None}
     layers = {int(places[name]["number"]) for name in adapted if name in places}

@@ -1,5 +1,5 @@
-"""Model below an adapter in PEFT: names of its modules in transformers, and the modules that PEFT
-can adapt.
+"""The base model of an adapter in PEFT: its modules' names in transformers, and the modules that
+PEFT can adapt.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ from allhands.model.reading import opened
 HEAD = "lm_head"  # the output layer's name in every architecture that shares it with the embedding
 _LINEAR = (nn.Linear, nn.QuantizedLinear)
 _EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
-# Largest difference of a weight to the same in fewer bits, as a part of its size: that of 4 bits,
-# with room to spare.
+# Largest difference between a weight and its quantised form, as a part of its size; 4 bits stay
+# well below it.
 _ROUNDING = 0.25
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 @dataclass(frozen=True)
 class PeftBase:
-    """The model below an adapter.
+    """The model below an adapter. Modules have mlx_lm's names.
 
     Attributes:
-        name: name under which transformers loads it.
-        kind: its ``model_type``.
-        architecture: its names and layouts in transformers; ``None`` if they are not known.
-        shapes: (out, in) of every module that could be adapted, by mlx_lm's names; (rows, dims) of
-            embeddings.
-        embeddings: those of them that are embeddings.
-        experts: the number of experts of those that are stacks of them.
+        name: name under which transformers loads the model.
+        kind: the model's ``model_type``.
+        architecture: names and layouts in transformers; ``None`` if they are not known.
+        shapes: (out, in) of every module that could be adapted; (rows, dims) of embeddings.
+        embeddings: modules that are embeddings.
+        experts: number of experts, by module that is a stack of experts.
         tied: whether the output layer is the embedding.
-        proved: modules whose weights a checkpoint of transformers holds under the very names that
-            mlx_lm has.
+        proved: modules whose weights a checkpoint of transformers holds under the same names.
         tables: weights of embeddings and output layer.
-        can_untie: whether mlx_lm reads this model also with an output layer of its own.
+        can_untie: whether mlx_lm can also read this model with a separate output layer.
     """
 
     name: str
@@ -94,11 +92,10 @@ class PeftBase:
         return other_way(self.architecture)
 
     def names(self, module: str) -> list[str]:
-        """Return the modules of transformers that are this module of mlx_lm's: one, or one for each
-        expert.
+        """Return the names in transformers of a module of mlx_lm: one, or one for each expert.
 
         Raises:
-            ModelError: there is no such module, or none in transformers is the same.
+            ModelError: there is no such module, or transformers has no equal module.
         """
         if module not in self.shapes:
             raise ModelError(
@@ -131,7 +128,7 @@ class PeftBase:
 
     @cached_property
     def modules_of_transformers(self) -> dict[str, str]:
-        """The module of mlx_lm's behind every name of transformers that is known."""
+        """The module of mlx_lm by each known name in transformers; "" for a tied output layer."""
         found = {theirs: ours for ours in self.shapes for theirs in self._names(ours)}
         if self.architecture is not None:
             for former, ours in self.architecture.former_names:
@@ -142,8 +139,9 @@ class PeftBase:
         return found
 
     def holds(self, module: str, value: mx.array) -> bool:
-        """Return true if ``value`` is, up to rounding, the weight of transformers' embedding or
-        output layer.
+        """Return True if ``value`` is, up to rounding, the weight of an embedding or output layer.
+
+        ``module``: the layer's name in transformers.
         """
         ours = self.modules_of_transformers.get(module)
         table = self.tables.get(ours or next(iter(self.embeddings), ""))
@@ -154,11 +152,11 @@ class PeftBase:
         return bool((error <= _ROUNDING * spread).item())
 
     def is_transposed(self, module: str) -> bool:
-        """Return true if transformers keeps the module's matrix as (in, out)."""
+        """Return True if transformers keeps the module's matrix as (in, out)."""
         return self.architecture is not None and self.architecture.is_transposed(module)
 
     def require_adaptable(self, adapted: Mapping[str, Any]) -> None:
-        """Refuse modules that PEFT does not adapt, or not in the same way as mlx_lm (ModelError).
+        """Refuse modules that PEFT does not adapt in the same way as mlx_lm (ModelError).
 
         Args:
             adapted: the parts of the adapter (``lora_a``, ``lora_b``, ``m``) by module.
@@ -198,8 +196,9 @@ def _dense(module: Any) -> mx.array:
 
 
 def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:
-    """Modules whose weight the files in ``path``, if PyTorch wrote them, hold under the same name,
-    bit by bit.
+    """Return the modules whose weight is in the files of ``path`` under the same name, bit by bit.
+
+    Only files that PyTorch wrote are looked at.
     """
     proved: set[str] = set()
     for tensors, metadata in opened(path):

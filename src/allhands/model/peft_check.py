@@ -1,6 +1,6 @@
-"""Check a written PEFT adapter: read it back from its files and compare it with its source.
+"""Check of a written PEFT adapter: it is read back from its files and compared with its source.
 
-:func:`from_peft` has the rules of PEFT's products. This module finds the modules to which PEFT
+:func:`from_peft` computes the factors as PEFT does. This module finds the modules to which PEFT
 gives an adapter, by ``target_modules``, ``layers_to_transform`` and ``layers_pattern``.
 """
 
@@ -23,7 +23,7 @@ def check_peft(written: Adapter, ours: Adapter, base: PeftBase) -> None:
     """Compare ``written``, read from its files, with mlx_lm's adapter ``ours``.
 
     Raises:
-        ModelError: PEFT would adapt other modules, or otherwise.
+        ModelError: the two differ in modules, scale or numbers.
     """
     try:
         back = from_peft(written, base, num_layers=1)
@@ -43,7 +43,7 @@ def check_peft(written: Adapter, ours: Adapter, base: PeftBase) -> None:
 
 
 def _targeted(config: Mapping[str, Any], base: PeftBase) -> set[str]:
-    """The modules that PEFT gives an adapter."""
+    """Return the modules to which PEFT gives an adapter."""
     targets, layers, pattern = (
         config[key] for key in ("target_modules", "layers_to_transform", "layers_pattern")
     )

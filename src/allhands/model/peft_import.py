@@ -1,6 +1,4 @@
-"""Adapters that PEFT has written, as mlx_lm and ``allhands`` read them; the reverse of
-:mod:`allhands.model.peft`.
-"""
+"""Conversion of PEFT's adapters to mlx_lm's format; the reverse of :mod:`allhands.model.peft`."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from allhands.errors import ModelError
 from allhands.model.peft import CONFIG_FILE, LAYER, WEIGHTS_FILE, Adapter
 from allhands.model.peft_base import HEAD, PeftBase
 
-# A, B or the magnitudes of DoRA; between them and "weight" some versions name the adapter.
+# Name of a tensor: A, B or DoRA's magnitudes; some versions put the adapter's name before "weight".
 _TENSOR = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
     r"(?:\.(?!weight$)[^.]+)?(?:\.weight)?$"
@@ -31,10 +29,13 @@ _HOW = "give the directory that peft's save_pretrained wrote"
 
 @dataclass(frozen=True)
 class _Module:
-    """An adapted module: (in, rank), (rank, out), what the update is multiplied by, and DoRA's
-    (out,) magnitudes.
+    """An adapted module.
 
-    The factors of stacked experts have one dimension more in front.
+    Attributes:
+        first: (in, rank) factor; stacked experts have one more axis in front, in both factors.
+        second: (rank, out) factor.
+        scale: number by which the update is multiplied.
+        magnitudes: (out,) magnitudes of DoRA; ``None`` for LoRA.
     """
 
     first: mx.array
@@ -47,8 +48,9 @@ class _Module:
         return int(self.first.shape[-1])
 
     def widened(self, rank: int, scale: float) -> tuple[mx.array, mx.array]:
-        """Return both factors with zeros up to ``rank``; the second one makes up for a difference
-        to ``scale``.
+        """Return both factors, filled with zeros up to ``rank``, for an update with ``scale``.
+
+        A difference between the scales goes into the second factor.
         """
         spare, stacked = rank - self.rank, [(0, 0)] * (self.first.ndim - 2)
         second = self.second if self.scale == scale else self.second * (self.scale / scale)
@@ -68,9 +70,7 @@ class _Module:
             )
 
     def is_transpose_of(self, other: _Module) -> bool:
-        """Return true if this update of an output layer is that of the embedding with the same
-        weights.
-        """
+        """Return True if this update of an output layer equals that of its tied embedding."""
         return (
             self.scale == other.scale
             and self.magnitudes is None
@@ -81,17 +81,17 @@ class _Module:
 
 
 def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
-    """Return an adapter of PEFT's as mlx_lm and ``allhands`` read it.
+    """Convert an adapter of PEFT to the format of mlx_lm and ``allhands``.
 
-    Modules of lower rank are filled up with zeros, and those of another scale have it in their
-    second factor: mlx_lm knows one of each.
+    mlx_lm knows one rank and one scale. So factors of lower rank are filled up with zeros, and
+    another scale is put into the second factor.
 
     Args:
-        base: the model below it.
-        num_layers: blocks of that model.
+        base: the model below the adapter.
+        num_layers: number of blocks of that model.
 
     Raises:
-        ModelError: it holds what mlx_lm's adapters cannot, or what this model has no place for.
+        ModelError: mlx_lm's adapters cannot hold it, it is broken, or it does not fit the model.
     """
     _require_plain(adapter.config, base)
     tensors = _without_base_weights(adapter.weights, base)
@@ -116,8 +116,8 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     settings = adapter.config
     config = {
         "fine_tune_type": "dora" if settings.get("use_dora") else "lora",
-        # At least one, which mlx_lm takes from the end; what stands outside of the blocks is named
-        # in full.
+        # At least one block, counted from the end as in mlx_lm; modules outside the blocks have
+        # their full names among the keys.
         "num_layers": max(num_layers - lowest, 1),
         "lora_parameters": {
             "rank": rank,
@@ -129,7 +129,7 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     return Adapter(weights, config)
 
 
-# Settings that change nothing in what an adapter computes, or are looked at by name below.
+# Settings that do not change the result of an adapter, or that are read by name below.
 _HARMLESS = frozenset(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
@@ -147,13 +147,15 @@ _REASONS = {
     "lora_bias": "its layers have biases",
     "layer_replication": "it repeats layers of the model",
 }
-# Ways to begin that leave the model's own weights as they are; others train against changed ones.
+# Initialisations that leave the model's own weights unchanged; others change them.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
 def _merge(base: PeftBase, first: str = "") -> str | None:
-    """Return advice for an adapter that mlx_lm cannot hold, after what is to be done ``first``;
-    ``None`` if mlx_lm would not read the merged model.
+    """Return advice to merge an adapter that mlx_lm cannot hold; ``None`` if mlx_lm could not read
+    the merged model.
+
+    ``first``: text of an earlier step, to put in front.
     """
     if base.architecture is None or base.architecture.modules:
         return None
@@ -170,7 +172,7 @@ _TIE = (
 
 
 def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
-    """Refuse what is more than LoRA or DoRA beside frozen weights."""
+    """Refuse settings beyond LoRA or DoRA beside frozen weights (ModelError)."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelError(
@@ -205,8 +207,10 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
 
 
 def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
-    """The adapter's tensors without the model's own embeddings, which PEFT saves beside and which
-    must be the same.
+    """Return the adapter's tensors without the model's embeddings, which PEFT also saves.
+
+    Raises:
+        ModelError: the saved embeddings are not the model's.
     """
     kept: dict[str, mx.array] = {}
     for name, value in weights.items():
@@ -227,8 +231,7 @@ def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> di
 def _without_tied_head(
     modules: dict[str, _Module], config: Mapping[str, Any], base: PeftBase
 ) -> dict[str, _Module]:
-    """Modules without an output layer that has the same adapter as the embedding it shares its
-    weights with.
+    """Return the modules without a tied output layer, if its adapter equals the embedding's.
 
     Raises:
         ModelError: embedding and output layer share their weights, but not the adapter.
@@ -264,7 +267,7 @@ def _without_tied_head(
 
 
 def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
-    """Return true if PEFT, by its own rules, gives the output layer the embedding's adapter."""
+    """Return True if PEFT, by its own rules, gives the output layer the embedding's adapter."""
     targets: Any = config.get("target_modules") or []
     named = (
         any(re.fullmatch(targets, name) for name in _EMBEDDINGS)
@@ -276,7 +279,7 @@ def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
 
 
 def _absent(name: str, base: PeftBase) -> ModelError:
-    """Return the error for a module of which the model has no counterpart."""
+    """Return the error for a module that the model does not have."""
     hint = "use the model that the adapter was trained on: --model"
     if base.architecture or base.proved:
         what = f"the model has no layer {name}"
@@ -290,10 +293,11 @@ def _absent(name: str, base: PeftBase) -> ModelError:
 
 
 def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
-    """Modules by mlx_lm's names, experts stacked.
+    """Return the modules by mlx_lm's names, with experts stacked.
 
     Raises:
-        ModelError: a module of which this model has no counterpart.
+        ModelError: the model does not have a module, or a module has another shape or a DoRA that
+            mlx_lm lacks.
     """
     found: dict[str, _Module] = {}
     stacks: dict[str, dict[str, _Module]] = {}
@@ -320,7 +324,7 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
 
 
 def _stacked(parts: list[_Module | None]) -> _Module:
-    """One module of many experts; those without an adapter get one that does nothing."""
+    """Stack the adapters of experts into one module; an expert without an adapter gets zeros."""
     known = [each for each in parts if each is not None]
     rank, scale = max(each.rank for each in known), known[0].scale
     shapes = (known[0].first.shape[0], rank), (rank, known[0].second.shape[1])
@@ -331,7 +335,11 @@ def _stacked(parts: list[_Module | None]) -> _Module:
 
 
 def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, _Module]:
-    """The adapted modules by PEFT's names."""
+    """Return the adapted modules by PEFT's names.
+
+    Raises:
+        ModelError: the tensors or settings are not those of a LoRA adapter.
+    """
     found: dict[str, dict[str, mx.array]] = {}
     for name, value in weights.items():
         match = _TENSOR.match(name)
@@ -353,7 +361,7 @@ def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
 
 
 def _in_order(item: tuple[str, Any]) -> tuple[Any, ...]:
-    """Layer 2 before layer 10."""
+    """Sorting key that puts layer 2 before layer 10."""
     return tuple(int(part) if part.isdigit() else -1 for part in item[0].split(".")), item[0]
 
 
@@ -391,7 +399,7 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Return PEFT's scale of a module's update."""
+    """Return PEFT's scale of a module's update (ModelError if lora_alpha is not a number)."""
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise ModelError(
@@ -404,7 +412,7 @@ def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """The value whose pattern is that of the end of a module's name, as PEFT looks it up."""
+    """Return the value whose pattern matches the end of a module's name, as PEFT does."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value

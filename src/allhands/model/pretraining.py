@@ -1,6 +1,4 @@
-"""Models without a past: built from a config.json, with first weights that follow from the seed
-alone.
-"""
+"""New models, built from a config.json, with first weights that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -21,41 +19,41 @@ from allhands.io.tensors import Tensor
 from allhands.io.trees import flatten, unflatten
 from allhands.model.shapes import FAMILIES
 
-_STD = 0.02  # where a config tells none
-# By the last but one part of a parameter's name.
+_STD = 0.02  # standard deviation if a config has none
+# Groups of parameters, by the last but one part of their names.
 _RESIDUAL = ("o_proj", "down_proj")
 _OTHERS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "lm_head")
-# As Mixtral's files name the matrices of an expert; mlx_lm has those of all experts in one array.
+# Names of an expert's matrices in Mixtral's files; mlx_lm stacks those of all experts.
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _STACKED = ".switch_mlp."
 
 
 def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """mlx_lm's model of a config, with first weights, evaluated.
+    """Build mlx_lm's model of a config, with evaluated first weights.
 
-    Matrices and embeddings are normal with the config's ``initializer_range``; those that write to
-    the residual stream (``o_proj``, ``down_proj``) are divided by sqrt(2 layers), so that its
-    variance does not grow with the depth (GPT-2); norms are 1. Each array, and of experts each one,
-    is drawn from a generator of its own, whose key is made of ``seed`` and its name: the same on
-    every rank, device and in every order.
+    Matrices and embeddings are drawn from a normal distribution with the config's
+    ``initializer_range``. Matrices that write to the residual stream (``o_proj``, ``down_proj``)
+    are divided by sqrt(2 layers), so that its variance does not grow with the depth (GPT-2). Norms
+    are 1. Each array, and each expert of a stack, has its own generator, whose key is made of
+    ``seed`` and the array's name. So weights are the same on every rank and device.
 
     Args:
-        config: of :func:`allhands.model.shapes.model_config`.
-        dtype: of the parameters; drawn in float32 and rounded once.
+        config: content of config.json, see :func:`allhands.model.shapes.model_config`.
+        dtype: type of the parameters; they are drawn in float32 and rounded once.
 
     Raises:
-        ModelError: another type of model, or a config that none can be built from.
+        ModelError: the type of model is not supported, or the config is invalid.
     """
     model = _bare_model(config)
     shapes = [(name, value.shape) for name, value in flatten(model.parameters())]
-    # mlx_lm's own first weights are not evaluated yet: let go of them before they cost anything.
+    # mlx_lm's own first weights are not evaluated yet: they are dropped before they take memory.
     model.update(unflatten([(name, mx.zeros(())) for name, _ in shapes]))
     parameters: list[tuple[str, mx.array]] = []
 
     def draw(item: tuple[str, tuple[int, ...]]) -> NDArray[np.float32]:
         return _first(item[0], item[1], config, seed)
 
-    # numpy draws without Python's lock.
+    # numpy releases Python's lock while it draws.
     with ThreadPoolExecutor() as pool:
         for (name, _), values in zip(shapes, pool.map(draw, shapes), strict=True):
             parameters.append((name, mx.array(values).astype(dtype)))
@@ -89,7 +87,7 @@ def _bare_model(config: Mapping[str, Any]) -> nn.Module:
 def _first(
     name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: int
 ) -> NDArray[np.float32]:
-    """The first values of one parameter."""
+    """Return the first values of one parameter."""
     std = _std(name, config)
     if std is None:
         return np.ones(shape, dtype=np.float32)
@@ -101,7 +99,7 @@ def _first(
 
 
 def _std(name: str, config: Mapping[str, Any]) -> float | None:
-    """The standard deviation of a parameter; None if it is a norm."""
+    """Return the standard deviation of a parameter's first values; None for a norm."""
     part = name.split(".")[-2]
     std = float(config.get("initializer_range", _STD))
     if part.endswith("norm"):
@@ -121,11 +119,12 @@ def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray
 
 
 def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Parameters under the names of Hugging Face's files, which mlx_lm reads, too: experts one by
-    one.
+    """Yield parameters under the names of Hugging Face's files: experts one by one.
+
+    mlx_lm reads these names, too.
 
     Args:
-        tensors: by mlx_lm's names.
+        tensors: parameters with mlx_lm's names.
     """
     for tensor in tensors:
         block, stacked, rest = tensor.name.partition(_STACKED)

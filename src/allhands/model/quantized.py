@@ -1,10 +1,10 @@
-"""Quantised layers on a CPU: multiply by the dequantised weight, which BLAS can.
+"""Quantised layers on a CPU: they multiply dequantised weights, because BLAS can do that fast.
 
-MLX multiplies quantised weights at 3 GFLOP/s there, and dequantises packed ones slowly. Three
-substitutes hold the same values: the dense weight (fastest, 4 bytes a value); codes of one byte
-from which the dense weight is made at each use (at 350 tokens 7 % slower, 1.25 bytes a value); and
-the packed weight as it is stored, of which blocks of rows are decoded while they are multiplied
-(0.56 bytes a value with 4 bits), for where memory is short.
+On a CPU MLX multiplies quantised weights at 3 GFLOP/s, and dequantises packed ones slowly. Three
+forms hold the same values. The dense weight is fastest, with 4 bytes a value. Codes of one byte, of
+which the dense weight is made at each use, are 7 % slower at 350 tokens, with 1.25 bytes a value.
+The packed weight, of which blocks of rows are decoded while they are multiplied, has 0.56 bytes a
+value with 4 bits and is for little memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
 
-# Share of the device's memory.
+# Largest share of the device's memory for a dense copy of a quantised model on a GPU.
 _SMALL_SHARE = 0.025
-# How the weights of quantised layers lie in memory, see the module's text.
+# Forms of quantised layers' weights in memory, see the module's text.
 Form = Literal["dense", "codes", "packed"]
 
 
@@ -49,14 +49,14 @@ class UnpackedLinear(native_products.CodedLayer, nn.Module):
         self.freeze()
 
     def _dense(self, after: mx.array) -> mx.array:
-        """(out, in) float32 weight, made when ``after`` is there."""
+        """Return the (out, in) float32 weight, made only after ``after`` has been computed."""
         codes = mx.depends(self.codes, after)
         return (codes.astype(mx.float32) * self.scales + self.biases).reshape(
             self.codes.shape[0], -1
         )
 
     def multiply_at_once(self) -> None:
-        """Compute natively from now on if that is possible: when called, not in a graph."""
+        """Compute natively from now on, if possible: at each call, not in a graph."""
         if native_products.CodedProduct.fits(self.codes.shape[2]):
             self.coded = native_products.CodedProduct(self.codes, self.scales, self.biases)
 
@@ -67,19 +67,17 @@ class UnpackedLinear(native_products.CodedLayer, nn.Module):
 
 
 def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) -> int:
-    """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on
-    this device.
+    """Replace the quantised layers of a frozen model by a form that is fast on this device.
 
-    The values, and so the adapters that come out, are those of the quantised model. CPUs need it;
-    with CUDA, which builds its kernels for quantised products when they are first used (a minute
-    and more), it is done for models that are small beside the device's memory, which then hold
-    their weights in the type that they compute in.
+    Layers with adapters are replaced, too. The values are those of the quantised model, so adapters
+    come out the same. A CPU always needs this. With CUDA it is done for models that are small
+    beside the device's memory, because the kernels for quantised products take a minute and more to
+    build at their first use; the dense weights then have the type that the model computes in.
 
     Args:
-        form: on a CPU; "codes" for the blocks' layers in training, where there are many tokens at a
-            time; "dense" in generation, where making the weight for one token would cost more than
-            using it; "packed" where there is no memory for these. A GPU leaves layers as they are
-            with "packed".
+        form: form on a CPU. "codes" is for the blocks' layers in training, with many tokens at a
+            time; "dense" is for generation, where making the weight for one token would cost more
+            than using it; "packed" is for little memory. With "packed", a GPU changes nothing.
 
     Returns:
         Number of layers replaced.
@@ -94,7 +92,7 @@ def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) ->
 
 
 def _keep_packed(model: nn.Module) -> int:
-    """Give every quantised layer its packed form; returns how many."""
+    """Give every quantised layer its packed form; return the number of layers."""
     found = [module for module in model.modules() if _is_quantized(module)]
     for module in found:
         give_form(
@@ -107,24 +105,26 @@ def _keep_packed(model: nn.Module) -> int:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return true if ``model`` has a layer of MLX's quantised types."""
+    """Return True if ``model`` has a layer of MLX's quantised types."""
     return any(_is_quantized(module) for module in model.modules())
 
 
 def bytes_of_form(model: nn.Module, form: Form) -> int:
-    """Return the bytes of ``model`` on a CPU once its quantised layers, not yet replaced, have this
-    form.
+    """Return the bytes that ``model`` will have on a CPU with its quantised layers in ``form``.
+
+    The layers must not be replaced yet.
     """
     return sum(own_bytes(model, form).values())
 
 
 def own_bytes(model: nn.Module, form: Form, *, on_cpu: bool = True) -> dict[int, int]:
-    """Bytes of each module's own arrays, by its ``id``, once quantised layers, not yet replaced,
-    have this form.
+    """Return the bytes that each module's own arrays will have, by the module's ``id``.
+
+    Quantised layers, which must not be replaced yet, are counted in ``form``.
 
     Args:
-        on_cpu: whether dense numbers have four bytes each; a GPU's have two, and other arrays stay
-            as they are.
+        on_cpu: True to count four bytes for each floating-point value. On a GPU dense weights have
+            two, and other arrays stay unchanged.
     """
     adapted = _under_dora(model)
     return {
@@ -152,31 +152,31 @@ def _own_bytes(name: str, module: Any, form: Form, adapted: set[str], on_cpu: bo
 
 
 def _under_dora(model: nn.Module) -> set[str]:
-    """Names of the layers that DoRA adapts."""
+    """Return the names of the layers that DoRA adapts."""
     return {name for name, module in model.named_modules() if isinstance(module, DoRALinear)}
 
 
 def _becomes_codes(name: str, module: Any, adapted: set[str]) -> bool:
-    """Return true if a quantised layer of a block can be codes; DoRA and the head need the weight
-    itself.
+    """Return True if a quantised layer can be held as codes.
+
+    It must be a layer of a block without DoRA: DoRA and the head need the dense weight itself.
     """
     in_block = ".layers." in f".{name}" and name.rpartition(".")[0] not in adapted
     return in_block and isinstance(module, nn.QuantizedLinear) and module.mode == "affine"
 
 
 def held_dense(parameters: int, memory_bytes: int) -> bool:
-    """Return true if a quantised model of so many parameters is made dense for CUDA, with two bytes
-    each.
+    """Return True if a quantised model with ``parameters`` values is made dense on CUDA, in half
+    precision.
     """
     return 2 * parameters < _SMALL_SHARE * memory_bytes
 
 
 def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) -> int:
-    """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is
-    possible.
+    """Replace every quantised layer by a dense one; with ``compact``, by codes where possible.
 
     Args:
-        dtype: of dense weights, or ``None`` for what the layer computes in.
+        dtype: type of dense weights; ``None``: the type that the layer computes in.
 
     Returns:
         Number of layers replaced.
@@ -185,8 +185,8 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
     found = [(name, module) for name, module in model.named_modules() if _is_quantized(module)]
     count = len(found)
     while found:
-        # One by one and forgotten, so that both forms of the whole model never stand in memory
-        # together.
+        # Layers are replaced and freed one by one, so that memory never holds both forms of the
+        # whole model.
         name, module = found.pop()
         new = _substitute(
             module, compact=compact and _becomes_codes(name, module, adapted), dtype=dtype
@@ -198,8 +198,9 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
 
 
 def hold_in_float32(model: nn.Module) -> None:
-    """Let a CPU compute ``model`` in float32, several times as fast there as any other type; packed
-    layers do so.
+    """Let a CPU compute ``model`` in float32, which is several times as fast as any other type.
+
+    Packed layers keep their scales and biases; they compute in float32 anyway.
     """
     packed = [module for module in model.modules() if isinstance(module, PACKED)]
     stored = [
@@ -212,7 +213,7 @@ def hold_in_float32(model: nn.Module) -> None:
 
 
 def multiply_at_once(model: nn.Module, selection: KernelSelection) -> None:
-    """Let the packed layers of a model that only answers compute natively where they can."""
+    """Let the packed layers of a model that only generates compute natively where possible."""
     for module in model.modules():
         if isinstance(module, PACKED):
             give_selection(module, selection)

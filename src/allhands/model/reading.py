@@ -1,8 +1,7 @@
-"""Read a model's weights: onto an NVIDIA GPU with several threads, and where some of its files are
-not there.
+"""Reading of a model's weights: with several threads onto an NVIDIA GPU, and with missing files.
 
-On a GPU MLX reads one array after the other, into memory that is new each time and that one core
-has to fill: 1.7 GB a second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
+On a GPU MLX reads one array after the other, with one core, into new memory each time: 1.7 GB a
+second on a host whose memory gives 30. On other devices MLX's own threads are fast enough.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def module_of(model_type: str) -> str:
 
 
 def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
-    """Open the weight files in the directory ``path``: yield arrays by name, not read yet, and
-    metadata of each.
+    """Yield for each weight file in the directory ``path`` its lazy arrays by name, and its
+    metadata.
     """
     for file in present(path):
         content: Any = mx.load(str(file), return_metadata=True)
@@ -42,7 +41,7 @@ def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
 
 
 def worth_threads(files: Sequence[Path]) -> bool:
-    """Return true if :func:`read_arrays` is quicker here than MLX."""
+    """Return True if :func:`read_arrays` is faster here than MLX's own reading."""
     on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
     return (
         on_cuda
@@ -52,10 +51,10 @@ def worth_threads(files: Sequence[Path]) -> bool:
 
 
 def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
-    """Return all arrays of safetensors files, in memory; of a name that several files have, the
-    last one's.
+    """Return all arrays of safetensors files, read into memory.
 
-    Each thread has a stream of its own and reads about as many bytes as the others.
+    If several files have a name, the last file's array counts. Each thread has a stream of its own,
+    and all read about the same number of bytes.
 
     Raises:
         RuntimeError: a file cannot be read.
@@ -82,14 +81,14 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
 
 
 def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]]:
-    """Return ``get_model_classes`` for ``mlx_lm.utils.load_model`` that gives models arrays in
-    memory.
+    """Return a ``get_model_classes`` for ``mlx_lm.utils.load_model`` with which arrays are read by
+    :func:`read_arrays`.
     """
     return _classes(lambda lazy: {**lazy, **read_arrays(files)})
 
 
 def classes_without(missing: Mapping[str, WeightFile]) -> Callable[[Json], tuple[Any, Any]]:
-    """Return ``get_model_classes`` that stands in for the arrays of absent files."""
+    """Return a ``get_model_classes`` that adds placeholders for the arrays of absent files."""
     arrays = {
         name: _nothing(facts) for file in missing.values() for name, facts in file.arrays.items()
     }
@@ -97,7 +96,7 @@ def classes_without(missing: Mapping[str, WeightFile]) -> Callable[[Json], tuple
 
 
 def _nothing(facts: Sequence[Any]) -> mx.array:
-    """An array of that type and shape, not computed: not numbers, where the type has that."""
+    """Return a lazy placeholder of this type and shape: NaN if the type is floating, else 0."""
     dtype: mx.Dtype = getattr(mx, facts[0])
     empty = float("nan") if mx.issubdtype(dtype, mx.floating) else 0
     return mx.full(facts[1:], empty, dtype=dtype)
@@ -134,7 +133,7 @@ def _classes(change: Callable[[Arrays], Arrays]) -> Callable[[Json], tuple[Any, 
             sanitize = getattr(model, "sanitize", lambda weights: weights)
 
             def changed(weights: Arrays) -> Arrays:
-                del model.sanitize  # the class's own is met from now on
+                del model.sanitize  # from now on the class's own method is found
                 return sanitize(change(weights))
 
             model.sanitize = changed

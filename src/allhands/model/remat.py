@@ -1,8 +1,8 @@
-"""Recompute a block's activations in the backward pass instead of keeping them.
+"""Recomputation of a block's activations in the backward pass, in place of keeping them.
 
 A block may be called with arrays in any place: positional or by keyword, in lists, dictionaries or
-objects such as caches, which it may also change. All of them are inputs of the recomputed function,
-and what the block leaves in them is among its outputs.
+objects such as caches, which it may also change. All these arrays are inputs of the recomputed
+function, and arrays that the block stores in these objects are among its outputs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from allhands.kernels.native_arrays import floats, no_gradient_through
 def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> None:
     """Make each of ``layers`` forget its activations after the forward pass.
 
-    Only these instances change (their class becomes a subclass); other models of the process do
-    not. Doing it twice changes nothing.
+    Only these instances change: their class becomes a subclass. Layers that recompute already, or
+    have no parameters, stay as they are.
 
     Args:
-        at_once: for layers that compute when they are called (:mod:`allhands.kernels.native`), not
-            in a graph.
+        at_once: True for layers that compute when they are called, not in a graph
+            (:mod:`allhands.kernels.native`).
     """
     for layer in layers:
         if not hasattr(layer, "_recomputes") and flatten(layer.parameters()):
@@ -49,11 +49,11 @@ def _recomputing(
 
 
 class _Call:
-    """One call of a block, as a function of arrays alone: its inputs, then its trained weights.
+    """One call of a block, as a function of arrays alone: inputs and trained weights.
 
     Attributes:
         inputs: arrays that the block is called with.
-        weights: its trained arrays.
+        weights: the block's trained arrays.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class _Call:
         self._made: Any = None
 
     def __call__(self, inputs: Sequence[mx.array], weights: Sequence[mx.array]) -> list[mx.array]:
-        """The arrays that come of it; what the block was called with is as it was afterwards."""
+        """Compute the block and return its output arrays; its arguments are restored afterwards."""
         outputs: list[mx.array] = []
         try:
             self._install(weights)
@@ -81,12 +81,12 @@ class _Call:
         finally:
             self._given(self.inputs, ())
             self._install(self.weights)
-        # A block that passes on what it was given makes nothing, and MLX ends the process where a
-        # function does.
+        # A block that only passes on its inputs has no outputs, and MLX ends the process if a
+        # differentiated function has none.
         return outputs or [mx.zeros(())]
 
     def result(self, outputs: Sequence[mx.array]) -> Any:
-        """Return the block's result, made of ``outputs``; its arguments are as it leaves them."""
+        """Return the block's result, made of ``outputs``; its arguments get the block's changes."""
         return self._made(outputs, self.inputs)[0]
 
     def _install(self, weights: Sequence[mx.array]) -> None:
@@ -98,14 +98,14 @@ def _called_in_a_graph(call: _Call) -> list[mx.array]:
 
 
 def _called_at_once(call: _Call) -> list[mx.array]:
-    """Compute like :func:`mx.checkpoint`, without the memory that MLX would hold until the outer
-    pass ends.
+    """Compute like :func:`mx.checkpoint`, but free memory that MLX would hold until the outer pass
+    ends.
     """
     count = len(call.inputs)
 
     def forward(*primals: mx.array) -> Any:
         with no_gradient_through(call.layer):
-            # Copies are nothing that is differentiated: what comes of them is forgotten.
+            # Copies are not differentiated, so MLX does not keep results computed from them.
             return call([mx.array(floats(each)) for each in primals[:count]], call.weights)
 
     def again(*primals: mx.array) -> Any:
@@ -117,7 +117,7 @@ def _called_at_once(call: _Call) -> list[mx.array]:
             for each in (primals, cotangents)
         )
         made = mx.vjp(again, inputs, towards)[1]
-        # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
+        # Copies again: MLX would keep the inputs of a sum until the whole backward pass is done.
         return [mx.array(np.asarray(each)) for each in made]
 
     outputs = with_vjp(forward, backward)(*call.inputs, *call.weights)
@@ -126,16 +126,20 @@ def _called_at_once(call: _Call) -> list[mx.array]:
 
 # --- arrays in nested values ----------------------------------------------------------------------
 
-# Gives a nested value again: of the arrays that were found in it, and of those that a block was
-# given and passes on.
+# Rebuilds a nested value from the arrays that were found in it, and from the inputs that a block
+# passes on.
 _Builder = Callable[[Sequence[mx.array], Sequence[mx.array]], Any]
 
 
 class _Parts:
-    """Takes nested values apart into ``arrays`` and functions that put them together again.
+    """Takes nested values apart into ``arrays`` and functions that rebuild the values.
 
-    Lists, dictionaries and objects keep their identity: they are filled in place, each where it is
-    met first.
+    Lists, dictionaries and objects keep their identity: they are filled in place, once each.
+
+    Args:
+        arrays: list to which the found arrays are appended.
+        floating_only: True to leave arrays of other types in their places.
+        passed_on: inputs of a block; if found, they are not appended but rebuilt by their number.
     """
 
     def __init__(
@@ -180,8 +184,8 @@ class _Parts:
 
 
 def _is_filled(value: Any) -> bool:
-    """Return true for a container or an object such as a cache, in which a block may read or change
-    arrays.
+    """Return True for a container, or an object such as a cache, in which a block may read or
+    change arrays.
     """
     if isinstance(value, list | dict):
         return True

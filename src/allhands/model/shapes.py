@@ -1,4 +1,4 @@
-"""Shapes of models that are trained from scratch: their numbers, checked and counted, and their
+"""Shapes of models that are trained from scratch: checked numbers, parameter counts, and
 config.json.
 
 A shape is named (:func:`find_shape`) or given by numbers. Nothing here needs MLX;
@@ -45,23 +45,23 @@ class Shape:
     Attributes:
         family: Llama; Qwen 3 (queries and keys are normalised); or Mixtral (a router and experts
             for the MLP).
-        layers: blocks of attention and MLP.
+        layers: number of blocks of attention and MLP.
         dims: width of the residual stream.
         mlp_dims: width inside the MLP, or inside each expert.
-        heads: of the queries.
-        kv_heads: of keys and values; each serves ``heads / kv_heads`` query heads.
+        heads: number of query heads.
+        kv_heads: number of heads of keys and values; each serves ``heads / kv_heads`` query heads.
         head_dim: width of a head. ``dims / heads`` in Llama and Mixtral.
         vocabulary: rows of the embedding.
-        block_size: the longest text in tokens that is trained on.
+        block_size: most tokens of a row.
         rope_theta: base of the rotary position code.
         tied: whether the output layer is the embedding.
-        experts: of each layer; 0 but for Mixtral.
-        experts_per_token: how many of them compute a token; 0 but for Mixtral.
-        norm_eps: added to the mean square in RMS norms.
+        experts: number of experts of each layer; 0 except for Mixtral.
+        experts_per_token: number of experts that compute a token; 0 except for Mixtral.
+        norm_eps: number added to the mean square in RMS norms.
         init_std: standard deviation of the first weights.
 
     Raises:
-        ConfigError: a number that no model can have, or two that do not match.
+        ConfigError: a number is impossible, or two numbers do not match.
     """
 
     family: Family
@@ -225,8 +225,8 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
         "kv_heads": 5,
         "init_std": 0.02,
     },
-    # huggingface.co/meta-llama/Llama-3.2-1B: config.json, but for the stretching of positions
-    # beyond 8192, which is added to a model after its pre-training.
+    # huggingface.co/meta-llama/Llama-3.2-1B: config.json without the scaling of positions beyond
+    # 8192, which is added to a model after its pre-training.
     "llama-1b": {
         **{
             "family": "llama",
@@ -246,8 +246,8 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3-0.6b": _QWEN3 | {"dims": 1024, "mlp_dims": 3072},
     "qwen3-1.7b": _QWEN3 | {"dims": 2048, "mlp_dims": 6144},
-    # Our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight
-    # experts compute a token, as in Mixtral-8x7B.
+    # Shapes of this project. In the larger one attention and each expert are as in SmolLM2-135M;
+    # two of eight experts compute a token, as in Mixtral-8x7B.
     "mixtral-tiny": {
         **{
             "family": "mixtral",
@@ -270,27 +270,26 @@ _REQUIRED = ("layers", "dims", "mlp_dims", "heads", "vocabulary", "block_size")
 
 
 def rows_for(tokens: int) -> int:
-    """Rows of the embedding for a tokenizer with so many tokens: up to a multiple of 64, for the
-    products' sake.
+    """Return the number of rows of the embedding for a tokenizer with ``tokens`` tokens.
+
+    It is a multiple of 64, which makes matrix products faster.
     """
     return -(-tokens // 64) * 64
 
 
 def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
-    """Return the shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of
-    the name's.
+    """Return the shape with a name of :data:`NAMED`, or of a family, with ``numbers`` changed.
 
-    Where they are not given, ``kv_heads`` are ``heads``, ``head_dim`` is ``dims / heads`` and
-    ``init_std`` is sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); the rest has the
-    defaults of the family. A number that is None counts as not given.
+    The defaults are: ``kv_heads`` is ``heads``, ``head_dim`` is ``dims / heads``, ``init_std`` is
+    sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); other defaults are the family's.
 
     Args:
-        name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), whose numbers are then all
-            to be given.
-        numbers: by the names of the fields of :class:`Shape`.
+        name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), for which all numbers of
+            :data:`_REQUIRED` must be given.
+        numbers: numbers by the names of the fields of :class:`Shape`; None counts as not given.
 
     Raises:
-        ConfigError: no such name or number, one is missing, or they do not match.
+        ConfigError: a name or number is unknown, a number is missing, or numbers do not match.
     """
     given = {key: value for key, value in (numbers or {}).items() if value is not None}
     known = [field.name for field in fields(Shape) if field.name != "family"]
@@ -329,7 +328,7 @@ def _unknown_name(name: str) -> ConfigError:
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the numbers that follow from others."""
+    """Add the numbers that follow from other numbers (ConfigError if they cannot)."""
     dims, heads = values["dims"], values["heads"]
     _check_integer("dims", dims, 1)
     _check_integer("heads", heads, 1)
@@ -351,7 +350,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_parameters(shape: Shape) -> int:
-    """Parameters of the model of a shape; what is tied counts once."""
+    """Return the number of parameters of a shape; a tied embedding counts once."""
     attention = 2 * shape.dims * shape.head_dim * (shape.heads + shape.kv_heads)
     norms = 2 * shape.dims + (2 * shape.head_dim if shape.family == "qwen3" else 0)
     mlp = 3 * shape.dims * shape.mlp_dims * (shape.experts or 1) + shape.dims * shape.experts
@@ -364,7 +363,7 @@ def num_parameters(shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids of the special tokens, as config.json names them; None where there is none."""
+    """Ids of the special tokens for config.json; None for a token that does not exist."""
 
     bos: int | None = None
     eos: int | None = None
@@ -378,16 +377,16 @@ def model_config(
     *,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Return the config.json of a shape, which mlx_lm and transformers both build the same model
-    from.
+    """Return the config.json of a shape; mlx_lm and transformers build the same model from it.
 
     Args:
-        vocabulary: of the tokenizer, in place of the shape's.
-        dtype: what the weights will be stored in; one of :data:`DTYPES`.
+        vocabulary: number of tokens, in place of the shape's.
+        ids: ids of the special tokens; ``None``: none.
+        dtype: type in which the weights will be stored; one of :data:`DTYPES`.
 
     Raises:
-        ConfigError: a special token is outside the vocabulary, or the dtype or vocabulary cannot
-            be.
+        ConfigError: a special token is outside the vocabulary, or the dtype or vocabulary is
+            invalid.
     """
     shape = shape if vocabulary is None else replace(shape, vocabulary=vocabulary)
     if dtype not in DTYPES:

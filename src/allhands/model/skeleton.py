@@ -1,5 +1,6 @@
-"""A model's modules by its config.json alone, to ask what ranks could divide; no weights are read
-or computed.
+"""Modules of a model, made from its config.json alone, to find out what ranks could divide.
+
+No weights are read or computed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from allhands.errors import ModelError
 
 
 def skeleton(values: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config.json; its arrays have shapes, and nobody is to look at their
-    numbers.
+    """Return the model of a config.json; its arrays have the right shapes but no meaningful values.
 
     Raises:
-        ModelError: no model can be built of it.
+        ModelError: no model can be built from the config.
     """
     usual: Any = signature(mlx_lm.load_model).parameters["get_model_classes"].default
     try:

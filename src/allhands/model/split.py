@@ -1,4 +1,4 @@
-"""Part a causal language model into body and head, so that the loss never holds all logits."""
+"""Split of a causal language model into body and head, so that the loss never holds all logits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SplitModel:
         body: (B, T) token ids, and perhaps ``cache`` -> (B, T, D) hidden states after the final
             norm.
         head: the module whose dense (V, D) weight makes the logits.
-        num_layers: blocks of the body.
-        selection: of the forms of operations, for what is computed of the head.
+        num_layers: number of blocks of the body.
+        selection: selection of the forms of operations, for computations with the head.
     """
 
     body: Callable[..., mx.array]
@@ -36,12 +36,14 @@ class SplitModel:
     selection: KernelSelection = BY_RULE
 
     def head_weight(self) -> mx.array:
-        """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
+        """Return the head's dense (V, D) weight, dequantised if need be; differentiable if
+        trainable.
+        """
         return dense_weight(self.head, self.selection)
 
     def head_product(self) -> mx.array | PackedProduct:
-        """Return the head's weight in float32, or its product if it stays packed and operations are
-        not lazy.
+        """Return the head's weight in float32; or its native product, if the weight stays packed
+        and operations compute at once.
         """
         packed = self.head.coded if isinstance(self.head, PACKED) else None
         return self.head_weight().astype(mx.float32) if packed is None else packed
@@ -52,14 +54,14 @@ class SplitModel:
         return "weight" in self.head.trainable_parameters()
 
     def head_weight_name(self, model: nn.Module) -> str:
-        """Name of the head's weight among the parameters of ``model``."""
+        """Return the name of the head's weight among the parameters of ``model``."""
         return next(
             f"{name}.weight" for name, module in model.named_modules() if module is self.head
         )
 
 
 def dense_weight(module: Any, selection: KernelSelection = BY_RULE) -> mx.array:
-    """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
+    """Return the (out, in) weight of a linear or embedding module, dequantised if need be."""
     if isinstance(module, PACKED):
         return rows_of(module, slice(None)).dense()
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
@@ -68,7 +70,7 @@ def dense_weight(module: Any, selection: KernelSelection = BY_RULE) -> mx.array:
 
 
 def split(model: nn.Module) -> SplitModel | None:
-    """Body and head of ``model``, or ``None`` where its logits are, or may be, made in another way."""
+    """Split ``model`` into body and head; ``None`` if its logits may be computed in another way."""
     head = known.head_of(model)
     # Exact types: a head with a bias of its own or an adapter around it is not a plain product.
     plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, *_OURS)

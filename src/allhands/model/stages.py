@@ -1,13 +1,13 @@
-"""Cut a model of mlx_lm into stages from outside: a rank keeps some of its blocks, and computes
-those alone.
+"""Division of an mlx_lm model into stages from outside: a rank keeps and computes some of its
+blocks.
 
-The model's own code runs unchanged. In the place of a block that another rank has stands its
-outline: it has the settings that the model's code may look at, no weights, and passes its input on.
-The last outline before the rank's blocks gives what the stage before has sent; the first one after
-them takes what the stage is to send, and the model's code is left there. So masks, places of caches
-and whatever else follows from the number of a block are those of the whole model.
+The model's own code runs unchanged. A block of another rank is replaced by its outline: a module
+with the settings that the model's code may look at, without weights, that passes its input on. The
+last outline before the rank's blocks returns the hidden states from the stage before. The first
+outline after them takes the hidden states to send, and ends the pass by an exception. So masks,
+places of caches and all else that depends on the number of a block are as in the whole model.
 
-Only architectures whose cut models have been compared with mlx_lm's own are cut:
+Only architectures whose divided models have been compared with mlx_lm's own are divided:
 :data:`CAN_BE_CUT`.
 """
 
@@ -26,8 +26,8 @@ from allhands.errors import ModelError
 from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
-# Modules of mlx_lm.models whose blocks hand on nothing but hidden states: from one block to the
-# next, each once in a pass. `tests/parity/test_stages.py` compares every one of them.
+# Names of modules in mlx_lm.models whose blocks pass on nothing but hidden states, from one block to
+# the next, once in a pass. `tests/parity/test_stages.py` compares all of them.
 CAN_BE_CUT = frozenset(
     """
     Klear afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 cohere cohere2
@@ -67,26 +67,26 @@ class Blocks:
         return range(self.first, self.stop)
 
     def needs_embedding(self, *, tied: bool) -> bool:
-        """True if the stage needs the table of tokens; ``tied``: it is the head as well."""
+        """Return True if the stage needs the embedding; ``tied``: the embedding is also the head."""
         return self.is_first or (self.is_last and tied)
 
 
 def blocks_of_stages(sizes: Sequence[int]) -> list[Blocks]:
-    """Stages of so many blocks each, in order."""
+    """Return the blocks of each stage, given the number of blocks of each, in order."""
     stops = list(accumulate(sizes))
     return [Blocks(stop - size, stop, stops[-1]) for stop, size in zip(stops, sizes, strict=True)]
 
 
 def kind_of(model: nn.Module) -> str:
-    """Return the module of mlx_lm.models that the model is from."""
+    """Return the name of the module in mlx_lm.models that the model's class is from."""
     return type(model).__module__.removeprefix(_PACKAGE)
 
 
 def check_cut(model: nn.Module) -> None:
-    """Refuse an architecture that has not been compared with its cut form.
+    """Refuse an architecture that is not in :data:`CAN_BE_CUT`.
 
     Raises:
-        ModelError: it has not.
+        ModelError: it is not there.
     """
     kind = kind_of(model)
     if kind not in CAN_BE_CUT:
@@ -99,7 +99,7 @@ def check_cut(model: nn.Module) -> None:
 
 
 class _Outline(nn.Module):
-    """A module's settings, and its children's, without arrays; passes its first argument on."""
+    """A module's settings, and its children's, without arrays; it returns its first argument."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Outline(nn.Module):
                 object.__setattr__(self, name, _Outline(value))
 
     def __getattr__(self, key: str) -> Any:
-        # A property of the original's class, which follows from its settings.
+        # A property of the original's class, computed from the settings.
         kind = self.__dict__.get("_kind")
         found = None if kind is None else vars(kind).get(key)
         if isinstance(found, property) and found.fget is not None:
@@ -125,7 +125,7 @@ class _Outline(nn.Module):
 
 
 class _Inlet(_Outline):
-    """The last block before a stage's own: gives what the stage before has sent."""
+    """Outline of the last block before a stage: returns the hidden states from the stage before."""
 
     received: mx.array | None = None
 
@@ -135,7 +135,7 @@ class _Inlet(_Outline):
 
 
 class _Reached(Exception):
-    """A stage's last block is done."""
+    """Raised when a stage's last block is done; carries its hidden states."""
 
     def __init__(self, hidden: mx.array) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class _Reached(Exception):
 
 
 class _Outlet(_Outline):
-    """The first block after a stage's own: takes what is to be sent."""
+    """Outline of the first block after a stage: takes the hidden states to send."""
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         raise _Reached(x)
 
 
 class _NoEmbedding(nn.Module):
-    """Stand-in for the embedding where its output is not looked at."""
+    """Replacement of the embedding in a stage that does not use its output."""
 
     def __init__(self, features: int, dtype: mx.Dtype) -> None:
         super().__init__()
@@ -163,14 +163,15 @@ class _NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """Some blocks of a model, which may be computed by themselves.
+    """Some blocks of a model, which can be computed by themselves.
 
     Attributes:
-        model: with all that its rank has, by the names that the arrays have in the whole.
-        blocks: which are computed.
-        features: of the hidden states that stages hand on; ``dtype`` is their type.
-        shared: name of the embedding's table where it is the head too: then the first and the last
-            stage have it.
+        model: the model with all arrays that this rank has, under their names in the whole model.
+        blocks: the blocks of the stage.
+        features: width of the hidden states that stages hand on.
+        dtype: type of these hidden states.
+        shared: name of the embedding if it is also the head, so that the first and the last stage
+            have it; else "".
     """
 
     model: nn.Module
@@ -184,14 +185,14 @@ class Stage:
 
     @property
     def table(self) -> nn.Module:
-        """The module with the table of tokens."""
+        """The embedding."""
         body, name = self._table
         return cast("Any", body)[name]
 
     @property
     def trains(self) -> bool:
-        """True if the stage trains a weight of its blocks or, at either end of the model, one
-        outside of all blocks.
+        """True if the stage trains a weight of its blocks or, at an end of the model, a weight
+        outside the blocks.
         """
         blocks = self._view[self.blocks.first : self.blocks.stop]
         if any(flatten(block.trainable_parameters()) for block in blocks):
@@ -216,14 +217,15 @@ class Stage:
         ]
 
     def type_of_hidden(self) -> mx.Dtype | None:
-        """Return the type of the embedding's rows; ``None`` where another stage has the embedding."""
+        """Return the type of the embedding's rows; ``None`` if another stage has the embedding."""
         table: Any = self.table
         return table(mx.zeros((1, 1), dtype=mx.int32)).dtype if self.blocks.is_first else None
 
     @contextmanager
     def computing(self, received: mx.array | None) -> Generator[None]:
-        """Compute this stage inside the block, from the output of the stage before; the first has
-        none.
+        """Let the model compute this stage in a ``with`` block.
+
+        ``received``: hidden states from the stage before; ``None`` for the first stage.
         """
         before, first = list(self._layers), self.blocks.first
         self._layers[:] = self._view
@@ -237,8 +239,9 @@ class Stage:
                 object.__setattr__(self._view[first - 1], "received", None)
 
     def hidden(self, *arguments: Any, **more: Any) -> mx.array:
-        """Return the stage's hidden states of (B, T) tokens; inside :meth:`computing`, not for the
-        last stage.
+        """Return the stage's hidden states for (B, T) tokens.
+
+        Call it in :meth:`computing`; not for the last stage, where the model returns logits.
         """
         try:
             self.model(*arguments, **more)
@@ -248,21 +251,19 @@ class Stage:
 
 
 def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
-    """Leave ``model`` with the blocks of these stages, and with what else they need; nothing is
-    computed.
+    """Leave ``model`` with the blocks of these stages and the other modules that they need.
+
+    Nothing is computed. Returns the stages, in the order of ``parts``.
 
     Raises:
-        ModelError: the architecture cannot be cut.
+        ModelError: the architecture cannot be divided.
     """
     check_cut(model)
     body, layers = _body_of(model)
     name, embedding = _embedding_of(body)
-    made = embedding(
-        mx.zeros((1, 1), dtype=mx.int32)
-    )  # lazily: nothing is looked at but its shape and type
+    made = embedding(mx.zeros((1, 1), dtype=mx.int32))  # lazy: only its shape and type are used
     outside = _outside(model, body, embedding)
-    # Where no module outside of the blocks has a weight for each token, the table of tokens is the
-    # head.
+    # If no module outside the blocks has a weight for each token, the embedding is the head.
     tied = not any(_has_rows(module, embedding) for _, _, module in outside)
     prefix = next(path for path, module in model.named_modules() if module is body)
     facts = int(made.shape[-1]), made.dtype, f"{prefix}.{name}" if tied else ""
@@ -285,9 +286,7 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
 def _view(
     part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]
 ) -> list[nn.Module]:
-    """The layers of the model while a stage computes: its own blocks between a way in and a way
-    out.
-    """
+    """Return the model's layers while a stage computes: its blocks between inlet and outlet."""
     view = [*outlines[: part.first], *blocks[part.first : part.stop], *outlines[part.stop :]]
     if not part.is_first:
         view[part.first - 1] = _Inlet(outlines[part.first - 1])
@@ -297,7 +296,7 @@ def _view(
 
 
 def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that has the blocks, and its list of them."""
+    """Return the module that has the blocks, and its list of them (ModelError without one)."""
     blocks = cast("Any", model).layers
     for module in model.modules():
         for value in module.values():
@@ -319,7 +318,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _embedding_of(body: nn.Module) -> tuple[str, Any]:
-    """Name and module of the table of tokens."""
+    """Return the name and the module of the embedding."""
     tables = (nn.Embedding, nn.QuantizedEmbedding)
     found = (
         (name, child)
@@ -332,7 +331,7 @@ def _embedding_of(body: nn.Module) -> tuple[str, Any]:
 def _outside(
     model: nn.Module, body: nn.Module, embedding: nn.Module
 ) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Owner, name and module of what is neither block nor embedding, as far up as that is so."""
+    """Return owner, name and module of the largest modules without blocks, except the embedding."""
     found: list[tuple[nn.Module, str, nn.Module]] = []
     for module in model.modules():
         if not any(_same(each, body) for each in module.modules()):
@@ -348,7 +347,7 @@ def _outside(
 
 
 def _has_rows(module: nn.Module, embedding: Any) -> bool:
-    """Return true if the module is a head: it has a weight for each of the table's tokens."""
+    """Return True if the module has a weight for each of the embedding's tokens, as a head has."""
     rows = embedding.weight.shape[:1]
     return any(
         value.ndim > 1 and value.shape[:1] == rows for _, value in flatten(module.parameters())

@@ -1,4 +1,4 @@
-"""A model's tokenizer without its weights: with the chat template that was chosen, and the tokens
+"""Loading of a model's tokenizer without its weights, with a chosen chat template and the tokens
 that end answers.
 """
 
@@ -48,8 +48,8 @@ class LoadedTokenizer:
     """A model's tokenizer, and the model's directory.
 
     Attributes:
-        template: the chat template that was chosen in place of the model's own; None: it was not.
-        notes: what a person should know about that.
+        template: the chat template that was chosen in place of the model's own; None: its own.
+        notes: notes for a person about the chat template.
     """
 
     tokenizer: TokenizerWrapper
@@ -64,10 +64,11 @@ _OWN = ChatChoice()
 def load_bare_tokenizer(
     path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN
 ) -> LoadedTokenizer:
-    """:func:`load_tokenizer` where no model is wanted, such as for ``--tokenizer``.
+    """Load a tokenizer as :func:`load_tokenizer` does, where no model is needed (``--tokenizer``).
 
     Raises:
-        ModelError: the tokenizer is missing or torn.
+        ConfigError: there is no such chat template.
+        ModelError: the tokenizer is missing or torn, or does not suit the chat template.
     """
     path = Path(path_or_repo)
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
@@ -103,15 +104,15 @@ def load_tokenizer(
         path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository
             id.
         trust_remote_code: let the tokenizer run the Python files that it carries.
-        chat: which chat template it gets, where not its own.
+        chat: choice of a chat template other than the tokenizer's own.
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or its tokenizer is missing or torn, or does not go with the chat
+        ModelError: the model or its tokenizer is missing or torn, or does not suit the chat
             template.
     """
     path = resolve(path_or_repo)
-    # A tokenizer may stand alone; that there is no model is told by whoever needs one.
+    # A tokenizer may stand alone; a caller that needs a model reports its absence.
     config = {} if _stands_alone(path) else read_config(path)
     own = tokenizer_of(path, config, trust_remote_code)
     template = template_text(own, chat)
@@ -123,9 +124,7 @@ def load_tokenizer(
 
 
 def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
-    """Return a note if system messages are merged on request though the template has a place for
-    them.
-    """
+    """Return a note if system messages are merged, though the template has a place for them."""
     named = NAMED.get(chat.template or "")
     plain = None if named is None else named.system
     if chat.system == "merge" and chat.chosen() is None and has_chat_template(own):
@@ -138,9 +137,7 @@ def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
 
 
 def positions_of(config: Json) -> int | None:
-    """Return the most tokens that a model takes at once by its configuration; ``None`` without a
-    bound.
-    """
+    """Return the number of positions of a model by its configuration; ``None`` without a limit."""
     inner: Any = config.get("text_config")
     known: Json = {**config, **cast("Json", inner)} if isinstance(inner, dict) else config
     most = next((value for name in _POSITIONS if _is_count(value := known.get(name))), None)
@@ -154,12 +151,12 @@ def positions_of(config: Json) -> int | None:
     first = scaled.get("original_max_position_embeddings")
     if isinstance(first, int) and _is_count(first):
         return max(most, int(first * factor))
-    # Without it the bound is the one before scaling.
+    # Without original_max_position_embeddings, the limit in the file is that before scaling.
     return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most
 
 
 def positions_in(model: Path) -> int | None:
-    """:func:`positions_of` the model in a directory; ``None`` for a tokenizer that stands alone."""
+    """Return :func:`positions_of` the model in a directory; ``None`` for a tokenizer alone."""
     return positions_of({} if _stands_alone(model) else read_config(model))
 
 
@@ -177,7 +174,7 @@ def read_config(path: Path) -> Json:
     """Return the config.json of a model's directory.
 
     Raises:
-        ModelError: there is none, or it is damaged.
+        ModelError: the file is missing or damaged, or has no model_type.
     """
     file = path / "config.json"
     try:
@@ -215,8 +212,8 @@ def read_config(path: Path) -> Json:
 
 
 def eos_ids(path: Path, config: Json) -> list[int]:
-    """Return the tokens at which generation stops, as mlx_lm reads them: generation_config.json
-    comes before config.json.
+    """Return the ids at which generation stops, from generation_config.json or else config.json, as
+    in mlx_lm.
     """
     try:
         generation: Any = json.loads((path / GENERATION_FILE).read_text(encoding="utf-8"))
@@ -232,7 +229,8 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
     generation stops.
 
     Args:
-        usual: the token at which it stops where the file names none.
+        stop: id of the token to add.
+        usual: id at which generation stops if the file names none.
     """
     found: Any = config.get("eos_token_id")
     before = list(found) if isinstance(found, list) else [usual if found is None else found]
@@ -240,14 +238,13 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
 
 
 def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
-    """Switch off the warning about long texts, which says that the model will fail.
+    """Switch off the tokenizer's warning that the model will fail on long texts.
 
-    Whoever asks a model or trains one looks at the length, and says what follows; others only count
-    tokens.
+    Callers that train or ask a model check the length themselves; others only count tokens.
     """
     given: dict[str, bool] = getattr(
         tokenizer, "deprecation_warnings", {}
-    )  # those that are not given again
+    )  # warnings that were given already and are not repeated
     given["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -255,10 +252,10 @@ def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
 def tokenizer_of(
     path: Path, config: Json, trust_remote_code: bool, template: str | None = None
 ) -> TokenizerWrapper:
-    """Return the tokenizer in a directory; ``template`` in place of its own chat template.
+    """Return the tokenizer in a directory, with ``template`` in place of its own chat template.
 
     Raises:
-        ModelError: it is missing or torn.
+        ModelError: the tokenizer is missing or torn.
     """
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
@@ -296,7 +293,7 @@ def _unread(path: Path, error: Exception) -> ModelError:
     hint = "fetch the model again; --trust-remote-code if it brings its own code and you trust it"
     if isinstance(error, AttributeError) and str(error).startswith(
         "module "
-    ):  # which no file of it can mend
+    ):  # no file of the model can repair this
         hint = "look for newer versions: pip install -U mlx-lm transformers"
     elif isinstance(error, ImportError):
         hint = "install the package that is named there"

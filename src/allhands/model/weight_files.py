@@ -1,9 +1,8 @@
-"""A model's files of weights, of which a computer may have those of its own stages alone.
+"""Weight files of a model; a computer may have only the files of its own stages.
 
-A list of all files lies beside the part that is there: their names, sizes and hashes, and the
-names, shapes and types of their arrays. With it the model is built as the whole one is, and has the
-whole one's fingerprint; arrays of files that are not there are not numbers, so that nothing can be
-computed with them unnoticed.
+In that case a list of all files lies beside them, with names, sizes and hashes, and with names,
+shapes and types of the arrays. With the list the model is built as the whole one, and has the same
+fingerprint. Arrays of absent files are NaN, so a computation with them cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LIST_FILE = "allhands-weights.json"
 PATTERN = "model*.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_FIRST = ("embed", "wte")  # in the names of tables of tokens
+_FIRST = ("embed", "wte")  # parts of the names of embeddings
 _HEADS = ("lm_head", "embed_out", "output.weight", "output.scales")
 _EMBEDDING, _HEAD = "the embedding", "the final norm and the head"
 
@@ -40,8 +39,9 @@ class WeightFile:
     """Facts about a weight file, which may be absent.
 
     Attributes:
-        blocks: SHA-256 of each of its blocks, see :mod:`allhands.model.fingerprints`.
-        arrays: type, as MLX names it, and shape of each array.
+        bytes: size of the file.
+        blocks: SHA-256 of each block of the file, see :mod:`allhands.model.fingerprints`.
+        arrays: for each array its type, as MLX names it, followed by its shape.
     """
 
     bytes: int
@@ -63,8 +63,7 @@ def present(path: Path) -> list[Path]:
 
 
 def absent(path: Path) -> dict[str, WeightFile]:
-    """Return the files that belong to the model and are not in the directory ``path``, by name, as
-    its list has them.
+    """Return the model's files that are missing in the directory ``path``, by name, from its list.
 
     Raises:
         ModelError: the list cannot be read.
@@ -73,7 +72,7 @@ def absent(path: Path) -> dict[str, WeightFile]:
     if not file.is_file():
         return {}
     here = {each.name for each in present(path)}
-    named = indexed(path)  # of the model that is there now: a list may be an older one's
+    named = indexed(path)  # names in the present model: the list may be an older model's
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not all(object_of(_LISTED)(each) for each in content.values()):
@@ -94,10 +93,10 @@ def absent(path: Path) -> dict[str, WeightFile]:
 
 
 def indexed(path: Path) -> set[str]:
-    """Names of the weight files in the index; empty where there is no index.
+    """Return the names of the weight files in the index; empty if there is no index.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the index cannot be read.
     """
     index = path / INDEX_FILE
     if not index.is_file():
@@ -114,7 +113,7 @@ def indexed(path: Path) -> set[str]:
 
 
 def all_bytes(path: Path) -> int:
-    """Return the size of all files of the model, whether or not they are there."""
+    """Return the bytes of all weight files of the model, absent ones included."""
     return sum(file.stat().st_size for file in present(path)) + sum(
         each.bytes for each in absent(path).values()
     )
@@ -124,7 +123,7 @@ def names_in(file: Path) -> list[str]:
     """Return the names of a file's arrays.
 
     Raises:
-        ModelError: it is no file of weights.
+        ModelError: the file cannot be read.
     """
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -142,19 +141,22 @@ def names_in(file: Path) -> list[str]:
 
 
 def names_by_file(path: Path) -> dict[str, list[str]]:
-    """Return the names of the arrays in each file of the model, whether or not it is there."""
+    """Return the names of the arrays in each file of the model, absent files included."""
     found = {file.name: names_in(file) for file in present(path)}
     return found | {name: list(each.arrays) for name, each in absent(path).items()}
 
 
 def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dict[str, list[str]]:
-    """Return the files that the stages ``parts`` need, each with its needed parts in words.
+    """Return the files that the stages ``parts`` need, each with the needed contents in words.
 
-    The table of tokens belongs to the first stage, and to the last one too where no other array is
-    the head; whatever else is not of a block belongs to the last one.
+    The embedding belongs to the first stage, and to the last stage too if no other array is the
+    head. Other arrays outside the blocks belong to the last stage.
 
     Args:
-        names: as :func:`names_by_file` has them.
+        names: result of :func:`names_by_file`.
+
+    Raises:
+        ModelError: the arrays of the blocks are not found by their names.
     """
     every = list(chain(*names.values()))
     count = parts[0].count
@@ -183,8 +185,12 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
-    """Return the prefix of the blocks' names: of the lists that are long enough, that with most
-    arrays.
+    """Return the prefix of the blocks' names.
+
+    Of all prefixes that are followed by the numbers of all blocks, it is that with most arrays.
+
+    Raises:
+        ModelError: there is no such prefix.
     """
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for name in names:
@@ -212,10 +218,10 @@ def _words(what: set[int | str]) -> list[str]:
 
 
 def require_files(path: Path, parts: Sequence[Blocks]) -> None:
-    """Refuse stages of which a file is not there.
+    """Refuse stages if a file that they need is not on this computer.
 
     Raises:
-        ModelError: so it is.
+        ModelError: a file is missing.
     """
     lacking = absent(path)
     if not lacking:

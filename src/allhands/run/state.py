@@ -102,7 +102,7 @@ class LoopState:
         return self.step + max(0, math.ceil((total - self.iteration) / accumulated))
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, from which :meth:`from_json` makes the same state in a later start."""
+        """Return JSON values, from which :meth:`from_json` makes the state of a later start."""
         values = asdict(self)
         before_s, began = values.pop("before_s"), values.pop("began")
         best_loss = self.best_loss if math.isfinite(self.best_loss) else None
