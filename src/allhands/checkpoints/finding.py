@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the whole ones, the latest one, and the one that ``--resume`` names."""
+"""Search for a run's checkpoints: the whole ones, the latest, and the one for ``--resume``."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and p
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The state of a place where a checkpoint should be.
+    """A checkpoint that was found, whole or damaged.
 
     Attributes:
-        path: its directory.
-        checkpoint: content of its manifest; ``None`` if that cannot be read.
-        error: its damage; ``None`` if it is whole.
+        path: the checkpoint's directory.
+        checkpoint: content of its manifest; ``None`` if the manifest cannot be read.
+        error: the damage; ``None`` if the checkpoint is whole.
     """
 
     path: Path
@@ -51,11 +51,11 @@ class FoundCheckpoint:
 
 
 def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Return everything in a run directory that is, or should be, a checkpoint, the last step
-    first.
+    """Return all checkpoints in a run directory, whole or damaged, the last step first.
 
     Args:
-        verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
+        verify: True to compare SHA-256 sums; else only sizes are compared, and ``state`` is left
+            empty.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -70,8 +70,9 @@ def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 
 
 def _set_aside(run_dir: Path) -> list[Path]:
-    """Checkpoints that were about to be replaced when the process was killed; the next writer puts
-    them back.
+    """Return checkpoints that were about to be replaced when the process was killed.
+
+    The next writer puts them back.
     """
     left = [
         found
@@ -86,15 +87,16 @@ def _set_aside(run_dir: Path) -> list[Path]:
 
 
 def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
-    """The later step counts more; of copies, the one among the checkpoints."""
+    """Sorting key: later steps are higher; of equal steps, one of :data:`CHECKPOINTS` is higher."""
     if (it := found.checkpoint) is None:
         return (-1, False, 0.0)
     return (it.step, is_step_name(it.path.name), it.time)
 
 
 def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
-    """Return the checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it
-    is replaced meanwhile.
+    """Return the checkpoint at ``path``; ``None`` if there is none.
+
+    If the checkpoint is replaced meanwhile, its successor is returned.
     """
     while (before := _identity(path)) is not None:
         found = None
@@ -113,7 +115,7 @@ def _identity(path: Path) -> tuple[int, ...] | None:
         facts = path.stat()
     except OSError:
         return None
-    # The number of a directory that is gone is soon given to another.
+    # The inode number of a removed directory is soon used again, so the time is compared, too.
     return facts.st_dev, facts.st_ino, facts.st_ctime_ns
 
 
@@ -127,13 +129,13 @@ def latest(
     verify: bool = True,
     rejected: list[CheckpointError] | None = None,
 ) -> Checkpoint | None:
-    """Return the whole checkpoint of the highest step, of ``run_id`` if that is given; ``best``
-    counts like the others.
+    """Return the whole checkpoint of the highest step; ``best`` counts like the others.
 
     Args:
-        verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
-        rejected: receives the error of each checkpoint that was left out, if its step is higher or
-            unreadable.
+        run_id: only checkpoints of this run count; ``None``: of any run.
+        verify: True to compare SHA-256 sums; else only sizes are compared, and ``state`` is left
+            empty.
+        rejected: receives the error of each damaged checkpoint whose step is higher or unreadable.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -156,11 +158,13 @@ def latest(
 
 
 def quick_step(place: Path, run_id: str | None = None) -> int | None:
-    """Return the highest step of ``run_id``, or of any run, by manifests and sizes alone:
-    milliseconds, whatever the size.
+    """Return the highest step of the whole checkpoints in ``place``; ``None`` without any.
+
+    Only manifests and sizes are looked at, which takes milliseconds for any size.
 
     Args:
         place: a run directory, or a single checkpoint.
+        run_id: only checkpoints of this run count; ``None``: of any run.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -172,8 +176,7 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
 
 
 def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Return the result of :func:`survey` in a run directory, or ``place`` itself if it is a
-    checkpoint.
+    """Return :func:`survey` of a run directory, or ``place`` alone if it is a checkpoint.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -185,13 +188,11 @@ def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if the directory ``path`` is, or should be, a checkpoint, and not a directory with
-    checkpoints.
-    """
+    """Return True if ``path`` is a checkpoint, whole or damaged, and not a run directory."""
     return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
 
-# --- what a person means --------------------------------------------------------------------------
+# --- the checkpoint for --resume ------------------------------------------------------------------
 
 
 def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
@@ -200,10 +201,11 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
 
     Args:
         run_dir: directory of this run, for advice.
-        verify: whether to compute sums; else sizes are compared, which takes milliseconds.
+        verify: True to compare SHA-256 sums; else only sizes are compared, which takes
+            milliseconds.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or no whole one.
     """
     path = Path(os.path.expanduser(text))
     if path.is_file():
@@ -248,7 +250,8 @@ def find_latest(
         rejected: receives the error of each checkpoint that was left out.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole; the user must decide to begin anew.
+        CheckpointError: there are checkpoints, but none is whole; the user must decide whether to
+            begin anew.
     """
     errors: list[CheckpointError] = []
     found = latest(run_dir, verify=verify, rejected=errors)
@@ -269,8 +272,10 @@ def find_latest(
 
 
 def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
-    """Return the directory that was last set aside in ``run_dir`` with a whole checkpoint, and its
-    last step, by sizes alone.
+    """Return the directory of checkpoints that was last set aside in ``run_dir``, and its last
+    step.
+
+    Directories without a whole checkpoint (by sizes) are skipped; ``None`` if no other is there.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -280,7 +285,7 @@ def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
 
 
 def damage(error: CheckpointError) -> str:
-    """Return the file of a checkpoint that is damaged, and its damage."""
+    """Return the damaged file of a checkpoint, and the damage, in words."""
     file = Path(error.where or "")
     what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
     return f"{file.parent.name}/{file.name}: {what}"
@@ -291,7 +296,7 @@ def _told(errors: Iterable[CheckpointError]) -> str:
 
 
 def _aside(run_dir: Path) -> list[Path]:
-    """Checkpoints that earlier runs left here, the latest first."""
+    """Return the directories of checkpoints that were set aside here, the latest first."""
     found = [
         path
         for path in listed(run_dir)
@@ -301,12 +306,12 @@ def _aside(run_dir: Path) -> list[Path]:
 
 
 def _of_other_version(errors: Iterable[CheckpointError]) -> str | None:
-    """The remedy for the first checkpoint of another version."""
+    """Return the remedy for the first checkpoint of another version; ``None`` without one."""
     return next((error.hint for error in errors if isinstance(error, OtherFormatError)), None)
 
 
 def _from_weights(place: Path) -> str | None:
-    """The remedy if damaged checkpoints have whole weights."""
+    """Return a remedy if a damaged checkpoint has whole weights, else ``None``."""
     for it in (found.checkpoint for found in survey(place, verify=False)):
         facts = it.files.get(WEIGHTS_FILE) if it else None
         with suppress(CheckpointError):
@@ -339,7 +344,7 @@ def _not_a_directory(path: Path) -> CheckpointError:
 
 
 def _advice(run_dir: Path) -> str:
-    """The checkpoints to resume from instead, in words."""
+    """Return the checkpoints to resume from instead, in words."""
     there = [str(found.path) for found in survey(run_dir, verify=False) if found.error is None]
     if not there:
         return "give the directory of a checkpoint or of a run that has some"

@@ -1,5 +1,4 @@
-"""Format of a checkpoint: the manifest, arrays by name and slice, and a rank's slices of the run's
-state.
+"""Format of a checkpoint: manifest, arrays as slices, and the slices that a rank holds.
 
 An array has a global name, shape and type. Its numbers are in one or several slices. A slice is a
 box of the array or a range of its numbers in C order, under a key of one safetensors file. No slice
@@ -18,7 +17,7 @@ from typing import Any
 
 from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, Shape
 
-# It changes whenever earlier versions cannot read a checkpoint of this version.
+# Raise this number whenever earlier versions cannot read a checkpoint of this version.
 FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -32,7 +31,7 @@ class OwnedSlice:
 
     Attributes:
         shape: shape of the whole array.
-        dtype: code of safetensors, such as ``F32``.
+        dtype: name of the type in safetensors, such as ``F32``.
         region: place of the slice in the array.
         array: the slice's numbers, in the region's shape, or a function that returns them when they
             are written.
@@ -53,10 +52,10 @@ class OwnedSlice:
         return self.region.size * ITEM_BYTES[self.dtype]
 
 
-# A rank's slices of the run's state, by the arrays' names. Slices on several ranks are equal, and
-# the first of these ranks owns them.
+# A rank's slices of the run's state, by the arrays' names. If several ranks hold a slice, their
+# numbers are equal, and the first of these ranks owns it.
 ShardedState = Mapping[str, OwnedSlice]
-# The same by the file that is called after a group of arrays, such as the weights.
+# Slices by the file of their group of arrays, such as the weights.
 Groups = Mapping[str, ShardedState]
 
 
@@ -93,7 +92,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a checkpoint: its global shape, its type (code of safetensors), and its slices."""
+    """An array of a checkpoint: global shape, type (name in safetensors), and slices."""
 
     name: str
     shape: Shape
@@ -108,7 +107,8 @@ class StoredArray:
         """Check that each number is in exactly one slice.
 
         Raises:
-            ValueError: one lies in none or in several, or a slice in no file of ``files``.
+            ValueError: a number is in no slice or in several, or a slice is in no file of
+                ``files``.
         """
         regions = [each.region for each in self.slices]
         if any(each.file not in files or not each.region.fits(self.shape) for each in self.slices):
@@ -130,12 +130,12 @@ class StoredArray:
 
 
 def num_bytes_of(groups: Groups) -> int:
-    """Size of what a rank holds."""
+    """Return the bytes of all slices that a rank holds."""
     return sum(each.num_bytes for state in groups.values() for each in state.values())
 
 
 def array_name(file: str, key: str) -> str:
-    """Return the name of an array in a checkpoint: its group, which names the file, and its own
+    """Return the name of an array in a checkpoint: the stem of its group's file, and its own
     name.
     """
     return f"{file.partition('.')[0]}.{key}"
@@ -148,7 +148,7 @@ def file_of_rank(file: str, rank: int) -> str:
 
 
 def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
-    """Return the arrays of which ``slices`` are parts, sorted by name.
+    """Join the slices of each array; return the arrays, sorted by name.
 
     Raises:
         ValueError: parts of one array differ in its shape or type.
@@ -165,21 +165,21 @@ def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
 
 
 def dumped(values: Any) -> bytes:
-    """Return JSON in the only spelling of checkpoints.
+    """Return values as JSON, always in the same spelling.
 
     Raises:
-        ValueError: NaN or infinity, which JSON does not have.
+        ValueError: a value is NaN or infinity, which JSON does not have.
     """
     return json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def manifest_text(body: Mapping[str, Any]) -> bytes:
-    """Return the manifest of ``body``: an array a line, and with a sum of its own."""
+    """Return the text of a manifest: ``body`` with its own SHA-256 sum, and one array a line."""
     return _lines({**body, "sha256": hashlib.sha256(_lines(body)).hexdigest()})
 
 
 def _lines(body: Mapping[str, Any]) -> bytes:
     text = dumped({**body, "arrays": []})
     arrays = [b"\n  " + json.dumps(each, allow_nan=False).encode() for each in body["arrays"]]
-    # The first key of all, because they are sorted.
+    # Keys are sorted, so "arrays" is the first one: other places in the text are not replaced.
     return text.replace(b'"arrays": []', b'"arrays": [' + b",".join(arrays) + b"]", 1)

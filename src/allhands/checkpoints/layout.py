@@ -10,7 +10,7 @@ from allhands.io.names import BEST, CHECKPOINTS
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-# Holds the name of the run whose files the directory's are.
+# File with the name of the run to which the files in the directory belong.
 RUN_NAME = ".run"
 
 _NAME = re.compile(r"step-(\d+)")
@@ -34,32 +34,32 @@ def run_of(path: Path) -> Path:
 
 
 def run_name(run_dir: Path) -> str | None:
-    """Return the run whose files these are; ``None`` if that is not known.
+    """Return the name of the run to which the directory's files belong; ``None`` if unknown.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the name cannot be read.
     """
     file = run_dir / RUN_NAME
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
 
 def is_step_name(name: str) -> bool:
-    """True if a directory of this name should be a checkpoint."""
+    """Return True if ``name`` is that of a checkpoint of a step."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_plain(name: str) -> bool:
-    """True if a checkpoint's file may have this name: visible, printable, no path."""
+    """Return True if a checkpoint's file may have this name: visible, printable, and no path."""
     return (
         name != "" and Path(name).name == name and name.isprintable() and not name.startswith(".")
     )
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
-    """Return the directories that are named as checkpoints of steps, the last step first; unread.
+    """Return the directories with names of steps' checkpoints, the last step first; unread.
 
     Args:
-        run_dir: or a directory that holds them itself, such as one that was set aside.
+        run_dir: a run directory, or a directory of checkpoints, such as one that was set aside.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -75,22 +75,24 @@ def holder(run_dir: Path) -> Path:
 
 
 def best_in(run_dir: Path) -> Path | None:
-    """``RUN/best``, if it is a checkpoint and not an adapter alone; unread."""
+    """Return ``RUN/best`` if it is a checkpoint and not just an adapter; unread."""
     path = run_dir / BEST
     return path if (path / MANIFEST).exists() or (path / STATE).exists() else None
 
 
 def leftovers(paths: list[Path]) -> list[tuple[Path, str, str]]:
-    """Leftovers of killed writers and removals: path, name that it stands for, kind."""
+    """Return the leftovers of killed writers and removals: path, the checkpoint's name, and kind
+    ("partial", "replaced" or "removed").
+    """
     found = [(path, _LEFT.fullmatch(path.name)) for path in paths]
     return [(path, match[1], match[2]) for path, match in found if match]
 
 
 def entries(directory: Path) -> list[Path]:
-    """Return the content of a directory; nothing if there is none.
+    """Return the sorted content of a directory; [] if there is no directory.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
     """
     try:
         return sorted(directory.iterdir())
@@ -99,7 +101,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def listed(directory: Path) -> list[Path]:
-    """Like :func:`entries`, for the search of checkpoints.
+    """Return :func:`entries`, with another error.
 
     Raises:
         CheckpointError: the directory cannot be read.

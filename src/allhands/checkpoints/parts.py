@@ -1,4 +1,4 @@
-"""Bring arrays that ranks have divided among them into one checkpoint.
+"""Exchange of divided arrays, so that one checkpoint gets the parts of all ranks.
 
 A slice is owned by the first rank that has it. Slices on all ranks need no exchange, because ranks
 that keep files have them. If all ranks see rank 0's directory, each writes a file of its own slices
@@ -46,10 +46,10 @@ from allhands.io.files import storage_error_of
 from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
-# As long as that nothing of a rank's file may come before it is given up; once the run is at its
-# end, sooner.
+# Seconds without any progress of a rank's file after which it is given up: during the run, and at
+# its end.
 _PATIENCE_S, _AT_THE_END_S = 600.0, 30.0
-# Beside which ranks put their weights where no checkpoint is written; nothing ever has this name.
+# Name of the draft for weights if no checkpoint is written; it is never published.
 _NOWHERE = "weights"
 
 
@@ -58,9 +58,8 @@ class Ownership:
     """The slices that each rank is to write.
 
     Attributes:
-        by_rank: the slices that each rank owns, in the order of its file, without slices on all
-            ranks.
-        rank: this one.
+        by_rank: the slices that each rank owns, without slices that all ranks hold.
+        rank: number of this rank.
     """
 
     by_rank: tuple[tuple[StoredArray, ...], ...]
@@ -68,8 +67,9 @@ class Ownership:
 
     @classmethod
     def agreed(cls, communicator: Communicator, groups: Groups) -> Ownership | None:
-        """Divide the slices that the ranks hold; ``None`` if all hold the same. Called on all ranks
-        together.
+        """Divide the slices that the ranks hold; ``None`` if all ranks hold the same slices.
+
+        All ranks call this together.
         """
         mine = sorted(
             (
@@ -140,7 +140,14 @@ def _selected(groups: Groups, names: set[str]) -> dict[str, ShardedState]:
 
 @dataclass
 class Delivery:
-    """A checkpoint in the making, into which ranks put their parts; closed if it is not published."""
+    """A checkpoint in the making, to which ranks deliver their parts.
+
+    Attributes:
+        stack: removes the draft when it is closed.
+        draft: the draft; ``None`` if it could not be made.
+        problem: the error that prevents the checkpoint; ``None`` without one.
+        collect: returns the parts of all ranks once they are written.
+    """
 
     stack: ExitStack
     draft: CheckpointDraft | None
@@ -153,20 +160,21 @@ class Delivery:
         """Return the parts of all ranks, once they have written them.
 
         Raises:
-            StorageError: one of them could not.
+            StorageError: a rank could not write its part.
         """
         if self._collected is None:
             self._collected = self.collect(progress)
         return self._collected
 
     def weights(self, progress: Callable[[], None]) -> list[list[Tensor]]:
-        """Return the weights of each rank's part, which are read one by one as they are written
-        elsewhere.
+        """Return the whole weights, by the rank with an array's first slice; they are read when
+        used.
 
-        From then on their files are no part of the checkpoint: it gets them put together.
+        The ranks' files of weights are then no longer part of the checkpoint, which gets the joined
+        weights instead.
 
         Raises:
-            StorageError: one of the ranks could not write them.
+            AllhandsError: there is no draft, or a rank could not write its part.
         """
         if self.problem is not None:
             raise self.problem
@@ -179,10 +187,10 @@ class Delivery:
 
     @contextmanager
     def opened(self) -> Generator[CheckpointDraft]:
-        """The draft, gone at the end unless it was published.
+        """Open the draft in a ``with`` block; it is removed at the end unless it was published.
 
         Raises:
-            StorageError: there is none, or it cannot be written.
+            AllhandsError: there is no draft, or it cannot be written.
         """
         if self.problem is not None:
             raise self.problem
@@ -192,17 +200,16 @@ class Delivery:
 
 
 def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tensor]]:
-    """Return the whole weights from the parts of all ranks; their files are then removed from
-    ``directory``.
+    """Return the whole weights from the parts of all ranks, and remove the parts' files.
 
-    An array is with the rank that has the first of it. It is put together when it is asked for, and
-    of the files' pages only those of the last one are kept.
+    An array is listed with the rank that has its first slice. It is joined when it is used, and
+    only the last array's pages of the files stay in memory.
     """
     pieces = [list(filter(_is_weight, part.arrays)) for part in parts]
     together = [array for arrays in pieces for array in arrays]
     files = {name: MappedFile(directory / name) for name in _files_of(together)}
     for name in files:
-        (directory / name).unlink()  # it can be read as long as it is open
+        (directory / name).unlink()  # the open file can still be read
     whole = {array.name: _tensor(array, files) for array in merged(together)}
     return [[whole.pop(array.name) for array in arrays if array.name in whole] for arrays in pieces]
 
@@ -212,7 +219,7 @@ def _files_of(arrays: Iterable[StoredArray]) -> set[str]:
 
 
 def _tensor(array: StoredArray, files: Mapping[str, MappedFile]) -> Tensor:
-    """An array whose slices lie in ``files``."""
+    """Return an array whose slices are in ``files`` as a tensor that is read when used."""
     numbers, key = StoredNumbers(array, files), array.slices[0].key
 
     def get() -> memoryview:
@@ -231,13 +238,15 @@ def _without_weights(part: WrittenPart) -> WrittenPart:
 
 @dataclass
 class PartExchange:
-    """This rank's side of the exchange: every checkpoint is begun on all ranks together.
+    """This rank's side of the exchange; all ranks begin every checkpoint together.
 
     Attributes:
-        directory: of the run.
+        ownership: the slices that each rank writes.
+        directory: directory of the run.
         held: the state of this rank.
         keeps: whether this rank keeps files.
         shared: whether all ranks see rank 0's directory.
+        busy: called now and then while this rank writes or receives.
     """
 
     communicator: Communicator
@@ -262,7 +271,10 @@ class PartExchange:
         keeps: bool,
         busy: Callable[[], None] = lambda: None,
     ) -> PartExchange | None:
-        """``None`` if all ranks hold the same; called on all ranks together."""
+        """Make the exchange; ``None`` if all ranks hold the same slices.
+
+        All ranks call this together.
+        """
         if (
             communicator.size == 1
             or (ownership := Ownership.agreed(communicator, held.groups())) is None
@@ -274,16 +286,21 @@ class PartExchange:
     def begin(
         self, target: Path | None, writes: Callable[[], object] = lambda: None
     ) -> Delivery | None:
-        """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files,
-        what is to be finished.
+        """Begin to deliver every rank's part of the checkpoint at ``target``.
 
-        ``None``: no checkpoint is written, and weights come alone, if they are divided.
+        All ranks call this together.
 
         Args:
+            target: place of the checkpoint. ``None``: no checkpoint is written, and only divided
+                weights are delivered.
             writes: called before this rank writes a file into a directory that all ranks see.
 
+        Returns:
+            The delivery to finish, on ranks that keep files; else ``None``. Also ``None`` if there
+            is nothing to deliver.
+
         Raises:
-            RuntimeError: from MLX: another rank has ended.
+            RuntimeError: another rank has ended (from MLX).
         """
         if target is None and not self.ownership.divides_weights:
             return None
@@ -295,20 +312,20 @@ class PartExchange:
         return self._begin_sent(delivery, tensors())
 
     def settle(self) -> None:
-        """Wait for what this rank writes.
+        """Wait until this rank has written its part.
 
-        To be called before it waits for others that wait for its part: an exchange over NCCL keeps
-        a GPU from handing out what is still to be written.
+        Call this before this rank waits for ranks that wait for its part: an exchange over NCCL
+        keeps a GPU from copying out arrays that are still to be written.
         """
         wait(self._pending)
 
     def close(self) -> None:
-        """Wait for what this rank writes."""
+        """Wait until this rank has written its part, and end its thread."""
         self.ends()
         self._thread.shutdown()
 
     def ends(self) -> None:
-        """Note that the run is at its end: what other ranks have not written soon will not be."""
+        """Note that the run is at its end: parts that other ranks do not write soon are given up."""
         self._ending.set()
 
     def _opened(self, target: Path) -> Delivery:
@@ -355,7 +372,7 @@ class PartExchange:
     def _write(
         self, directory: Path, tensors: dict[str, list[Tensor]], writes: Callable[[], object]
     ) -> None:
-        """Write this rank's part, then a note of it."""
+        """Write this rank's part, then a note for rank 0 with its files or the problem."""
         files: dict[str, dict[str, Any]] = {}
         try:
             for name, each in tensors.items():
@@ -373,18 +390,18 @@ class PartExchange:
                     told.code,
                 ]
             }
-            for name in tensors:  # there may be no room for the note beside it
+            for name in tensors:  # makes room for the note on a full disk
                 with suppress(OSError):
                     (directory / name).unlink(missing_ok=True)
         note = _note_of(directory, self.communicator.rank)
-        # A directory that is gone is one in which rank 0 has given up.
+        # If the directory is gone, rank 0 has given up this checkpoint.
         with suppress(OSError):
             draft = note.with_suffix(".draft")
             draft.write_text(json.dumps(said), encoding="utf-8")
             os.replace(draft, note)
 
     def _collected(self, directory: Path, progress: Callable[[], None]) -> list[WrittenPart]:
-        """The parts of all ranks, once they have written them."""
+        """Return the parts of all ranks, once they are written (StorageError if one fails)."""
         return [self._part(directory, rank, progress) for rank in range(self.communicator.size)]
 
     def _part(self, directory: Path, rank: int, progress: Callable[[], None]) -> WrittenPart:
@@ -414,8 +431,9 @@ class PartExchange:
     def _begin_sent(
         self, delivery: Delivery | None, tensors: dict[str, list[Tensor]]
     ) -> Delivery | None:
-        """Send every rank's part to all, of whom those that keep files write them, while the
-        training waits.
+        """Send every rank's part to all ranks; those that keep files write them.
+
+        The training waits for this.
         """
         mine = {name: safetensors_size(of_file) for name, of_file in tensors.items()}
         sizes: list[dict[str, int]] = gather_json(self.communicator, mine)
@@ -443,7 +461,10 @@ class PartExchange:
         names: Sequence[str | None],
         blocks: Iterable[list[memoryview]],
     ) -> list[StoredFile]:
-        """Every rank's file of these names, written if this rank keeps files and can; else none."""
+        """Receive one file from every rank, and write the files if this rank keeps files.
+
+        Returns the written files; [] if this rank keeps none or cannot write.
+        """
         writers: list[_Writer] = []
         with ExitStack() as stack:
             for block in blocks:
@@ -463,7 +484,10 @@ class PartExchange:
 
 
 class _Writer:
-    """A private file that is written block by block; a context manager. ``None``: none."""
+    """A private file that is written block by block; a context manager.
+
+    With the path ``None`` nothing is written.
+    """
 
     def __init__(self, path: Path | str | None) -> None:
         self._file = -1 if not path else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,5 +1,5 @@
-"""Check that a run may write into a directory: it is no input of the run and holds no other
-program's files.
+"""Check that a run may write into a directory: it must not be an input of the run, or hold files of
+another program.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def require_place_of_run(config: TrainConfig) -> None:
     """Check that the run of ``config``, if it trains, may write into its directory.
 
     Raises:
-        ConfigError: it is the model's or the data's own directory, lies in it, holds the model, or
-            has another program's files in it.
+        ConfigError: the directory is, or lies in, that of the model or the data; it holds the model
+            under a name that the run replaces; or it holds files of another program.
     """
     if not config.train:
         return
@@ -71,7 +71,7 @@ def require_place_of_run(config: TrainConfig) -> None:
             )
     try:
         foreign = next(_foreign(directory), None)
-    except OSError:  # who writes there says why it cannot be done
+    except OSError:  # the first writer to the directory reports the error
         return
     if foreign is not None:
         raise _refused(
@@ -86,7 +86,7 @@ def _refused(directory: Path, problem: str, *, code: str) -> ConfigError:
 
 
 def _foreign(directory: Path) -> Iterator[str]:
-    """Names of what another program has left there."""
+    """Yield the names of files and folders that another program has written there."""
     names = {path.name for path in entries(directory)}
     yield from (name for name in _TRAINERS if name in names)
     signs: dict[str, Callable[[], bool]] = {
@@ -112,7 +112,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(metrics: Path) -> bool:
-    """True if a line of it is an event of a run, or there is none that is whole."""
+    """Return True if one of the first lines is an event of a run, or no line is whole."""
     from allhands.observe.metrics.events import OPENED, decode_event
 
     with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""Removal of checkpoints that need not be kept."""
+"""Removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def prune(
     protected: Collection[int],
     written: Checkpoint | None = None,
 ) -> list[Path]:
-    """Remove the checkpoints of steps that need not be kept; what is not a checkpoint of ours is
-    never touched.
+    """Remove checkpoints of steps that need not be kept.
 
-    The newest whole one always stays, and what is newer than the oldest that ``keep_last`` keeps.
+    Directories with foreign files and links are never touched. The newest whole checkpoint stays,
+    and so do all that are newer than the oldest that ``keep_last`` keeps.
 
     Args:
-        keep_last: how many whole ones to keep, at least 1.
-        keep_every: also keep those whose iteration is a multiple of it.
-        protected: steps that must stay.
-        written: the one just written, which stays and need not be read again.
+        keep_last: number of whole checkpoints to keep, at least 1.
+        keep_every: also keep checkpoints whose iteration is a multiple of this number.
+        protected: steps whose checkpoints must stay.
+        written: the checkpoint just written, which stays and is not read again.
 
     Returns:
-        What was removed.
+        The removed directories.
 
     Raises:
-        StorageError: one cannot be removed.
+        StorageError: a checkpoint cannot be removed.
         CheckpointError: a directory cannot be read.
     """
     assert keep_last >= 1
@@ -68,7 +68,10 @@ def _unneeded(
     keep_every: int | None,
     kept: Collection[int],
 ) -> list[Checkpoint]:
-    """The checkpoints before the ``last`` ones, but for those of steps that are ``kept``."""
+    """Return the checkpoints older than the ``last`` ones that no other rule keeps.
+
+    ``kept``: steps whose checkpoints must stay.
+    """
     oldest = min((it.step for it in last), default=0)
     old = [
         it
@@ -80,7 +83,7 @@ def _unneeded(
 
 
 def _newest_whole(candidates: list[Checkpoint], written: Checkpoint | None) -> Checkpoint | None:
-    """The first one whose sums are right too."""
+    """Return the first candidate whose SHA-256 sums are right; ``None`` without one."""
     for it in candidates:
         if written is not None and it.digest == written.digest:
             return it
@@ -91,7 +94,7 @@ def _newest_whole(candidates: list[Checkpoint], written: Checkpoint | None) -> C
 
 
 def _remove(path: Path) -> None:
-    """Under its name it is whole or absent, also now."""
+    """Rename a checkpoint, then remove it, so that under its own name it is whole or absent."""
     hidden = removal_path(path, secrets.token_hex(4))
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

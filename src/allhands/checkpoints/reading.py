@@ -1,4 +1,4 @@
-"""One checkpoint: its manifest, and whether its files are those that were written."""
+"""Reading of one checkpoint: its manifest, its state, and the check of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from allhands.errors import CheckpointError
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint of another version of allhands."""
+    """Raised for a checkpoint in the format of another version of allhands."""
 
 
 _ALTERED = "its SHA-256 sum is wrong: it was changed after it was written"
@@ -27,16 +27,15 @@ class Checkpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: its directory.
-        step: optimizer updates that had been made.
-        iteration: batches that had been trained on; in a person's own loop, which has its own way
-            to count, the step.
-        run_id: the job that wrote it.
-        time: when, in Unix seconds.
-        state: content of ``state.json``; empty where only the manifest was read.
+        path: the checkpoint's directory.
+        step: number of optimizer updates made.
+        iteration: number of batches trained on; the step, if a person's own loop counts only steps.
+        run_id: identifier of the run that wrote it.
+        time: Unix time of writing, in seconds.
+        state: content of ``state.json``; empty if only the manifest was read.
         files: every file but the manifest, by name.
-        arrays: every array, by name.
-        digest: hexadecimal SHA-256 of the manifest, hence of everything.
+        arrays: all arrays, sorted by name.
+        digest: hexadecimal SHA-256 of the manifest, which has the sums of all files.
     """
 
     path: Path
@@ -56,11 +55,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Return the checkpoint in ``path``, with all files present and of their size; ``verify``: and
-    with the right sums.
+    """Return the checkpoint in ``path``, if all its files are there and have the right sizes.
+
+    Args:
+        verify: True to compare SHA-256 sums, too.
 
     Raises:
-        CheckpointError: it is missing or damaged; says which file, and how.
+        CheckpointError: the checkpoint is missing or damaged; the error names the file.
     """
     found = described(path)
     check_sizes(found)
@@ -71,7 +72,7 @@ def described(path: Path) -> Checkpoint:
     """Return the checkpoint in ``path`` as its manifest describes it, without the state.
 
     Raises:
-        CheckpointError: there is no manifest, or not a whole one.
+        CheckpointError: the manifest is missing, damaged, or of another version.
     """
     file = path / MANIFEST
     raw = _read(file)
@@ -79,7 +80,7 @@ def described(path: Path) -> Checkpoint:
     if (said := body.get("format")) != FORMAT:
         raise _of_another_version(file, said)
     try:
-        # Every byte counts, also those that mean nothing to JSON.
+        # Every byte is compared, also blanks that JSON ignores.
         same = raw == manifest_text({key: value for key, value in body.items() if key != "sha256"})
         files = {
             str(name): StoredFile(int(f["bytes"]), str(f["sha256"]))
@@ -103,7 +104,7 @@ def check_sizes(found: Checkpoint) -> None:
     """Compare the sizes of all files with the manifest.
 
     Raises:
-        CheckpointError: one is missing, or of another size.
+        CheckpointError: a file is missing, or has another size.
     """
     for name, facts in found.files.items():
         file = found.path / name
@@ -118,8 +119,10 @@ def check_sizes(found: Checkpoint) -> None:
 
 
 def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
-    """Return a described checkpoint with its state; ``verify``: after the sums of all files have
-    been compared.
+    """Return a described checkpoint with its state.
+
+    Args:
+        verify: True to compare the SHA-256 sums of all files; else only that of the state.
 
     Raises:
         CheckpointError: a file was altered, or cannot be read.
@@ -137,10 +140,10 @@ def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
 
 
 def sum_of(file: Path) -> str:
-    """Hexadecimal SHA-256 of a checkpoint's file.
+    """Return the hexadecimal SHA-256 of a checkpoint's file.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         with file.open("rb") as stream:
@@ -183,7 +186,7 @@ def _of_another_version(file: Path, said: object) -> CheckpointError:
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
-    """Return the error of a file that is not as it was written."""
+    """Return the error for a file that is not as it was written."""
     run = run_of(file.parent)
     hint = f"resume from another checkpoint: allhands checkpoint verify {run} tells which of them are whole"
     return CheckpointError(
@@ -192,7 +195,7 @@ def damaged(file: Path, what: str) -> CheckpointError:
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """Return the error of a file that is missing or cannot be read."""
+    """Return the error for a file that is missing or cannot be read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return damaged(file, "it is missing")
     hint = "check the rights of the file, and the disk"

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, how it reaches every rank, and who keeps the new ones."""
+"""Resuming of a run: the checkpoint, its way to all ranks, and the ranks that keep files."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ class Restored:
     """A checkpoint that a run goes on from.
 
     Attributes:
-        state: what ``state.json`` says.
-        weights: the trained weights, to be read; so is ``optimizer``, its state.
+        state: content of ``state.json``.
+        weights: readers of the trained weights, by name.
+        optimizer: readers of the optimizer's state, by name.
         place: the checkpoint's directory, as rank 0 sees it.
-        run_id: of the run that wrote it.
-        own: whether it is one of this run's directory on rank 0, and not set aside there. The path
-            does not tell it to other computers, which may have that directory elsewhere.
-        left: what packing has left out of each rank's gradients, to be read.
+        run_id: identifier of the run that wrote the checkpoint.
+        own: whether the checkpoint is in this run's directory on rank 0, and not set aside there.
+            Other computers cannot tell this from the path, because directories may differ.
+        left: readers of the rounding errors that compression has kept for each rank's gradients.
     """
 
     state: dict[str, Any]
@@ -69,17 +70,18 @@ class Restored:
 def find_checkpoint(
     config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that this start goes on from, if any, and what a person should know of
-    others.
+    """Return the checkpoint that this start goes on from (``None`` without one), and notes.
 
-    A restart goes on from its own run's latest; if none is whole it begins as the first attempt
-    did, because nobody is there to decide otherwise.
+    A restart (``attempt`` above 1) goes on from its own run's latest checkpoint. If none is whole,
+    it begins as the first attempt did, because no person is there to decide otherwise.
 
     Args:
-        verify: whether to compute sums; else sizes are compared, which takes milliseconds.
+        verify: True to compare SHA-256 sums; else only sizes are compared, which takes
+            milliseconds.
 
     Raises:
-        CheckpointError: what was asked for is missing or damaged, or all that there is.
+        CheckpointError: the requested checkpoint is missing or damaged, or all checkpoints are
+            damaged.
     """
     rejected: list[CheckpointError] = []
     found = (
@@ -110,7 +112,7 @@ def find_checkpoint(
 
 
 def _left_out(rejected: Sequence[CheckpointError]) -> list[str]:
-    """A note on each checkpoint that was passed over."""
+    """Return a note on each checkpoint that was passed over."""
     errors = {one.where: one for one in rejected}.values()
     kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
     return [
@@ -120,8 +122,8 @@ def _left_out(rejected: Sequence[CheckpointError]) -> list[str]:
 
 
 def date_of(checkpoint: Checkpoint) -> datetime | None:
-    """Return the moment whose date the chat template writes in the checkpoint's run; ``None`` if it
-    writes none.
+    """Return the moment whose date the chat template writes in the checkpoint's run; ``None`` if
+    it writes no date.
     """
     told = checkpoint.state["data"][DATE_KEY]
     return datetime.fromisoformat(told) if told else None
@@ -130,8 +132,11 @@ def date_of(checkpoint: Checkpoint) -> datetime | None:
 def _asked_for(
     resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
 ) -> Checkpoint | None:
-    """The checkpoint for ``--resume``; ``run_id``: of a restart whose own checkpoints are not
-    whole.
+    """Return the checkpoint for ``--resume``.
+
+    Args:
+        run_id: the run, in a restart without whole checkpoints of its own; ``None`` in a first
+            start.
     """
     if resume != AUTO:
         return find(resume, directory, verify=verify)
@@ -141,9 +146,7 @@ def _asked_for(
 
 
 def _began_without(directory: Path, run_id: str) -> bool:
-    """True if the run's first attempt found nothing to go on from: all that is here is the run's
-    own.
-    """
+    """Return True if the run's first attempt found no checkpoint: all checkpoints are its own."""
     runs = {
         found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint
     }
@@ -159,17 +162,21 @@ def receive(
     directory: Path,
     busy: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Restored | None:
-    """Return the checkpoint that rank 0 has found, on every rank; called on all of them together.
+    """Return rank 0's checkpoint on every rank; all ranks call this together.
 
-    Where all ranks find the same one at the same path each reads what it needs there; otherwise
-    rank 0 hands it out, an array at a time, as they are read.
+    If all ranks find the same checkpoint at the same path, each reads the arrays that it needs.
+    Otherwise rank 0 hands out the arrays, one at a time, when they are read.
 
     Args:
-        directory: of this run, on this rank's computer.
-        busy: a context for what may take long and waits for no other rank.
+        checkpoint: the checkpoint that rank 0 has found; ``None`` on other ranks.
+        directory: directory of this run on this rank's computer.
+        busy: context for work that may take long and waits for no other rank.
+
+    Returns:
+        ``None`` if rank 0 has no checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the checkpoint is damaged.
     """
     mine = None if checkpoint is None else _described(checkpoint, directory)
     told: dict[str, Any] | None = hand_out_json(communicator, mine)
@@ -194,13 +201,13 @@ def receive(
 def restore_weights(
     model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Put a checkpoint's weights in place of the trained ones, one after the other.
+    """Put a checkpoint's weights into the model's trained arrays, one after the other.
 
     Args:
         progress: called after each array.
 
     Raises:
-        CheckpointError: they are not of the same names, shapes and types.
+        CheckpointError: names, shapes or types differ from the model's.
     """
     wanted = [(name, array.shape, array.dtype) for name, array in trained_weights(model).items()]
     require_same(restored.weights, wanted, restored.place)
@@ -212,9 +219,7 @@ def restore_weights(
 def restore_optimizer(
     optimizer: optim.Optimizer, restored: Restored, progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Give the optimizer the state that it had, all of it; ``progress`` as in
-    :func:`restore_weights`.
-    """
+    """Give the optimizer the checkpoint's state; ``progress``: see :func:`restore_weights`."""
     state: list[tuple[str, mx.array]] = []
     for name, stored in restored.optimizer.items():
         state.append((name, stored.read()))
@@ -233,7 +238,7 @@ def _described(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
 
 
 def _same_here(path: str, digest: str) -> Checkpoint | None:
-    """The checkpoint at ``path`` if this computer has it too, whole."""
+    """Return the checkpoint at ``path`` if this computer has the same one, whole; else ``None``."""
     try:
         found = open_checkpoint(Path(path))
     except CheckpointError:
@@ -242,18 +247,18 @@ def _same_here(path: str, digest: str) -> Checkpoint | None:
 
 
 def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies: int) -> bool:
-    """True if this rank writes the run's files: rank 0, and one rank on each of a few hosts that
-    cannot see them.
+    """Return True if this rank writes the run's files.
 
-    So the loss of rank 0's computer loses nothing. Called on all ranks together.
+    These are rank 0, and one rank on each of ``copies`` - 1 hosts that cannot see rank 0's files.
+    So no file is lost with rank 0's computer. All ranks call this together.
     """
     if copies < 2 or mesh.local_size == mesh.size:
         return mesh.is_main
     seen = sees_main(communicator, directory)
     blind = mesh.local_rank == 0 and not seen
     if blind:
-        # What a computer that lost its power was writing; where nothing will be written nobody else
-        # looks.
+        # Removes leftovers of a computer that lost power; later only ranks that write look for
+        # them.
         with suppress(OSError):
             sweep(directory / CHECKPOINTS)
         with suppress(OSError):
@@ -263,12 +268,12 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
 
 
 def sees_main(communicator: Communicator, directory: Path) -> bool:
-    """True if this rank's ``directory`` is rank 0's; called on all ranks together."""
+    """Return True if this rank's ``directory`` is rank 0's; all ranks call this together."""
     probe = directory / hand_out_json(communicator, f"{_SEEN}{secrets.token_hex(8)}")
     leads = communicator.rank == 0
     if leads:
         make_directory(directory, private=True)
-        for old in directory.glob(f"{_SEEN}*"):  # of a start that was killed here
+        for old in directory.glob(f"{_SEEN}*"):  # left by a start that was killed here
             old.unlink(missing_ok=True)
         probe.touch()
     barrier(communicator)

@@ -1,4 +1,4 @@
-"""Files of an earlier run in a run's directory: set aside, or gone on from. None of them is
+"""Handling of an earlier run's files in a run's directory: they are set aside or continued, never
 removed.
 """
 
@@ -36,8 +36,8 @@ from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
-# Everything of a run that is set aside under its own name with a number; numbered adapters go into
-# one directory.
+# Files and directories of a run that are set aside, under their own names with a number. Numbered
+# adapters are moved into one directory.
 _KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _PIECE_BYTES = 4 << 20
@@ -45,14 +45,14 @@ _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
 
 def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[str]:
-    """Prepare ``directory`` for this run's files; what a person should know.
+    """Prepare ``directory`` for this run's files; return notes for a person.
 
-    A new run sets an earlier one's aside, under a number. One that goes on from a checkpoint
-    elsewhere brings that run's curve and best adapter along. A restart finds that this has been
-    done: the directory has the run's name.
+    A new run sets the files of an earlier run aside, under a number. A run that goes on from a
+    checkpoint in another directory copies that run's curve and best adapter. If the directory
+    already has this run's name, as in a restart, nothing is done.
 
     Raises:
-        StorageError: it cannot be done.
+        StorageError: the files cannot be moved or copied.
     """
     try:
         if run_name(directory) == run_id:
@@ -84,10 +84,10 @@ def _make_room(directory: Path, restored: Restored | None) -> list[str]:
 
 
 def _set_all_aside(directory: Path) -> list[Path]:
-    """Make way for a new run: where the files of the one before are now, all under the same number.
+    """Set the files of an earlier run aside under one number; return their new places.
 
-    The adapter to use stays until there is a new one, which must not be the end of it if no
-    checkpoint holds it.
+    The adapter to use stays where it is until the new run writes its own. If no checkpoint holds
+    it, it also gets a second name among the files set aside.
     """
     number = _free_number(directory)
     adapter = [] if (directory / CHECKPOINTS).exists() else _only_adapter(directory)
@@ -108,12 +108,12 @@ def _set_all_aside(directory: Path) -> list[Path]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    # Anybody may have a directory called model.
+    # A directory called model is a run's only with the mark.
     return path.exists() and (path.name not in (MODEL, BEST_MODEL) or (path / MARK).is_file())
 
 
 def _only_adapter(directory: Path) -> list[Path]:
-    """The adapter to use with its configuration, if there is no other name for it yet."""
+    """Return the files of the adapter to use, if its weights have no second name yet."""
     weights = directory / WEIGHTS_FILE
     if not weights.is_file() or weights.stat().st_nlink > 1:
         return []
@@ -125,7 +125,7 @@ def _only_adapter(directory: Path) -> list[Path]:
 
 
 def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
-    """The directory in which these are now."""
+    """Move adapters into the numbered directory; return that directory."""
     place = make_directory(directory / _with_number(_NUMBERED_ADAPTERS, number), private=True)
     for file in files:
         file.rename(place / file.name)
@@ -133,7 +133,7 @@ def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
 
 
 def _numbered_adapters(directory: Path, beyond: int = -1) -> list[Path]:
-    """The adapters of iterations after ``beyond``, by which they are called."""
+    """Return the adapters named after iterations above ``beyond``."""
     found = [(path, _NUMBERED_ADAPTER.fullmatch(path.name)) for path in entries(directory)]
     return [path for path, match in found if match and int(match[1]) > beyond and path.is_file()]
 
@@ -144,7 +144,7 @@ def _with_number(name: str, number: int) -> str:
 
 
 def _free_number(directory: Path) -> int:
-    """One more than the highest under which something is kept: the later, the higher."""
+    """Return the highest number of files set aside, plus 1."""
     taken = [
         number for name in (*_KEPT, _NUMBERED_ADAPTERS) for number in _numbers_of(directory, name)
     ]
@@ -152,30 +152,31 @@ def _free_number(directory: Path) -> int:
 
 
 def _numbers_of(directory: Path, name: str) -> list[int]:
-    """The numbers under which ``name`` is kept."""
+    """Return the numbers under which ``name`` was set aside."""
     wanted = Path(name)
     pattern = re.compile(rf"{re.escape(wanted.stem)}\.(\d+){re.escape(wanted.suffix)}")
     return [int(match[1]) for path in entries(directory) if (match := pattern.fullmatch(path.name))]
 
 
 def kept_as(directory: Path, file: Path) -> Path | None:
-    """Return the place of a file of the run directory since it was last set aside; ``None`` if it
-    was not.
+    """Return the place to which a file of the run directory was last set aside; ``None`` if it
+    never was.
     """
     try:
         first, *rest = Path(os.path.abspath(file)).relative_to(os.path.abspath(directory)).parts
         if _NUMBERED_ADAPTER.fullmatch(first):
             first, rest = _NUMBERED_ADAPTERS, [first]
         numbers = sorted(_numbers_of(directory, first), reverse=True)
-    except (ValueError, OSError):  # it is not in there, or nothing can be read
+    except (ValueError, OSError):  # it is not in the directory, or nothing can be read
         return None
     places = (directory / _with_number(first, number) for number in numbers)
     return next((kept for place in places if (kept := place.joinpath(*rest)).is_file()), None)
 
 
 def _leave_branch(directory: Path, restored: Restored) -> list[str]:
-    """Set aside what lies beyond the checkpoint: a restart would take it for the latest of this
-    run.
+    """Set aside the checkpoints after the restored one; return a note.
+
+    A restart would take them for this run's latest.
     """
     step = restored.step
     later = [
@@ -197,8 +198,8 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
 
 
 def run_of(restored: Restored) -> tuple[Path, str]:
-    """Return the run directory of a checkpoint, and the number (".1") under which the checkpoint
-    was set aside.
+    """Return the run directory of a checkpoint, and the suffix (".1") with which it was set aside,
+    or "".
     """
     place = Path(restored.place)
     kind, _, number = place.parent.name.partition(".")
@@ -208,7 +209,7 @@ def run_of(restored: Restored) -> tuple[Path, str]:
 
 
 def _bring_along(source: Path, number: str, directory: Path, restored: Restored) -> None:
-    """The curve up to the checkpoint, and the best adapter so far, which may stay the best."""
+    """Copy the curve up to the checkpoint, and the best adapter so far, which may stay the best."""
     usual = Path(METRICS_FILE)
     metrics = source / f"{usual.stem}{number}{usual.suffix}"
     if metrics.is_file():
@@ -218,7 +219,7 @@ def _bring_along(source: Path, number: str, directory: Path, restored: Restored)
             directory / METRICS_FILE, lambda draft: draft.write_bytes(content), private=True
         )
     for name in (BEST, BEST_MODEL):
-        # A branch that was left took its best along.
+        # A best that was set aside with later checkpoints lies beside the restored one.
         for best in (source / f"{name}{number}", Path(restored.place).parent / name):
             if best.is_dir() and best != directory / name:
                 with staging(directory / name, private=True) as staged:
@@ -234,18 +235,18 @@ def share_history(
     run_id: str,
     newcomer: bool,
 ) -> None:
-    """Give ranks that begin to keep the files of a run which has begun without them its curve and
-    its best adapter.
+    """Give the run's curve and best adapter to ranks that begin to keep files in a resumed run.
 
-    So whoever keeps files can lose all others. What lies there of another run is set aside. Called
-    on all ranks together, before one of them adds to its curve.
+    So each rank that keeps files has all of them. Files of another run in its directory are set
+    aside. All ranks call this together, before rank 0 adds to its curve.
 
     Args:
         newcomer: whether this rank keeps files, and is not rank 0.
 
     Raises:
-        CheckpointError: what lies there cannot be read; the other ranks have got theirs.
-        StorageError: they cannot be written; likewise.
+        CheckpointError: this rank's directory cannot be read.
+        StorageError: the files cannot be written. In both cases the other ranks have received
+            theirs.
     """
     if restored is None or communicator.size == 1:
         return
@@ -269,14 +270,15 @@ def _hand_out_history(
             _make_way(directory, runs)
             staged = stack.enter_context(staging(staged, private=True))
 
-        # Nobody ends before the others have theirs: all take part in handing out.
+        # An error is raised only after the others have their files: all ranks take part in the
+        # exchange.
         problem = _error_of(prepare, directory) if lacks else None
         for of_best, name, size in hand_out_json(communicator, sizes):
             place = staged if of_best else directory
             pieces = hand_out_bytes(communicator, _read(place / name) if leads else (), size)
             if lacks and problem is None:
                 problem = _error_of(partial(_write, place, name, pieces), directory)
-            deque(pieces, maxlen=0)  # those that were not written
+            deque(pieces, maxlen=0)  # receives the pieces that were not written
         if problem is not None:
             raise problem
         if lacks and any(staged.iterdir()):
@@ -294,9 +296,7 @@ def _error_of(action: Callable[[], None], directory: Path) -> AllhandsError | No
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
-    """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before
-    it.
-    """
+    """Return True if this rank has the restored checkpoint itself, and so the files before it."""
     kept = checkpoint_path(directory, restored.step)
     try:
         found = [
@@ -304,7 +304,7 @@ def _has_kept(directory: Path, restored: Restored) -> bool:
             for one in survey(directory, verify=False)
             if one.path == kept and one.error is None
         ]
-    except CheckpointError:  # it cannot be read
+    except CheckpointError:  # the directory cannot be read
         return False
     return (directory / METRICS_FILE).exists() and any(
         one and one.run_id == restored.run_id for one in found

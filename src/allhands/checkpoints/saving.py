@@ -1,5 +1,6 @@
-"""Writing checkpoints and adapters beside the training, which stands still only until its state is
-held.
+"""Saving of checkpoints and adapters in a thread, while the training goes on.
+
+The training waits only until its present state is held in memory.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import SavedReport, Warned
 from allhands.runtime.faults import inject_fault
 
-# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a
-# numbered file; "same" is "last" of a run that was resumed and has not changed: what is there stays
-# as it is.
+# "last" also becomes the adapter to use. "best" goes into the directory of the best. "suspect"
+# weights, after which a number was not finite, become only a numbered file. "same" is "last" of a
+# resumed run that has not changed: only missing files are written.
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
 Save = Callable[[Any, SaveKind], None]
@@ -49,7 +50,7 @@ Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 
 class Progress(Protocol):
-    """Progress of a run, as far as saving needs it."""
+    """The part of a run's progress that saving needs."""
 
     step: int
     iteration: int
@@ -57,11 +58,11 @@ class Progress(Protocol):
 
 
 class CopyError(StorageError):
-    """The checkpoint is whole; the adapter beside it could not be written."""
+    """Raised if the checkpoint is whole but the adapter beside it could not be written."""
 
 
 def not_saved(failure: AllhandsError) -> str:
-    """Return the warning of a checkpoint that could not be written, in a training that goes on."""
+    """Return the warning about a checkpoint that could not be written; the training goes on."""
     adapter_alone = isinstance(failure, CopyError)
     what = (
         "the checkpoint is there, but not its adapter"
@@ -73,22 +74,23 @@ def not_saved(failure: AllhandsError) -> str:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The plan of what is kept, and where.
+    """The files that are kept, and their places and contents.
 
     Attributes:
-        directory: the adapter path.
-        keep_last: checkpoints to keep; 0 writes none.
-        keep_every: also keep those of every so many iterations (batches).
+        directory: the run's directory (the adapter path).
+        run_id: identifier of the run.
+        rank: number of this rank.
+        keep_last: number of checkpoints to keep; 0: none are written.
+        keep_every: also keep checkpoints whose iteration is a multiple of this number.
         numbered: whether adapters are also written under their iteration's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
-        chat_template: content of the file beside it; ``None``: the model's own chat template is
-            used.
-        constants: what every checkpoint of the run says; called in the writing thread, because
-            hashes take long.
-        model: makes the weights a model of their own, which is then written in place of an adapter.
-        busy: called as the writing gets on.
-        room: makes way for the run's files; called before something is written, until it has once
-            succeeded.
+        chat_template: text of the chat template beside it; ``None``: the model's own is used.
+        constants: returns the facts that every checkpoint of the run records; called in the writing
+            thread, because hashes take long.
+        model: writes the weights as a complete model, in place of an adapter; ``None``: an adapter
+            is written.
+        busy: called as the writing proceeds.
+        room: makes way for the run's files; called before each save until it has succeeded.
     """
 
     directory: Path
@@ -119,22 +121,22 @@ class _Request:
 
 
 def checkpoint_of(directory: Path, step: int, kind: SaveKind, keep_last: int) -> Path | None:
-    """Return the place where a save of this kind writes a checkpoint; ``None`` if it writes none."""
+    """Return the place of the checkpoint of a save of this kind; ``None`` if it writes none."""
     if kind == "best":
         return directory / BEST
     return checkpoint_path(directory, step) if keep_last and kind != "suspect" else None
 
 
 class Saver:
-    """Writes in a thread of its own, one request after the other.
+    """Writes checkpoints in a thread, one request after the other.
 
     Args:
-        plan: what goes where.
-        hold: keeps the arrays as they are while training goes on; called again in the writing
-            thread, what it gives are those to write, by file.
-        describe: the state of the run as JSON values.
-        parts: of other arrays, which ranks have divided among them: then all ranks save together.
-        waits: whether training goes on only when all is written, see :class:`Held`.
+        plan: the files to keep.
+        hold: holds the present arrays while training goes on; returns a function that returns them,
+            by file, in the writing thread.
+        describe: returns the state of the run as JSON values.
+        parts: exchange of arrays that ranks have divided; with it all ranks save together.
+        waits: returns whether training must wait until all is written, see :class:`Held`.
     """
 
     def __init__(
@@ -157,10 +159,10 @@ class Saver:
         self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
     def save(self, state: Progress, kind: SaveKind) -> None:
-        """Begin to write what the run is now.
+        """Begin to write the present state of the run.
 
-        What an earlier step left to write is waited for: two versions of all weights are enough in
-        memory.
+        It first waits until earlier steps are written, so that at most two versions of all weights
+        are in memory.
         """
         begun, plan = time.perf_counter(), self._plan
         wait([future for step, future in self._pending if step < state.step])
@@ -175,7 +177,7 @@ class Saver:
             wait([future])
 
     def _tensors(self, step: int) -> _Tensors:
-        """The tensors of a step, once for everything that is still to be written of them."""
+        """Return the held tensors of a step, shared by all its saves that are not written yet."""
         held = self._held[1]() if self._held is not None and self._held[0] == step else None
         if held is None:
             held = self._hold()
@@ -186,7 +188,7 @@ class Saver:
         """Return the outcomes of saves since the last call, failures included."""
         if wait_for_all:
             wait([future for _, future in self._pending])
-        # Each is looked at once: one that ends meanwhile is told the next time.
+        # Each future is looked at once: one that ends meanwhile is reported the next time.
         waiting: list[tuple[int, Future[SavedReport | None]]] = []
         done: list[Future[SavedReport | None]] = []
         for entry in self._pending:
@@ -200,13 +202,13 @@ class Saver:
         return [*troubles, *(outcome for outcome in outcomes if outcome is not None)]
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until all requests are written, and end the thread."""
         if self._parts is not None:
             self._parts.ends()
         self._thread.shutdown()
 
     def _write(self, request: _Request) -> SavedReport | None:
-        """The report of what was written, if anything had to be."""
+        """Write a request; return the report, or ``None`` if nothing had to be written."""
         begun = time.perf_counter()
         try:
             path = self._written(request)
@@ -234,10 +236,10 @@ class Saver:
             raise storage_error_of(error, self._plan.directory) from error
 
     def _weights(self, request: _Request) -> list[list[Tensor]]:
-        """The weights to write, by the rank that has them; in one list where all ranks have all.
+        """Return the weights to write, by the rank that has them; one list if all ranks have all.
 
         Raises:
-            StorageError: a rank's could not be had.
+            StorageError: the weights of a rank could not be received.
         """
         common = request.tensors().get(WEIGHTS_FILE, [])
         if (
@@ -255,8 +257,8 @@ class Saver:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
 
     def _wanted(self, request: _Request) -> frozenset[Path]:
-        """The files that there should be after a save of the last weights: the checkpoint, and
-        those beside it.
+        """Return the files that must exist after a save of the last weights: the checkpoint and the
+        files beside it.
         """
         plan = self._plan
         checkpoint = [checkpoint_path(plan.directory, request.step)] if plan.keep_last else []
@@ -268,7 +270,7 @@ class Saver:
         return frozenset([*checkpoint, *numbered, *template, *own])
 
     def _there(self, request: _Request) -> frozenset[Path]:
-        """The wanted files that lie in their place already, whole, with these weights."""
+        """Return the wanted files that exist already, whole and with these weights."""
         digest = hashlib.sha256()
         for piece in safetensors_pieces(self._all_weights(request)):
             digest.update(piece)
@@ -298,7 +300,7 @@ class Saver:
         return target / WEIGHTS_FILE
 
     def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
-        """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
+        """Write the checkpoint, remove old ones, then write the files for mlx_lm and people."""
         plan = self._plan
         inject_fault("save", request.step, plan.rank)
         make_directory(plan.directory, private=True)
@@ -310,8 +312,7 @@ class Saver:
             except (StorageError, OSError) as error:
                 failure = error
             finally:
-                # Also where it could not be written: what need not be kept may be what fills the
-                # disk.
+                # Also after a failure: old checkpoints may be the reason for a full disk.
                 self._prune(request, written)
             if failure is not None:
                 raise self._without_checkpoint(request, there, failure) from failure
@@ -331,8 +332,9 @@ class Saver:
     def _without_checkpoint(
         self, request: _Request, there: frozenset[Path], error: StorageError | OSError
     ) -> StorageError:
-        """The error, which says whether the weights could be written: they take a part of a
-        checkpoint's room.
+        """Return the error of a failed checkpoint; try to write at least the weights, and say so.
+
+        The weights need only a part of a checkpoint's space.
         """
         told = (
             error
@@ -347,8 +349,8 @@ class Saver:
         return StorageError(told.message, code=told.code, where=told.where, hint=hint)
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
-        """The weights under their iteration's number and, unless they are suspect, as the adapter
-        to use.
+        """Write the weights under their iteration's number and, unless they are suspect, as the
+        adapter or model to use; return the path of the latter.
         """
         plan, weights = self._plan, self._all_weights(request)
         numbered = self._numbered(request)
@@ -363,7 +365,7 @@ class Saver:
             return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
         if not there >= {adapter, config}:
-            # The configuration is written with the weights, not before: until then what is there
+            # The configuration is written only now, with the weights: until now the adapter there
             # may be another run's.
             save_adapter_config(plan.adapter_config, plan.directory)
             save_template(plan.chat_template, plan.directory)
@@ -406,11 +408,12 @@ def saving(
     *,
     keeps: bool,
 ) -> Generator[tuple[Save, Saved]]:
-    """Functions that begin to save on this rank, and tell of it; entered, and saving, on all ranks
-    together.
+    """Yield two functions for this rank: one begins a save, the other returns the outcomes.
+
+    All ranks enter this context together, and save together.
 
     Args:
-        keeps: whether this rank keeps files; others write what only they hold, if there is such.
+        keeps: whether this rank keeps files; other ranks only deliver slices that they alone hold.
     """
     parts = PartExchange.agreed(communicator, plan.directory, held, keeps, plan.busy)
 

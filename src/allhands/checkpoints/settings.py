@@ -1,6 +1,4 @@
-"""The settings that a resumed run must have in common with the one it goes on from, and those that
-it may change.
-"""
+"""Comparison of a resumed run with its checkpoint: settings, model, data and versions."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
 
-# What is trained, on which samples, in which order: with another value it would be another run.
+# Settings of what is trained, on which samples, in which order: another value makes another run.
 FIXED: frozenset[str] = frozenset(
     {
         *("fine_tune_type", "lora_parameters", "num_layers", "optimizer", "optimizer_config"),
@@ -26,9 +24,10 @@ FIXED: frozenset[str] = frozenset(
         *("mask_prompt", "train_on", "packing", "isolate_documents", "master_weights"),
     }
 )
-# Of a model that is trained from scratch. Its tokenizer is compared by what it makes of the data.
+# Fixed settings of a model that is trained from scratch. Its tokenizer is compared by the tokens of
+# the data.
 _SHAPE = frozenset({*NUMBERS, "shape", "dtype", "router_aux_loss"})
-# How the training goes on from here: may be changed, and the change is told.
+# Settings that may change when a run is resumed; a note reports the change.
 TOLD: frozenset[str] = frozenset(
     {
         *(
@@ -52,19 +51,19 @@ TOLD: frozenset[str] = frozenset(
         *("val_batches", "early_stopping_patience", "early_stopping_min_delta", "non_finite"),
     }
 )
-# How and where it is computed, reported and kept: changes no number but by rounding. Model and data
-# are compared by their content instead of by their names.
+# Settings of how and where the run is computed, reported and kept: they change numbers by rounding
+# only. Model and data are compared by their content, not by their names.
 FREE: frozenset[str] = frozenset(TrainConfig.model_fields) - FIXED - TOLD
 
 _FLOATING = "the learning rate follows it over the whole run, so the rest of the curve changes"
 
 
 def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
-    """Notes on settings that differ from the checkpoint's.
+    """Return notes on settings that differ from the checkpoint's.
 
     Raises:
         ConfigError: a setting that must be the same differs.
-        CheckpointError: the checkpoint does not say what it was made with.
+        CheckpointError: the checkpoint does not record its settings.
     """
     before = _settings_of(checkpoint, config)
     now = config.model_dump(mode="json")
@@ -102,7 +101,7 @@ def _check_fixed(
     differing = [key for key in sorted(FIXED | _SHAPE if fresh else FIXED) if was[key] != this[key]]
     if not differing:
         return
-    # What was given, before what only follows from it, as head_dim does from heads.
+    # A setting that was given comes before settings that follow from it, as head_dim from heads.
     key = next((key for key in differing if before[key] != now[key]), differing[0])
     hint = f"begin a new run from these weights with --resume-adapter-file {checkpoint.path / WEIGHTS_FILE}"
     if key in (*NUMBERS, "shape"):
@@ -116,7 +115,7 @@ def _check_fixed(
 
 
 def _as_it_was(key: str, value: Any) -> str:
-    """The way to make a setting that of the checkpoint."""
+    """Return advice on how to give a setting the checkpoint's value."""
     flag = f"--{key.replace('_', '-')}"
     if value is None:
         return f"leave {flag} out, as it was"
@@ -126,10 +125,10 @@ def _as_it_was(key: str, value: Any) -> str:
 
 
 def _with_shape(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with all numbers of the shape: one that is given as it is by default is no
-    change.
+    """Return the settings with all numbers of the shape, so that a default that is given explicitly
+    is no change.
 
-    The vocabulary is left out: it may be the tokenizer's, and is compared as part of the model.
+    The vocabulary is left out: it may be the tokenizer's, and is compared with the model.
     """
     numbers = {**{name: settings[name] for name in NUMBERS}, "vocabulary": 1}
     found = asdict(find_shape(settings["shape"], numbers))
@@ -143,16 +142,16 @@ def check_contents(
     data: Mapping[str, str | None],
     template: str | None = None,
 ) -> list[str]:
-    """Compare model and data by their content; what a person should know.
+    """Compare model and data with the checkpoint's by content; return notes for a person.
 
     Args:
-        model: whether a fingerprint is that of the weights.
+        model: returns whether a fingerprint is that of the model's weights.
         data: fingerprint of each split.
-        template: the chat template that was chosen.
+        template: the chat template that was chosen; ``None``: the model's own.
 
     Raises:
-        ModelError: another model.
-        DataError: other training data.
+        ModelError: the model is another.
+        DataError: the training data or the chat template are others.
     """
     state = checkpoint.state
     fresh = pretraining(config) is not None
@@ -180,7 +179,7 @@ def check_contents(
 
 
 def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> DataError:
-    """The error of other training data, as which another chat template shows, too."""
+    """Return the error for other training data; another chat template is a possible reason."""
     trained_with = checkpoint.state.get("chat_template")
     if trained_with != template:
         hint = "leave out --chat-template and --system: it was the model's own"
@@ -202,7 +201,7 @@ def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> Da
 
 
 def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[str]:
-    """Notes on software that is not that of the checkpoint."""
+    """Return a note if versions of software differ from the checkpoint's."""
     before: dict[str, str] = checkpoint.state["versions"]
     names = [name for name in before if before[name] != versions.get(name)]
     if not names:
@@ -212,8 +211,9 @@ def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[
 
 
 def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
-    """All settings that the checkpoint was made with; those that it does not know had their
-    defaults.
+    """Return all settings that the checkpoint was made with.
+
+    A setting that the checkpoint does not know has its default.
     """
     saved = checkpoint.state.get("config")
     if not isinstance(saved, dict):
@@ -225,7 +225,6 @@ def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
         )
     defaults = type(config).model_construct().model_dump(mode="json")
     known = {key: value for key, value in saved.items() if key in defaults}
-    # Told as resolved: "all layers" and their number are the same thing.
     return {**defaults, **known}
 
 

@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint, read where they lie: any slice of them from whatever slices there are.
+"""Reading of a checkpoint's arrays from mapped files: any slice, from any stored slices.
 
-Numbers are handled as unsigned integers of the same bits, so that every type comes back as it was.
+Numbers are handled as unsigned integers of the same size, so that the bits of every type are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Words = NDArray[Any]
 
 
 class StoredNumbers:
-    """One array of a checkpoint, from which slices are read when they are asked for.
+    """One array of a checkpoint, whose slices are read when needed.
 
-    The files stay open: neither renaming nor removing the checkpoint harms who reads it.
+    The files stay open, so the checkpoint may be renamed or removed while it is read.
 
     Attributes:
-        shape: of the whole array.
-        dtype: code of safetensors.
-        size: how many numbers it has.
+        shape: shape of the whole array.
+        dtype: name of the type in safetensors.
+        size: count of the array's numbers.
     """
 
     def __init__(self, stored: StoredArray, files: Mapping[str, MappedFile]) -> None:
@@ -40,11 +40,12 @@ class StoredNumbers:
         self._word = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")
 
     def words(self, region: Region | None = None) -> Words:
-        """Return the numbers of ``region`` (default: all) in its shape, as integers; no more than
-        the array is in memory.
+        """Return the numbers of ``region`` (default: all) in its shape, as integers.
+
+        It never takes more memory than the whole array.
 
         Raises:
-            CheckpointError: a file has not what the manifest says.
+            CheckpointError: a file does not have the tensor that the manifest names.
         """
         wanted = everything(self.shape) if region is None else region
         assert wanted.fits(self.shape), (wanted, self.shape)
@@ -57,8 +58,8 @@ class StoredNumbers:
         elif isinstance(wanted, Box) and all(isinstance(each, Box) for each, _, _ in self._slices):
             self._fill(result, wanted)
         else:
-            # Ranges of boxes, or boxes of ranges: both are simple in the whole array, and in
-            # nothing smaller.
+            # A range is cut from boxes, or a box from ranges: that is simple only in the whole
+            # array.
             del result
             whole = np.empty(self.shape, dtype=self._word)
             for each, key, file in self._slices:
@@ -69,11 +70,11 @@ class StoredNumbers:
 
     @property
     def in_ranges(self) -> bool:
-        """True if numbers that follow each other do so in the files, too, slice by slice."""
+        """True if each slice is a range: numbers in a row are in a row in the files, too."""
         return all(each.flat(self.shape) is not None for each, _, _ in self._slices)
 
     def _fill(self, result: Words, wanted: Region) -> None:
-        """Copy what slices have of a region of their kind."""
+        """Copy the numbers of ``wanted`` from the slices, which are regions of the same kind."""
         for each, key, file in self._slices:
             region = each.flat(self.shape) if isinstance(wanted, Flat) else each
             assert region is not None
@@ -91,7 +92,7 @@ def cut(whole: Words, region: Region | None) -> Words:
 
 
 def _within(inner: Region, outer: Region) -> tuple[slice, ...]:
-    """The index of a region in another of its kind, of which it is a part."""
+    """Return the index of a region in a larger region of the same kind."""
     if isinstance(inner, Flat):
         assert isinstance(outer, Flat)
         return (slice(inner.start - outer.start, inner.stop - outer.start),)
@@ -101,7 +102,7 @@ def _within(inner: Region, outer: Region) -> tuple[slice, ...]:
 
 
 def _shared(one: Region, other: Region) -> Region | None:
-    """The common part of two regions of one kind."""
+    """Return the common part of two regions of one kind; ``None`` if there is none."""
     if isinstance(one, Flat):
         assert isinstance(other, Flat)
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
@@ -117,7 +118,11 @@ def _shared(one: Region, other: Region) -> Region | None:
 
 
 class MappedFile:
-    """A safetensors file, of which pages are in memory only while they are read."""
+    """A memory-mapped safetensors file; its pages are in memory only while they are read.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a safetensors file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -133,7 +138,7 @@ class MappedFile:
             raise damaged(path, "it is not a safetensors file") from None
 
     def words(self, key: str, shape: tuple[int, ...], word: np.dtype[Any]) -> Words:
-        """Return a view of a tensor."""
+        """Return a view of a tensor (CheckpointError if it is missing or of another shape)."""
         try:
             start, stop = self._entries[key]["data_offsets"]
             numbers = (
@@ -148,13 +153,13 @@ class MappedFile:
             ) from None
 
     def release(self) -> None:
-        """Let go of the pages that were read; the views stay as they are."""
+        """Free the pages that were read; the views stay valid."""
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def stored_numbers(checkpoint: Checkpoint, file: str) -> dict[str, StoredNumbers]:
-    """Return the arrays of a group, which is called like ``file``, by their own names.
+    """Return the arrays of the group that is named after ``file``, by their own names.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -1,4 +1,6 @@
-"""Write a checkpoint: beside its place, synced, the manifest last, renamed."""
+"""Writing of a checkpoint: files are written and synced in a directory beside its place, the
+manifest last, and then the directory is renamed.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """The part of another writer in the directory of a :class:`CheckpointDraft`, for its own slices
-    of arrays.
+    """Files that another writer has put into the directory of a :class:`CheckpointDraft`, and the
+    slices of arrays in them.
     """
 
     files: dict[str, StoredFile]
@@ -49,8 +51,8 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """A checkpoint in the making: a directory beside ``target`` that others may put files into,
-    too.
+    """A checkpoint in the making: a directory beside ``target``; other writers may put files into
+    it.
     """
 
     target: Path
@@ -66,10 +68,11 @@ class CheckpointDraft:
         progress: Callable[[], None] = lambda: None,
         parts: Callable[[], Iterable[WrittenPart]] = tuple,
     ) -> Checkpoint:
-        """Write the rest, the manifest last, and put it in its place; see :func:`write_checkpoint`.
+        """Write the files, the manifest last, and put the checkpoint in its place.
 
         Args:
-            parts: gives what others have written, once it is there.
+            parts: returns the parts of other writers, once they are written. The other arguments
+                are those of :func:`write_checkpoint`.
         """
         contents = _contents(state, tensors, texts or {})
         _refuse_others(self.target, contents)
@@ -87,7 +90,7 @@ class CheckpointDraft:
         for array in whole:
             array.check(files)
         known = json.loads(dumped(state))
-        # A person's own loop, which has no iterations, counts by steps alone.
+        # A person's own loop without iterations counts only steps.
         given = known.get("iteration")
         iteration: int = given if type(given) is int else step
         body: dict[str, Any] = {
@@ -109,11 +112,12 @@ class CheckpointDraft:
 
 @contextmanager
 def drafting(target: Path) -> Generator[CheckpointDraft]:
-    """A checkpoint in the making, gone at the end unless it was published. What killed writers left
-    is removed.
+    """Yield a draft, which is removed at the end unless it was published.
+
+    Leftovers of killed writers are removed first.
 
     Raises:
-        StorageError: it cannot be written. ``target`` is unchanged, and nothing else is left.
+        StorageError: the draft cannot be written. ``target`` is unchanged, and nothing is left.
     """
     try:
         if not target.parent.exists():
@@ -141,25 +145,26 @@ def write_checkpoint(
     texts: Mapping[str, str] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
-    """Write a checkpoint, and replace the one at ``target`` if there is one; only its owner may
-    read it.
+    """Write a checkpoint, and replace the one at ``target`` if there is one.
 
-    A kill at any time leaves the old checkpoint or the new one, whole.
+    A kill at any time leaves the old checkpoint or the new one, whole. Only the owner of the files
+    may read them.
 
     Args:
-        target: its directory, in a directory that no other process writes checkpoints into.
-        step: optimizer updates made.
-        state: JSON values; NaN and infinity are none. ``iteration``, where it has that, is in the
+        target: directory of the checkpoint; no other process may write checkpoints beside it.
+        step: number of optimizer updates made.
+        run_id: identifier of the run.
+        state: JSON values without NaN and infinity. An ``iteration`` in it is put into the
             manifest, too.
-        tensors: arrays by file name; they are called after the file and their own names.
-        texts: contents of further files by name.
-        progress: called as the writing gets on, after each few megabytes.
+        tensors: arrays by file name; an array's name in the checkpoint is made of both names.
+        texts: contents of further files, by name.
+        progress: called after each few megabytes.
 
     Raises:
-        StorageError: it cannot be written, or ``target`` holds what is not a checkpoint's. What
-            stood there is untouched and nothing else is left.
-        ValueError: the arguments describe no checkpoint.
-        TypeError: ``state`` holds what JSON does not have.
+        StorageError: the checkpoint cannot be written, or ``target`` holds foreign files. The old
+            content is untouched, and nothing else is left.
+        ValueError: the arguments do not make a valid checkpoint.
+        TypeError: ``state`` holds values that are not JSON's.
     """
     with drafting(target) as draft:
         return draft.publish(step, run_id, state, tensors, texts, progress)
@@ -182,7 +187,7 @@ def sweep(directory: Path) -> None:
     for path in [path for path, _, kind in left if kind == "removed"]:
         shutil.rmtree(path, ignore_errors=True)
     for name in {name for _, name, kind in left if kind != "removed"}:
-        # It knows which of these still have a living writer.
+        # Entering staging removes or restores leftovers, but not those of a living writer.
         with suppress(StorageError), staging(directory / name, private=True):
             pass
 
@@ -204,7 +209,7 @@ def others_in(directory: Path, files: Collection[str]) -> list[str]:
 def _contents(
     state: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]], texts: Mapping[str, str]
 ) -> dict[str, _Pieces]:
-    """The bytes of each file by its name."""
+    """Return the content of each file, in pieces, by its name (ValueError for invalid names)."""
     names = [*tensors, *texts, STATE]
     wrong = [
         name for name in names if not is_plain(name) or name == MANIFEST or names.count(name) > 1
@@ -222,7 +227,7 @@ def write_file(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> Sto
     """Write and sync a new private file.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: the file exists or cannot be written.
     """
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -241,8 +246,8 @@ def write_file(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> Sto
 
 
 def _refuse_others(target: Path, names: Collection[str]) -> None:
-    """Refuse foreign files, because a directory is replaced as a whole."""
-    known = {*names, LEFT_FILE}  # of which there are only ranks' own
+    """Refuse a target with foreign files (StorageError): a directory is replaced as a whole."""
+    known = {*names, LEFT_FILE}  # LEFT_FILE exists only as files of ranks
     with suppress(CheckpointError):
         known |= set(described(target).files)
     others = [name for name in others_in(target, known) if _OF_RANK.sub(r"\1", name) not in known]

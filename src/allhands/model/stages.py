@@ -26,8 +26,8 @@ from allhands.errors import ModelError
 from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
-# Names of modules in mlx_lm.models whose blocks pass on nothing but hidden states, from one block to
-# the next, once in a pass. `tests/parity/test_stages.py` compares all of them.
+# Names of modules in mlx_lm.models whose blocks pass on nothing but hidden states, each block once
+# in a pass, to the next block. `tests/parity/test_stages.py` compares all of them.
 CAN_BE_CUT = frozenset(
     """
     Klear afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 cohere cohere2
@@ -67,7 +67,7 @@ class Blocks:
         return range(self.first, self.stop)
 
     def needs_embedding(self, *, tied: bool) -> bool:
-        """Return True if the stage needs the embedding; ``tied``: the embedding is also the head."""
+        """Return True if the stage needs the embedding; ``tied``: it is also the head."""
         return self.is_first or (self.is_last and tied)
 
 

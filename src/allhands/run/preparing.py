@@ -1,4 +1,4 @@
-"""Preparation of a rank for its first step: data, model, group of ranks, agreement, and checkpoint."""
+"""Preparation of a rank for its first step: data, model, group, agreement and checkpoint."""
 
 from __future__ import annotations
 
