@@ -325,7 +325,7 @@ class PartExchange:
         self._thread.shutdown()
 
     def ends(self) -> None:
-        """Note that the run is at its end: parts that other ranks do not write soon are given up."""
+        """Note that the run is at its end: parts that do not come soon are then given up."""
         self._ending.set()
 
     def _opened(self, target: Path) -> Delivery:

@@ -1,1 +1,1 @@
-"""Ranks: their mesh, groups and collectives, what each back-end can do, and what all must agree on."""
+"""Ranks: mesh, groups, collectives, capabilities of back-ends, and agreement of all ranks."""

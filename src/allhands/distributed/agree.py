@@ -1,9 +1,9 @@
-"""Do all ranks mean the same run? Asked before the first gradient is summed.
+"""Check that all ranks are in the same run, before the first gradient is summed.
 
 MLX's ring adds raw bytes: ranks that disagree about a shape or dtype get silently wrong sums. So
-each rank states its facts (options, parameter names, shapes and dtypes, data, versions), their hash
-is compared in a collective of fixed size, and only on a difference are the facts themselves
-exchanged, with the files behind them; :mod:`allhands.distributed.blame` says whose differ.
+each rank states its facts (options, parameter names, shapes and dtypes, data, versions). Their hash
+is compared in a collective of fixed size. Only if hashes differ, the facts themselves and hashes of
+their files are exchanged, and :mod:`allhands.distributed.blame` finds the ranks that differ.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from allhands.runtime.versions import software_here
 
 @dataclass(frozen=True)
 class Witness:
-    """The facts that a rank adds where its own differ from the others'.
+    """Further facts of a rank, used only if ranks differ.
 
     Attributes:
-        computer: its name.
-        leads: whether it is the first of its computer's ranks.
-        details: the files behind sections of the facts: ``files`` and ``places`` of a
-            :class:`~allhands.distributed.blame.Statement`; may take as long as it takes to read
-            them.
-        given: for the words; ``launcher`` may be left out where it is the computer of rank 0.
+        computer: name of the rank's computer.
+        leads: whether the rank is the first on its computer.
+        details: returns, for sections of the facts, the ``files`` and ``places`` of a
+            :class:`~allhands.distributed.blame.Statement`; it may read large files.
+        given: circumstances for the message; an empty ``launcher`` means rank 0's computer.
     """
 
     computer: str = ""
@@ -42,10 +41,10 @@ class Witness:
 def agree(
     communicator: Communicator, facts: Mapping[str, Any], witness: Witness | None = None
 ) -> None:
-    """Return if ``facts`` (JSON values) are the same on every rank.
+    """Require that ``facts`` (JSON values) are the same on every rank; all ranks call this.
 
     Raises:
-        MisfitError: on every rank alike, naming the ranks that differ from the others, and in what.
+        MisfitError: on every rank, if facts differ; it names the differing ranks and facts.
     """
     if communicator.size == 1 or all_equal(
         communicator, json.dumps(facts, sort_keys=True, default=str)
@@ -68,7 +67,7 @@ def _misfit(
     }
     said = gather_json(communicator, own)
     names = _names(everyone, said)
-    # Of one computer's ranks, which say the same, the first speaks for all.
+    # Ranks of one computer state the same, so only the first of them is used.
     statements = [
         Statement(
             name,
@@ -87,7 +86,10 @@ def _misfit(
 
 
 def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the owners of the statements: computers, or ranks if those of one computer differ."""
+    """Return the names for the statements: of computers, or of ranks if computers do not suffice.
+
+    Names of computers suffice if there are several, and the ranks of each computer agree.
+    """
     computers = [one["computer"] for one in said]
     firsts = Counter(one["computer"] for one in said if one["leads"])
     alike = all(

@@ -1,7 +1,8 @@
-"""The only module that touches ``mx.distributed``: connect, check, communicate.
+"""Connection of ranks, checks of the connection, and communicators; only this module uses
+``mx.distributed``.
 
 MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring
-waits for ever for a peer that never comes, a missing operation throws in the middle of a run, and
+waits for ever for a peer that never comes, a missing operation fails in the middle of a run, and
 two collectives on two streams mix their bytes. So the group's size is compared with the launcher's
 number, one table has the capabilities of each back-end (:mod:`allhands.distributed.capabilities`),
 and a process has one stream for all exchanges.
@@ -28,15 +29,13 @@ from allhands.runtime.accelerator import nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
-_LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
+_LATER_S = 1.0  # added to a timeout, so that a supervisor with the same deadline acts first
 DeviceKind = Literal["cpu", "gpu"]
-_PERSONS = (
-    "a person's"  # back-end of a group that MLX has made for a person: which one is not known
-)
+_PERSONS = "a person's"  # name for the unknown back-end of a group that a person has made with MLX
 
 
 class Communicator(Protocol):
-    """A group of processes, as training needs it; the tests' twins implement it too."""
+    """A group of processes with collectives; tests have implementations in memory."""
 
     @property
     def rank(self) -> int: ...
@@ -71,7 +70,7 @@ class SingleProcess:
 
 
 class TwoStreamsError(DistributedError):
-    """A collective was asked for on another stream than the one that the process exchanges on."""
+    """Raised for a collective on another stream than the process's exchange stream."""
 
 
 class ExchangeStream:
@@ -83,12 +82,12 @@ class ExchangeStream:
     changes.
 
     Attributes:
+        home: stream to use in place of the thread's default; ``None``: the default.
         sent_bytes: bytes that this process had to send so far, over all groups.
-        asleep: sockets whose threads sleep until data arrive.
+        asleep: descriptors of sockets whose threads sleep until data arrive.
     """
 
     def __init__(self, device: DeviceKind) -> None:
-        # Instead of the thread's default.
         self.home: mx.Stream | None = None
         self._device = device
         self._used: mx.Stream | None = None
@@ -97,7 +96,7 @@ class ExchangeStream:
         self.asleep: list[int] = []
 
     def restart(self, *, apart: bool) -> None:
-        """Start again in this thread; ``apart``: on another stream than the device's computations."""
+        """Start again in this thread; ``apart``: on a stream apart from the computations'."""
         if not apart or self._thread not in (0, threading.get_ident()):
             self.home = None
         if apart and self.home is None:
@@ -106,14 +105,17 @@ class ExchangeStream:
 
     @property
     def used(self) -> mx.Stream | None:
-        """The stream in use; ``None``: the next one will be."""
+        """The stream in use; ``None``: the next collective chooses it."""
         return self._used
 
     def take(self, wanted: Any = None) -> mx.Stream:
-        """Return the stream for the next collective; ``wanted``: by name, else the one in use.
+        """Return the stream for the next collective, which is then in use.
+
+        Args:
+            wanted: the stream to use; ``None``: the stream in use, or the default.
 
         Raises:
-            TwoStreamsError: another one is in use, or the one in use is another thread's.
+            TwoStreamsError: another stream, or a stream of another thread, is in use.
         """
         thread = threading.get_ident()
         if wanted is not None:
@@ -139,7 +141,7 @@ class ExchangeStream:
 
     @contextmanager
     def lent(self) -> Generator[None]:
-        """Allow another stream within the block, for work that is computed before the block ends."""
+        """Allow another stream in a ``with`` block, for work that is computed before its end."""
         before, thread = self._used, self._thread
         self.release()
         try:
@@ -150,9 +152,7 @@ class ExchangeStream:
 
 
 def resolved(stream: Any) -> mx.Stream:
-    """Return the stream that MLX takes for a device, for a stream of every thread, or for a stream
-    itself.
-    """
+    """Return MLX's stream for a device, for a thread-local stream, or for a stream itself."""
     with mx.stream(stream):
         return mx.default_stream(getattr(stream, "device", stream))
 
@@ -164,17 +164,17 @@ def exchange_stream(device: DeviceKind) -> ExchangeStream:
 
 
 class MlxGroup:
-    """A communicator over ``mx.distributed``; all of a process share one :class:`ExchangeStream` a
-    device.
+    """A communicator over ``mx.distributed``.
+
+    All groups of a process share one :class:`ExchangeStream` for each device.
 
     Attributes:
-        nccl: library by which :func:`start` makes several exchanges one kernel; ``None``: by none.
+        nccl: NCCL's library, by which :func:`start` joins several exchanges into one kernel;
+            ``None``: exchanges are not joined.
     """
 
     def __init__(self, group: Any, backend: str, stream: Any = None) -> None:
-        """``stream``: of MLX, for what is exchanged; ``None``: the one in use, or the one that the
-        back-end prefers.
-        """
+        """``stream``: MLX stream for exchanges; ``None``: the stream in use, or the back-end's."""
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -207,14 +207,18 @@ class MlxGroup:
         )
 
     def sum_scatter(self, array: mx.array) -> mx.array:
-        """See :func:`sum_scatter`; where the back-end has it."""
+        """Do :func:`sum_scatter`; only for back-ends that have it."""
         self._count(array, 1 / self.size)
         return mx.distributed.sum_scatter(
             self._taken(array), group=self.group, stream=self.exchange.take(self.stream)
         )
 
     def send(self, array: mx.array, peer: int) -> mx.array:
-        """``array``, sent to a rank when it is computed; where the back-end has it."""
+        """Return ``array``, which is sent to a rank when the result is computed.
+
+        Raises:
+            ConfigError: the back-end cannot send to that rank.
+        """
         require_way(self.backend, self.rank, peer, self.size)
         self.exchange.sent_bytes += array.nbytes
         return mx.distributed.send(
@@ -222,31 +226,36 @@ class MlxGroup:
         )
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """Return the array that a rank sends; where the back-end has it."""
+        """Return the array that a rank sends.
+
+        Raises:
+            ConfigError: the back-end cannot receive from that rank.
+        """
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(
             shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream)
         )
 
     def _taken(self, array: mx.array) -> mx.array:
-        """``array`` as the host may send it, also while a GPU computes it.
+        """Return ``array`` in a form that the host may send, also while a GPU computes it.
 
-        MLX's CUDA back-end copies an array to the host when the host takes it. It waits until the
-        array has been computed only if that is handed out in the same evaluation, as what is made
-        here is. It shares its memory.
+        MLX's CUDA back-end copies an array to the host when the host takes it. It waits for the
+        computation of the array only if that is part of the same evaluation, as the array made here
+        is. The memory is shared.
         """
         return mx.contiguous(array, stream=mx.gpu) if self._fetches else array
 
     def _count(self, array: mx.array, part: float = 1.0) -> None:
-        """Note what a ring sends for ``array``: a part of it to each of the others."""
+        """Count the bytes that a ring sends for ``array``: ``part`` of it for each other rank."""
         self.exchange.sent_bytes += round((self.size - 1) * part * array.nbytes)
 
     def split(self, members: Sequence[int]) -> MlxGroup:
-        """Return the group of some ranks, in this order; called by all ranks together, each with
-        those that it is among.
+        """Return the group of the ranks ``members``, in this order.
+
+        All ranks call this together, each with the members of its own group.
 
         Raises:
-            DistributedError: MLX's group is another one.
+            DistributedError: MLX has made another group.
         """
         place = members.index(self.rank)
         part = MlxGroup(self.group.split(members[0], place), self.backend, self.stream)
@@ -260,12 +269,12 @@ class MlxGroup:
 
 
 class Collective(NamedTuple):
-    """A collective that is still to be handed out, by :func:`start`.
+    """A lazy collective that :func:`start` will hand out to MLX.
 
     Attributes:
-        given: what this rank gives.
-        sent: the collective itself.
-        array: its result for those that compute with it.
+        given: this rank's input.
+        sent: the lazy result of the collective.
+        array: the same result, for computations with it.
     """
 
     given: mx.array
@@ -276,32 +285,32 @@ class Collective(NamedTuple):
 def collective(
     communicator: Communicator, call: Callable[[mx.array], mx.array], array: mx.array
 ) -> Collective:
-    """Return a collective of ``array`` that is not handed out; ``call`` is the communicator's."""
+    """Return a lazy collective of ``array``; ``call`` is a method of the communicator."""
     sent = call(array)
     if getattr(communicator, "nccl", None) is None:
         return Collective(array, sent, sent)
-    # On the stream of the exchange, behind it; it keeps what is sent until then.
+    # The result depends on the exchange and keeps its input alive until the exchange is done.
     return Collective(array, sent, mx.depends([sent], [array])[0])
 
 
 def start(communicator: Communicator, exchanges: Sequence[Collective]) -> list[mx.array]:
-    """Hand out collectives, in the same order on all ranks; returns their results.
+    """Hand out collectives to MLX, in the same order on all ranks; return their results.
 
-    Over NCCL they may become one kernel. A product takes all multiprocessors of a GPU, so that each
-    kernel of an exchange waits for the end of one, and is then in the way of the next one.
+    Over NCCL they may become one kernel. A matrix product takes all multiprocessors of a GPU. So
+    each kernel of an exchange waits for the end of a product, and then delays the next product.
 
     Raises:
-        DistributedError: NCCL cannot start them.
+        DistributedError: NCCL cannot start them together.
     """
     arrays, nccl = [each.array for each in exchanges], getattr(communicator, "nccl", None)
     if nccl is not None and len(exchanges) > 1:
-        # Before the group: an exchange that this needs, of a norm say, would only be launched with
-        # the others, after it was computed with.
+        # Inputs come before the group: an exchange that an input needs, such as that of a norm,
+        # would otherwise be launched with the others, after computations with its result.
         mx.async_eval([each.given for each in exchanges])
         nccl.ncclGroupStart()
         try:
-            # MLX notes here that they are done, before NCCL launches them: only what comes behind
-            # them on their stream may be waited for.
+            # MLX takes the exchanges for done here, before NCCL launches them. So only work after
+            # them on the same stream may wait for them.
             mx.async_eval([each.sent for each in exchanges])
         finally:
             failed = nccl.ncclGroupEnd()
@@ -316,7 +325,7 @@ def start(communicator: Communicator, exchanges: Sequence[Collective]) -> list[m
 
 
 def _loaded_nccl() -> Any:
-    """The NCCL that MLX has loaded; ``None``, if it has another name."""
+    """Return the NCCL library that MLX has loaded; ``None`` if it has another name."""
     try:
         return ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:
@@ -324,8 +333,9 @@ def _loaded_nccl() -> Any:
 
 
 def device_of(backend: str) -> DeviceKind:
-    """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would
-    have chosen NCCL.
+    """Return the device from which a back-end sends.
+
+    A person's own group is taken for NCCL's if MLX would have chosen NCCL.
     """
     chosen = (
         backend == _PERSONS
@@ -341,11 +351,12 @@ def of_group(group: Any) -> Communicator:
 
 
 def on_stream(communicator: Communicator, stream: Any) -> Communicator:
-    """Return the same ranks, exchanging on another stream; as it is, if there is no stream or no
-    group of MLX's.
+    """Return a communicator for the same ranks that exchanges on ``stream``.
+
+    The communicator itself is returned if ``stream`` is ``None`` or it is not MLX's.
 
     Raises:
-        TwoStreamsError: another one is in use: see :func:`moved_to`.
+        TwoStreamsError: another stream is in use; see :func:`moved_to`.
     """
     if stream is None or not isinstance(communicator, MlxGroup):
         return communicator
@@ -353,26 +364,29 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def sent_bytes(communicator: Communicator) -> int:
-    """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a
-    ring sends them.
+    """Return the bytes that this process had to send so far, counted as a ring sends them.
+
+    A sum of an array over N ranks counts 2 (N - 1) / N of the array's bytes.
     """
-    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    world = getattr(communicator, "world", communicator)  # the world that exchanges for a group
     return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
 
 
 def finish_exchanges(communicator: Communicator) -> None:
     """Wait for all queued exchanges; then another stream, or thread, may exchange.
 
-    The caller has evaluated every earlier collective, and calls no compiled function with a
-    collective in it: on the earlier stream they would mix with those of the new one.
+    The caller must have evaluated every earlier collective, and must not call compiled functions
+    with a collective in them: these stay on the earlier stream, and their bytes would mix with
+    those of the new one.
     """
     if isinstance(communicator, MlxGroup):
         communicator.exchange.release()
 
 
 def moved_to(communicator: Communicator, stream: Any) -> Communicator:
-    """Move all exchanges to a stream: :func:`on_stream` for every group from now on, after
-    :func:`finish_exchanges`.
+    """Finish all exchanges, then move them to ``stream``; ``None``: nothing is done.
+
+    Returns the communicator on that stream, see :func:`on_stream`.
     """
     if stream is None:
         return communicator
@@ -381,8 +395,9 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """Return the same ranks, exchanging beside what a CPU computes; as it is, where only one thread
-    may exchange.
+    """Return a communicator that exchanges beside a CPU's computations, on a stream of its own.
+
+    Only the ring allows this; other communicators are returned unchanged.
     """
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
@@ -392,17 +407,19 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
-    """Expect a large array during other computations, or while waiting: sleeping threads are then
-    woken less often.
+    """Tell the ring's sleeping threads whether a large array is coming, beside computations.
+
+    They are then woken less often, see :func:`receive_in_bulk`.
     """
-    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    world = getattr(communicator, "world", communicator)  # the world that exchanges for a group
     if isinstance(world, MlxGroup):
         receive_in_bulk(world.exchange.asleep, bulk)
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:
-    """A block for what is computed on ``stream`` before it ends; ``None`` where that is, or
-    becomes, the one in use.
+    """Return a context in which ``stream`` may be used, for work that is computed before its end.
+
+    ``None`` if no context is needed: ``stream`` is, or will be, the one in use.
     """
     if stream is None or not isinstance(communicator, MlxGroup):
         return None
@@ -411,8 +428,12 @@ def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManag
 
 
 def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
-    """Return this rank's equal part of the sum of ``array`` over ranks; the number of ranks divides
-    its first axis.
+    """Return this rank's equal part, along the first axis, of the sum of ``array`` over ranks.
+
+    Back-ends without this operation sum the whole array.
+
+    Raises:
+        ValueError: the number of ranks does not divide the first axis.
     """
     if communicator.size > 1 and array.shape[0] % communicator.size:
         raise ValueError(
@@ -433,23 +454,24 @@ def connect(
     *,
     tried: bool = False,
 ) -> Communicator:
-    """Join the group that the launcher has prepared and prove that it has the promised size.
+    """Join the group that the launcher has prepared, and check its size and first collectives.
 
-    May wait for ever for a peer that never comes, without letting any Python thread run: the caller
-    keeps a deadline from outside this process.
+    MLX may wait for ever for a peer that never comes, and lets no Python thread run meanwhile. So
+    the caller must keep a deadline from outside this process.
 
     Args:
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
-        size: processes that the launcher promised.
+        size: number of processes that the launcher promised.
         rank: this process's number as the launcher has it.
         timeout_s: seconds to wait for a ring's neighbours, or for the first rank; without a
             ``watch`` a minute at most.
-        watch: knows when all ranks listen, and waits for them.
+        watch: knows when all ranks listen; ``None``: nobody knows.
         tried: True if all ranks are known to reach the first one.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
-        DistributedError: no connection, or a group of the wrong size.
+        DistributedError: there is no connection, the group has the wrong size, or a collective
+            gives wrong numbers.
     """
     if backend == "none":
         if size != 1:
@@ -464,7 +486,7 @@ def connect(
         take_turns(Path(hostfile), rank, wait_s, watch)
     elif size > 1 and not tried and (first := _first_rank(backend, os.environ)):
         reach_first(first, rank, size, wait_s, watch)
-    if backend == "nccl":  # whose first sum is computed on the GPU: afterwards it is too late
+    if backend == "nccl":  # its first sum is computed on the GPU; afterwards this is too late
         launch_directly(os.environ, untouched=nothing_computed())
     group = initialise_group(backend, size)
     _check_size(group, backend, size, rank)
@@ -472,15 +494,18 @@ def connect(
     communicator = MlxGroup(group, backend)
     check_first_sum(communicator)
     check_first_gathering(communicator)
-    communicator.exchange.release()  # what was summed is here: whoever is first may choose
+    communicator.exchange.release()  # the checks are computed: the next user chooses the stream
     return communicator
 
 
 def check_first_sum(communicator: Communicator) -> None:
-    """Every rank's own part must be in the sum, and nothing else.
+    """Check that a first sum has every rank's own part, and nothing else.
 
-    A sum of ones would not do: on computers with the same host name Open MPI gives each rank its
-    own part twice.
+    A sum of ones would not suffice: on computers with the same host name Open MPI gives each rank
+    its own part twice.
+
+    Raises:
+        DistributedError: the sum is wrong.
     """
     ranks = mx.repeat(mx.arange(1, communicator.size + 1)[:, None], _CHECKED, axis=1)
     total = communicator.all_sum(mx.where(ranks == communicator.rank + 1, ranks, 0))
@@ -494,7 +519,13 @@ def check_first_sum(communicator: Communicator) -> None:
 
 
 def check_first_gathering(communicator: Communicator) -> None:
-    """Every rank's own part must be at its place: over a ring of JACCL, MLX has sent a wrong half."""
+    """Check that a first all-gather has every rank's part at its place.
+
+    Over a ring of JACCL, versions of MLX have sent a wrong half.
+
+    Raises:
+        DistributedError: the gathered array is wrong.
+    """
     own = mx.arange(communicator.rank * _GATHERED, (communicator.rank + 1) * _GATHERED)
     if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
         problem = f"the first gathering over {communicator.size} processes is wrong"
@@ -506,8 +537,8 @@ def check_first_gathering(communicator: Communicator) -> None:
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
-    """Return the place where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very
-    computer.
+    """Return the address and port at which NCCL or JACCL calls the first rank; ``None`` for other
+    back-ends, or if that is this computer.
     """
     if backend == "nccl":
         address, port = environ.get("NCCL_HOST_IP", ""), environ.get("NCCL_PORT", "")
@@ -520,7 +551,7 @@ def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
 
 
 def check_build(backend: str) -> None:
-    """Refuse a back-end that the installed MLX lacks, by a ConfigError."""
+    """Refuse a back-end that the installed MLX lacks (ConfigError)."""
     if backend in _BUILDS and not mx.distributed.is_available(backend):
         raise ConfigError(
             f"MLX on {socket.gethostname()} is a build without {backend}",
@@ -531,7 +562,7 @@ def check_build(backend: str) -> None:
 
 
 def initialise_group(backend: str, size: int) -> Any:
-    """Return MLX's group; a DistributedError says why there is none."""
+    """Return MLX's group of all ranks (DistributedError if it cannot be made)."""
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:

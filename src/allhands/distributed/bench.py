@@ -1,8 +1,8 @@
-"""Time all-reduces: all ranks of a group time them together, and check their sums.
+"""Measurement of all-reduces and matrix products by all ranks of a group together.
 
-Of every round the slowest rank counts, because a training step waits for it. Every decision (how
-often, whether to go on to larger arrays) is taken from numbers that all ranks have, so that all of
-them take it alike.
+The time of the slowest rank counts in each round, because a training step waits for it. Every
+decision (number of rounds, whether to try larger arrays) depends on numbers that all ranks have, so
+all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from allhands.errors import DistributedError
 
 _WARM_UP = 2
 _FEWEST, _MOST = 5, 200
-_PERIOD = 1021  # of the test pattern: prime, so that no two parts of an array are alike; its sums are exact
+_PERIOD = (
+    1021  # period of the test pattern: prime, so that parts of an array differ; sums are exact
+)
 _ITEM_BYTES = 4
-_CPU_ROWS, _GPU_ROWS = 512, 4096  # of the matrices whose products tell how fast a rank computes
+_CPU_ROWS, _GPU_ROWS = 512, 4096  # rows of the matrices whose products measure a rank's speed
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,8 @@ class BenchPlan:
 
     Attributes:
         sizes: bytes of the float32 arrays, in ascending order.
-        seconds: of timed rounds for each size.
-        budget_s: for everything; a size that would not fit into what is left is left out with all
-            larger ones.
+        seconds: duration of the timed rounds for each size.
+        budget_s: duration of everything; sizes that would not fit into it are left out.
     """
 
     sizes: Sequence[int]
@@ -48,8 +49,8 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
     """Time ``all_sum`` for each size of the plan, smallest first; every rank returns the same.
 
     Returns:
-        For each size ``num_bytes``, ``rounds``, and over the rounds, each taken as long as on its
-        slowest rank, the ``median_s`` and the quartiles ``low_s`` and ``high_s``.
+        For each size ``num_bytes``, the number of ``rounds``, and of the rounds' times on the
+        slowest rank the median ``median_s`` and the quartiles ``low_s`` and ``high_s``.
 
     Raises:
         DistributedError: a sum is wrong.
@@ -73,21 +74,21 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
                 "high_s": float(high),
             }
         )
-    barrier(communicator)  # nobody leaves while another may still be in the last round
+    barrier(communicator)  # no rank leaves while another is still in the last round
     return results
 
 
 def time_products(
     communicator: Communicator, seconds: float = 0.5, widths: tuple[int, int] | None = None
 ) -> list[float]:
-    """Products and sums a second of each rank, while all of them multiply matrices; every rank
-    returns the same.
+    """Return the floating-point operations per second of each rank, while all multiply matrices.
 
-    By time that goes by, so that a computer that is busy, hot or held back counts as it is. On a
-    GPU in half precision.
+    Every rank returns the same. Wall-clock time is used, so that a computer that is busy, hot or
+    throttled has the speed that it will have in training. A GPU multiplies in half precision.
 
     Args:
-        widths: of a matrix (inner, outer) that rows are multiplied by; default: a square one.
+        seconds: duration of the measurement.
+        widths: (inner, outer) widths of the matrix that rows are multiplied by; default: square.
     """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     size, dtype = (_GPU_ROWS, mx.bfloat16) if on_gpu else (_CPU_ROWS, mx.float32)
@@ -104,9 +105,7 @@ def time_products(
 
 
 def _expected_s(results: Sequence[dict[str, Any]], size: int) -> float:
-    """The least that the next size takes if it is as fast a byte as the last one: warm-up and the
-    fewest rounds.
-    """
+    """Return the least time for the next size, at the last size's speed."""
     last = results[-1]
     return (1 + _WARM_UP + _FEWEST) * last["median_s"] * size / last["num_bytes"]
 
@@ -114,9 +113,7 @@ def _expected_s(results: Sequence[dict[str, Any]], size: int) -> float:
 def _rounds(
     communicator: Communicator, pattern: np.ndarray[Any, Any], seconds: float
 ) -> list[float]:
-    """Time rounds until ``seconds`` are full: as many as the warm-up says, no fewer than 5 and no
-    more than 200.
-    """
+    """Return the times of 5 to 200 rounds; the warm-up tells how many fill ``seconds``."""
     warm = [_round(communicator, pattern) for _ in range(_WARM_UP)]
     once = max(_slowest(communicator, warm)[-1], 1e-9)
     count = min(max(math.ceil(seconds / once), _FEWEST), _MOST)
@@ -124,9 +121,9 @@ def _rounds(
 
 
 def _round(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> float:
-    """Seconds of one ``all_sum`` that all ranks begin together."""
-    # A new array each time, which only the sum holds: as with gradients, its memory may become the
-    # result's.
+    """Return the seconds of one ``all_sum`` that all ranks begin together."""
+    # A new array each time that only the sum holds: as with gradients, the result may reuse its
+    # memory.
     held = [mx.array(pattern)]
     mx.eval(held)
     barrier(communicator)
@@ -141,10 +138,10 @@ def _pattern(num_bytes: int) -> np.ndarray[Any, Any]:
 
 
 def _check_sum(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> None:
-    """Every rank adds its number to the pattern, so that each has another part in the sum.
+    """Check a sum of the pattern; every rank adds its number, so that parts differ.
 
     Raises:
-        DistributedError: on every rank alike, if a number is wrong on any.
+        DistributedError: a number is wrong on some rank; raised on all ranks.
     """
     size = communicator.size
     total = communicator.all_sum(mx.array(pattern + np.float32(communicator.rank)))
@@ -162,5 +159,5 @@ def _check_sum(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> Non
 
 
 def _slowest(communicator: Communicator, seconds: Sequence[float]) -> list[float]:
-    """The longest of each time over the ranks."""
+    """Return the maximum of each time over the ranks."""
     return gather_rows(communicator, np.array(seconds, dtype=np.float32)).max(axis=0).tolist()

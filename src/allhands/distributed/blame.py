@@ -1,8 +1,8 @@
-"""Computers that disagree: which of them differs from the others, in what, and what to do about it.
+"""Search for the computers that differ from the others, with the differences and a remedy.
 
-Of each thing that is not the same everywhere, what most computers have is taken for right, and the
-others are named. Where no value is the most frequent one nobody is to blame, and all sides are told
-with what each of them has.
+If a fact is not equal everywhere, the most frequent value is taken for right, and the computers
+with other values are named. If no value is the most frequent, no computer is blamed, and the
+message has all values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any, Literal, cast
 from allhands.errors import DistributedError
 from allhands.runtime.versions import MUST_BE_EQUAL, TOKEN_MAKERS, described
 
-# The part of the facts that is compared by the rule for versions, and those that are made of files.
+# The section of the facts with versions, and the kind of differences in packages that make tokens.
+# Below, the sections that are made of files, with the roles of the files.
 SOFTWARE, TOKENS = "software", "tokens"
 _MADE_OF = {"data": ("data", "tokenizer"), "model": ("model",), "resume_adapter_file": ("adapter",)}
 _GENERIC = "give every rank the same command, configuration, model, data and versions"
 _MOST_TOLD = 3
-# Facts whose values say nothing to people.
+# Words for facts whose values are hashes, which say nothing to people.
 _SUMS = {
     "model.weights": "the weights (model*.safetensors)",
     "resume_adapter_file.weights": "the weights to start from (--resume-adapter-file)",
@@ -35,8 +36,10 @@ _MISSING = "missing"
 
 
 class MisfitError(DistributedError):
-    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if
-    that is certain.
+    """Raised if computers differ in facts that must be equal.
+
+    Attributes:
+        misfits: ranks of the computers that differ from the others; empty if that is not certain.
     """
 
     def __init__(
@@ -57,14 +60,14 @@ class Statement:
     """The facts that one computer states about itself.
 
     Attributes:
-        name: the computer's, or a rank's where computers do not tell them apart.
-        facts: what must be equal, as nested JSON; :data:`SOFTWARE` is of
+        name: name of the computer, or of the rank if ranks of one computer must be told apart.
+        facts: the facts that must be equal, as nested JSON; the section :data:`SOFTWARE` is from
             :func:`allhands.runtime.versions.required`.
-        files: SHA-256 by ``role/name`` of the files that the differing facts are made of, as far as
-            they were read.
-        places: the directories of the roles (``model``, ``data``).
-        software: of :func:`allhands.runtime.versions.software`: all versions that are looked at,
-            also what may differ.
+        files: SHA-256 by ``role/name`` of the files behind the differing facts, as far as they were
+            read.
+        places: directories by role (``model``, ``data``).
+        software: all versions, also those that may differ; from
+            :func:`allhands.runtime.versions.software`.
     """
 
     name: str
@@ -79,13 +82,15 @@ class Circumstances:
     """The context on which the message and its remedy depend.
 
     Attributes:
-        launcher: the computer at which the person sits, as statements call it.
-        option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by
-            us.
-        model: as given with ``--model``; ``data`` likewise, if it is a path.
-        adapter: as given with ``--resume-adapter-file``; ``config`` with ``--config``.
-        trusted: computers that have trained together already: what they have is right.
-        exemplary: whether the launcher, if it takes no part, is known to have what is right.
+        launcher: name of the computer at which the person sits, as in the statements.
+        option: option with which the person named the computers, such as ``--hostfile hosts.json``;
+            empty if another launcher was used.
+        model: value of ``--model``.
+        data: value of ``--data``, if it is a path.
+        adapter: value of ``--resume-adapter-file``.
+        config: value of ``--config``.
+        trusted: computers that have trained together already: their facts are right.
+        exemplary: whether the launcher's facts are known to be right though it takes no part.
     """
 
     launcher: str = ""
@@ -98,7 +103,7 @@ class Circumstances:
     exemplary: bool = False
 
 
-# Variables by which a supervisor tells its ranks of all that.
+# Environment variables with which a supervisor gives these circumstances to its ranks.
 COMPUTER_VARIABLE = "ALLHANDS_HOST"
 LAUNCHER_VARIABLE = "ALLHANDS_LAUNCHER_HOST"
 OPTION_VARIABLE = "ALLHANDS_HOSTS_OPTION"
@@ -117,10 +122,13 @@ def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumst
 
 @dataclass(frozen=True)
 class BlameVerdict:
-    """The judgement.
+    """The result of :func:`judge`.
 
     Attributes:
-        misfits: without these the others agree; empty: nobody can say who is wrong.
+        message: the differences, in words.
+        hint: the remedy.
+        misfits: names of computers without which the others agree; empty: no computer can be
+            blamed.
     """
 
     message: str
@@ -130,13 +138,14 @@ class BlameVerdict:
 
 @dataclass(frozen=True)
 class _FactPart:
-    """One thing that differs.
+    """One difference between computers.
 
     Attributes:
-        kind: what it belongs to: ``software``, ``tokens``, a role of files, or a section of the
-            facts.
-        style: how it is told.
-        values: what each computer has, to be compared; ``shown``: the same for people.
+        kind: ``software``, ``tokens``, a role of files, or a section of the facts.
+        style: form of the difference in messages.
+        key: name of the package, file or fact.
+        values: value of each computer, for comparison.
+        shown: value of each computer, for people.
     """
 
     kind: str
@@ -147,7 +156,7 @@ class _FactPart:
 
 
 def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict | None:
-    """Find the computers that differ from most others; ``None``: all agree."""
+    """Return the verdict on computers that differ; ``None`` if all agree."""
     names = [one.name for one in statements]
     parts = _parts(statements)
     parts = parts if _are_ranks(names) else _causes(parts)
@@ -167,7 +176,7 @@ def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict
 def _misfits(
     parts: Sequence[_FactPart], names: Sequence[str], given: Circumstances
 ) -> tuple[str, ...]:
-    """The computers that differ from what is right, if without them all agree."""
+    """Return the computers that differ from the right values, if the others agree; else ()."""
     odd = {
         name
         for part in parts
@@ -185,8 +194,8 @@ def _differ(values: Iterable[str]) -> bool:
 
 
 def init_command(names: Iterable[str], option: str = "") -> str:
-    """Return the command that makes the same environment on these computers as on the one where it
-    is typed.
+    """Return the command that gives these computers the environment of the computer where it is
+    typed.
     """
     words = ["allhands", "cluster", "init", "--hosts", ",".join(names)]
     flag, _, file = option.partition(" ")
@@ -196,7 +205,7 @@ def init_command(names: Iterable[str], option: str = "") -> str:
     return shlex.join(words)
 
 
-# --- what differs ---------------------------------------------------------------------------------
+# --- differences ----------------------------------------------------------------------------------
 
 
 def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
@@ -217,7 +226,7 @@ def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
             continue
         section = key.partition(".")[0]
         if section not in explained:
-            # Ranks of one computer have the same files, unless these have just been changed.
+            # Ranks of one computer have the same files, so files do not explain the difference.
             explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
             found += explained[section]
         if not (explained[section] and all(map(_is_sum, facts.values()))):
@@ -243,8 +252,8 @@ def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
 
 
 def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
-    """The files that differ of those that a section of the facts is made of, or else the programs
-    that read them.
+    """Return the differing files behind a section of the facts; or, for data without differing
+    files, the differing packages that make tokens.
     """
     found: list[_FactPart] = []
     roles = _MADE_OF.get(section, ())
@@ -268,16 +277,16 @@ def _if_different(part: _FactPart) -> list[_FactPart]:
 
 
 def _causes(parts: list[_FactPart]) -> list[_FactPart]:
-    """Without what only follows from something else that differs."""
+    """Return the differences without those that only follow from others."""
     kinds = {part.kind for part in parts}
-    # Options, files of the model and versions decide what is trained, and what becomes of the data.
+    # Options, model files and versions decide about trained parameters and about tokens.
     follows = {"parameters"} if kinds & {SOFTWARE, "config", "model"} else set[str]()
     follows |= {"data"} if kinds & {SOFTWARE, "config"} else set()
     return [part for part in parts if part.kind not in follows or part.style != "value"]
 
 
 def _right(part: _FactPart, given: Circumstances) -> str | None:
-    """The value of the computers that are trusted, or of most; ``None``: nobody can say."""
+    """Return the value of trusted computers, or the most frequent value; ``None`` if unclear."""
     trusted = {value for name, value in part.values.items() if name in given.trusted}
     if len(trusted) == 1:
         return trusted.pop()
@@ -298,7 +307,7 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
 
 
 def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
-    """One difference in words: the right value, or the first computer's, then each other value."""
+    """Return a difference in words: the right value, or the first computer's, and the others."""
     right = _right(part, given)
     first = next(name for name in names if right in (None, part.values[name]))
     groups = _groups(part, names)
@@ -309,7 +318,7 @@ def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
         return _told_of_version(part, first, shown)
     if part.style == "file" and right is not None:
         return _told_of_file(part, first, who, lacks={what for what, _ in shown} == {_MISSING})
-    if _are_ranks(names):  # of many only one each
+    if _are_ranks(names):  # only two ranks are named
         return f"{part.key} is {part.shown[first]} on {first} and {shown[0][0]} on {next(iter(groups.values()))[0]}"
     if part.style == "value" and right is not None and (words := _SUMS.get(part.key)):
         return f"{words} of {who} differ from {first}'s"
@@ -319,7 +328,7 @@ def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
 
 
 def _groups(part: _FactPart, names: Sequence[str]) -> dict[str, list[str]]:
-    """The names by their values."""
+    """Return the names by their values."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(part.values[name], []).append(name)
@@ -364,7 +373,7 @@ class _Remedy:
         return "; ".join(steps) or _GENERIC
 
     def _odd(self, kinds: Set[str]) -> list[str]:
-        """The misfits that differ in something of these kinds."""
+        """Return the misfits with a difference of one of these kinds."""
         if not self.misfits:
             return []
         right = next(one.name for one in self.statements if one.name not in self.misfits)
@@ -376,8 +385,8 @@ class _Remedy:
         ]
 
     def _init(self, names: Sequence[str]) -> str:
-        """This computer's environment for those that have another one: for all others if it is
-        itself the odd one.
+        """Return the command that copies the launcher's environment to misfits, or to all if the
+        launcher itself may be wrong.
         """
         odd, launcher = self._odd({SOFTWARE}), self.given.launcher
         known = (launcher in names or self.given.exemplary) and launcher not in odd
@@ -385,7 +394,7 @@ class _Remedy:
         return init_command([name for name in some if name != launcher], self.given.option)
 
     def _packages(self) -> list[str]:
-        """The packages that make tokens, as those have them that are right."""
+        """Return the commands that install the right versions of packages that make tokens."""
         wrong = self.misfits or [
             one.name for one in self.statements if one.name != self.given.launcher
         ]
@@ -404,8 +413,10 @@ class _Remedy:
         return steps
 
     def _options(self, names: Sequence[str]) -> str:
-        """Options can differ only by a file of them, or by the commands that somebody else has
-        given each rank.
+        """Return the remedy for differing options.
+
+        Options differ only if the configuration file differs, or if another launcher has given
+        ranks different commands.
         """
         config, odd = self.given.config, self._odd({"config"})
         if not config or _are_ranks(names):
@@ -437,7 +448,7 @@ class _Remedy:
         return [shlex.join([*words, *paths])] if paths else []
 
     def _copies(self) -> list[str]:
-        """Files from a computer that is right to the one at which the person sits."""
+        """Return the commands that copy files from a right computer to the launcher."""
         right = next(one for one in self.statements if one.name not in self.misfits)
         own = next(one for one in self.statements if one.name == self.given.launcher)
         steps: list[str] = []
@@ -472,7 +483,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_sum(value: Any) -> bool:
-    """True if the value is a SHA-256 or missing, which tells people nothing."""
+    """Return True if the value is a SHA-256 or missing, which says nothing to people."""
     return value is None or (
         isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
     )

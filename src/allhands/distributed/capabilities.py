@@ -1,8 +1,8 @@
-"""Capabilities of MLX's back-ends besides sums and gathers; they are asked for when a run is
+"""Capabilities of MLX's back-ends besides sums and gathers; they are checked when a run is
 configured.
 
-Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end
-lacks is made of these, or refused by name. Each entry is read somewhere, by :func:`can`.
+Every back-end has ``all_sum``, ``all_max`` and ``all_gather``, which need no entry. An operation
+that a back-end lacks is made of these, or refused by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from allhands.runtime.versions import version_of
 # sum_scatter: each rank gets its part of a sum, for half the bytes of the whole sum.
 # split: groups of some of the ranks.
 # send_recv: from any rank to any other; send_recv_neighbours: to those beside it in the ring only.
-# overlap: the device sends on a stream of its own, beside what it computes; elsewhere the host does, and a GPU that
-#     waits for it may be taken for dead.
+# overlap: the device sends on a stream of its own, beside its computations; with other back-ends
+#     the host sends, and a GPU that waits for the host may be taken for dead.
 CAPABILITIES: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "ring": frozenset({"send_recv_neighbours"}),
@@ -27,7 +27,7 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "nccl": frozenset({"sum_scatter", "split", "overlap"}),
     "jaccl": frozenset({"sum_scatter", "send_recv"}),
 }
-# The release of MLX that brought an operation, where this project also runs on earlier ones.
+# First release of MLX with an operation, if this project also runs with earlier releases.
 _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 
@@ -43,14 +43,15 @@ def can(backend: str, operation: str) -> bool:
 
 
 def _in_ring() -> bool:
-    """Return whether JACCL's ranks have cables to their neighbours only: MLX looks only for the
-    variable's presence.
+    """Return whether JACCL's ranks have cables to their neighbours only.
+
+    MLX looks only whether the variable exists, not at its value.
     """
     return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """A version as numbers that compare; what leads up to a release comes before it."""
+    """Return a version as numbers that can be compared; pre-releases come before the release."""
     found = re.match(r"(\d+)\.(\d+)\.?(\d*)(.*)", version)
     if found is None:
         return ()
@@ -63,9 +64,9 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
     """Refuse a mesh whose groups along ``axes`` the back-end can neither make nor imitate.
 
     Args:
-        alike: whether all these groups exchange arrays of the same shapes at the same time. Then
-            the whole world can do it for them. ``None``: unless they are of unlike stages of a
-            pipeline.
+        alike: whether all these groups exchange arrays of the same shapes at the same time; the
+            whole world can then exchange for them. ``None``: True, except for groups of different
+            stages of a pipeline.
 
     Raises:
         ConfigError: the back-end cannot.
@@ -85,10 +86,10 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
 
 
 def require_neighbours(backend: str, mesh: Mesh, axis: Axis) -> None:
-    """Refuse a mesh in which ranks that follow each other on ``axis`` cannot send to each other.
+    """Refuse a mesh if ranks that follow each other on ``axis`` cannot send to each other.
 
     Raises:
-        ConfigError: the back-end cannot.
+        ConfigError: the back-end cannot send between them.
     """
     for group in mesh.groups(axis):
         for rank, after in pairwise(group):
@@ -96,10 +97,10 @@ def require_neighbours(backend: str, mesh: Mesh, axis: Axis) -> None:
 
 
 def require_way(backend: str, rank: int, peer: int, size: int) -> None:
-    """Refuse to send from ``rank`` to ``peer``, of ``size`` ranks, what the back-end cannot.
+    """Require that the back-end can send from ``rank`` to ``peer``, of ``size`` ranks.
 
     Raises:
-        ConfigError: the back-end cannot.
+        ConfigError: the back-end cannot, or there are no such ranks.
     """
     if rank == peer or not (0 <= rank < size and 0 <= peer < size):
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Forms in which gradients take fewer bytes on the way: how many, and by which way ranks exchange
-them.
+"""Codecs for compressed gradients: their bytes, and the way in which ranks exchange them.
 
-Plain numbers, without MLX, so that ``allhands plan`` can ask. What computes with arrays is in
-:mod:`allhands.distributed.packed`.
+This module has plain numbers, without MLX, so that ``allhands plan`` can use it. The computation
+with arrays is in :mod:`allhands.distributed.packed`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Literal
 from allhands.distributed.capabilities import can
 from allhands.errors import ConfigError
 
-# Numbers that share a scale and an offset, and the bytes of these two.
+# Count of the numbers that share a scale and an offset; below, the bytes of these two.
 GROUP = 64
 _SCALES = 8
 _FLOAT = 4
 
-# gather: each rank gets what every other one has packed, and adds it up itself. pass: each rank
-# adds its part to what its neighbour has sent, packs the sum and sends it on; the sums are
+# gather: each rank gets the packed numbers of every other rank, and adds them up itself. pass: each
+# rank adds its part to the numbers from its neighbour, packs the sum and sends it on; the sums are
 # gathered. sum: the back-end adds up numbers of two bytes.
 Route = Literal["gather", "pass", "sum"]
 
@@ -30,8 +29,8 @@ class Codec:
     """A packed form of float32 numbers.
 
     Attributes:
-        name: of ``--compress``.
-        bits: of a number.
+        name: value of ``--compress``.
+        bits: bits of a packed number.
     """
 
     name: str
@@ -39,34 +38,35 @@ class Codec:
 
     @property
     def grouped(self) -> bool:
-        """True if numbers share scales, which leaves so much out that it has to be made up for in
+        """True if numbers share scales; the rounding errors are then large, and must be added in
         later steps.
         """
         return self.bits < 16
 
     @property
     def ratio(self) -> float:
-        """Bytes against those of float32."""
+        """Packed bytes divided by the bytes of float32."""
         return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
 
     def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
-        """True if an array of this shape and type is packed: not if it is shorter than a group, or
-        short already.
+        """Return True if an array of this shape and type is packed.
+
+        It is not packed if it is shorter than a group, or would not become smaller.
         """
         numbers = math.prod(shape)
         return numbers >= GROUP and self.packed_bytes(numbers) < numbers * item_bytes
 
     def packed_bytes(self, numbers: int) -> int:
-        """Bytes of an array of so many numbers, which is filled up to whole groups."""
+        """Return the packed bytes of an array of ``numbers`` numbers, filled up to whole groups."""
         groups = -(-numbers // GROUP)
         return groups * (GROUP * self.bits // 8 + _SCALES * self.grouped)
 
     def route(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> Route:
         """Return the way in which ranks exchange packed numbers of ``item_bytes`` over a back-end.
 
-        Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a
-        sum of what is not packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N
-        - 1) / N rows.
+        Gathering rounds once, and each rank sends its packed row N - 1 times. It is chosen while
+        these are fewer bytes than an unpacked sum: N < 2 / ratio. With more ranks parts are passed
+        on, which sends 2 (N - 1) / N packed rows.
         """
         if not self.grouped:
             return "gather" if ranks == 2 else "sum"
@@ -74,20 +74,20 @@ class Codec:
         return "gather" if ranks * self._against(item_bytes) < 2 or not passes else "pass"
 
     def gains(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> bool:
-        """True if fewer bytes travel than of numbers of ``item_bytes`` that the back-end adds up."""
+        """Return True if fewer bytes are sent than in an unpacked sum of ``item_bytes`` numbers."""
         gathers = self.route(backend, ranks, item_bytes) == "gather"
         return self._against(item_bytes) * (ranks if gathers else 2) < 2
 
     def _against(self, item_bytes: int) -> float:
-        """Bytes against those of numbers of so many."""
+        """Return the packed bytes divided by the bytes of unpacked ``item_bytes`` numbers."""
         return self.ratio * _FLOAT / item_bytes
 
 
 def require_gain(codec: Codec, backend: str, ranks: int, item_bytes: int) -> None:
-    """Refuse a form in which numbers of ``item_bytes`` take no fewer bytes than as they are.
+    """Refuse a codec that does not save bytes for numbers of ``item_bytes``.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it saves none.
     """
     if codec.gains(backend, ranks, item_bytes):
         return

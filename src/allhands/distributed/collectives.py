@@ -1,9 +1,9 @@
-"""Collectives whose gradients are right where a model is divided.
+"""Collectives with the right gradients for divided models.
 
-The rules that MLX has for its own are silently wrong there: the gradient of ``all_gather`` is this rank's slice of its
-own cotangent without the others', that of ``all_max`` is the identity, ``recv`` ends the gradient, and ``sum_scatter``
-and ``send`` have none. Here each forward has the backward that makes the whole world's loss one function: the sum of
-what the ranks compute of it, each its own part, or the same on all where it says so.
+MLX's own rules are silently wrong there: the gradient of ``all_gather`` is this rank's slice of its
+own cotangent without those of other ranks, that of ``all_max`` is the identity, ``recv`` ends the
+gradient, and ``sum_scatter`` and ``send`` have none. Here each forward operation has the backward
+operation for a loss that is the sum of all ranks' parts, or, if stated, the same on all ranks.
 
 =====================  ==============  ==============  ===========================================================
 function               forward         backward        between
@@ -16,8 +16,8 @@ function               forward         backward        between
 :func:`received`       receive         send
 =====================  ==============  ==============  ===========================================================
 
-All are lazy, may be compiled, and are called by all ranks of the communicator in the same order (the last two by both
-ends). Sums are of the array's own type: half precision is rounded on the way.
+All are lazy and may be compiled. All ranks of the communicator call them in the same order (the
+last two only both ends). Sums have the array's own type: half precision is rounded on the way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from allhands.errors import ConfigError
 
 
 def replicated(communicator: Communicator, array: mx.array) -> mx.array:
-    """``array``, which is the same on all ranks; its gradient is the sum of what they make of it."""
+    """Return ``array``, which is the same on all ranks; its gradient is the sum of all ranks'."""
     if communicator.size == 1:
         return array
     return _with_gradient(
@@ -42,8 +42,8 @@ def replicated(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def summed(communicator: Communicator, array: mx.array) -> mx.array:
-    """Return the sum over ranks; the gradient passes, as all ranks use the sum in the same way and
-    have the same.
+    """Return the sum over ranks; its gradient, which must be the same on all ranks, is passed on
+    unchanged.
     """
     if communicator.size == 1:
         return array
@@ -51,8 +51,9 @@ def summed(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def gathered(communicator: Communicator, array: mx.array) -> mx.array:
-    """Ranks' arrays joined along the first axis; the gradient is this rank's part of the sum of all
-    ranks'.
+    """Return the ranks' arrays joined along the first axis.
+
+    The gradient is this rank's part of the sum of all ranks' gradients.
     """
     if communicator.size == 1:
         return array
@@ -64,8 +65,9 @@ def gathered(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def scattered(communicator: Communicator, array: mx.array) -> mx.array:
-    """This rank's equal part, along the first axis, of the sum over ranks; the gradient is all
-    parts' together.
+    """Return this rank's equal part, along the first axis, of the sum over ranks.
+
+    The gradient is all parts' gradients joined.
     """
     if communicator.size == 1:
         return array
@@ -79,11 +81,11 @@ def scattered(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
-    """``array``, once rank ``peer`` has been sent it; its gradient is what that rank's
+    """Send ``array`` to rank ``peer`` and return it; its gradient is what that rank's
     :func:`received` sends back.
 
-    Only what depends on the result sends anything, so that a loss of this rank has to, for example
-    by nothing: ``mx.sum(0 * sent(...))``.
+    The array is sent only if the result is computed. So a loss of this rank must depend on the
+    result, for example by ``mx.sum(0 * sent(...))``.
     """
     group, there = _way(communicator, peer)
 
@@ -92,7 +94,7 @@ def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
 
     def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         back = group.receive(primal.shape, primal.dtype, there)
-        # Not before it was sent: the other rank would wait for it, and this one for the other.
+        # Receives only after sending: otherwise both ranks would wait for each other.
         return cotangent + mx.depends([back], [output])[0]
 
     return _with_gradient(forward, backward, array)
@@ -104,9 +106,9 @@ def received(
     """Return the array that rank ``peer`` sends by :func:`sent`; its gradient travels back there.
 
     Args:
-        after: is computed before anything is received. Its gradient is 0 and has to be computed, by
-            differentiating with respect to it or to what it is made of: that is what sends the
-            array's gradient back.
+        after: array that is computed before anything is received. Its gradient is 0, and must be
+            computed by differentiation with respect to it or its inputs, because this sends the
+            received array's gradient back.
     """
     group, there = _way(communicator, peer)
 
@@ -120,8 +122,9 @@ def received(
 
 
 def all_max(communicator: Communicator, array: mx.array) -> mx.array:
-    """Element-wise maximum over ranks, a constant for gradients: what is subtracted from logits,
-    for example.
+    """Return the element-wise maximum over ranks, as a constant without a gradient.
+
+    Used for the maximum that is subtracted from logits.
     """
     array = mx.stop_gradient(array)
     if isinstance(communicator, MlxGroup):
@@ -134,7 +137,10 @@ def _with_gradient(
     backward: Callable[[mx.array, mx.array, mx.array], mx.array],
     array: mx.array,
 ) -> mx.array:
-    """``forward`` of ``array``; ``backward`` is given it, the cotangent and the output."""
+    """Return ``forward(array)`` with ``backward`` as its gradient.
+
+    ``backward`` gets the array, the cotangent and the output.
+    """
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function(array)
@@ -145,7 +151,11 @@ def _same(array: mx.array) -> mx.array:
 
 
 def _way(communicator: Communicator, peer: int) -> tuple[MlxGroup, int]:
-    """The group of MLX's through which a rank is reached, and its number there."""
+    """Return MLX's group through which a rank is reached, and the rank's number in it.
+
+    Raises:
+        ConfigError: there is no other process.
+    """
     if isinstance(communicator, GroupWithinWorld):
         return _way(communicator.world, communicator.members[peer])
     if isinstance(communicator, MlxGroup):

@@ -44,17 +44,18 @@ class GroupWithinWorld:
 def along(
     communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | None = None
 ) -> Communicator:
-    """Return the communicator of this rank's group along ``axes``; called by all ranks together, in
-    the same order.
+    """Return the communicator of this rank's group along ``axes``.
+
+    All ranks call this together, in the same order.
 
     Args:
-        communicator: of all ranks of ``mesh``; it is returned itself if they are one group. Or of
-            one process, which tries alone what a rank would do.
+        communicator: communicator of all ranks of ``mesh``; it is returned itself if all ranks are
+            one group. A process on trial gives the communicator of one process.
         alike: True if all groups along these axes exchange the same shapes at the same time; see
             :func:`~allhands.distributed.capabilities.require_groups`.
 
     Raises:
-        ConfigError: the back-end has no groups, and the world cannot stand in for them.
+        ConfigError: the back-end has no groups, and the world cannot exchange for them.
     """
     members = mesh.members(*axes)
     if len(members) == mesh.size or communicator.size == 1:

@@ -1,8 +1,8 @@
-"""JSON values and bytes from one rank to all others, and from all to all, over the collectives that
+"""Exchange of JSON values and bytes, from rank 0 to all or from all to all, with collectives that
 every back-end has.
 
-Bytes travel as 32-bit integers, to which the ranks that have nothing to say add zero: bit for bit,
-in pieces.
+Bytes are sent bit for bit as sums of 32-bit integers, to which the other ranks add zeros, in
+pieces.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Bytes = bytes | bytearray | memoryview
 
 
 def gather_rows(communicator: Communicator, row: Any) -> NDArray[Any]:
-    """(size, n): the n numbers of ``row``, a list or array, of every rank."""
+    """Return the numbers of every rank's ``row``, a list or array of n numbers: (size, n)."""
     return np.array(communicator.all_gather(mx.array(row)[None])).reshape(communicator.size, -1)
 
 
 def all_equal(communicator: Communicator, text: str) -> bool:
-    """True if every rank has the same ``text``."""
+    """Return True if every rank has the same ``text``; all ranks call this together."""
     digests = gather_rows(
         communicator, np.frombuffer(hashlib.sha256(text.encode()).digest(), dtype=np.int32)
     )
@@ -44,7 +44,7 @@ def votes(communicator: Communicator, vote: bool) -> int:
 
 
 def hand_out_json(communicator: Communicator, value: Any) -> Any:
-    """Rank 0's JSON ``value`` on every rank; the others' arguments do not matter."""
+    """Return rank 0's JSON ``value`` on every rank; the other ranks' values are ignored."""
     if communicator.size == 1:
         return value
     text = json.dumps(value).encode() if communicator.rank == 0 else b""
@@ -66,11 +66,11 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def _value_of(text: bytes | bytearray) -> Any:
-    """Return the JSON value that has come.
+    """Return the received JSON value.
 
     Raises:
-        PeerLostError: it is none. MLX's ring may give numbers of its own for what a lost rank would
-            have sent.
+        PeerLostError: it is not JSON. MLX's ring may return arbitrary numbers in place of those of
+            a lost rank.
     """
     try:
         return json.loads(text)
@@ -81,10 +81,13 @@ def _value_of(text: bytes | bytearray) -> Any:
 def hand_out_bytes(
     communicator: Communicator, pieces: Iterable[Bytes], size: int
 ) -> Iterator[memoryview]:
-    """Rank 0's ``size`` bytes, which it has in ``pieces``, in larger or smaller pieces on every
-    rank.
+    """Yield rank 0's bytes on every rank, in pieces of another size.
 
-    To be read to its end on all ranks together; a piece holds until the next is asked for.
+    All ranks must read to the end together. A piece is valid until the next one is requested.
+
+    Args:
+        pieces: the bytes, on rank 0; ignored on other ranks.
+        size: number of bytes.
     """
     own = _blocks(pieces, _PIECE_BYTES) if communicator.rank == 0 else None
     for start in range(0, size, _PIECE_BYTES):
@@ -98,12 +101,14 @@ def hand_out_bytes(
 def gather_bytes(
     communicator: Communicator, pieces: Iterable[Bytes], sizes: Sequence[int]
 ) -> Iterator[list[memoryview]]:
-    """Yield every rank's bytes, a piece of each at a time (an empty one where it has no more);
-    likewise.
+    """Yield every rank's bytes on every rank, one piece of each rank at a time.
+
+    The piece of a rank without further bytes is empty. All ranks must read to the end together. A
+    piece is valid until the next one is requested.
 
     Args:
         pieces: this rank's bytes.
-        sizes: how many each rank has.
+        sizes: number of bytes of each rank.
     """
     most = max(sizes)
     block = 4 * -(-min(most, max(_PIECE_BYTES // communicator.size, 4)) // 4)
@@ -120,7 +125,7 @@ def gather_bytes(
 
 
 def _blocks(pieces: Iterable[Bytes], length: int) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of ``pieces``, end to end, in blocks of ``length``."""
+    """Yield the joined bytes of ``pieces`` in blocks of ``length``."""
     block, filled = np.empty(length, dtype=np.uint8), 0
     for piece in pieces:
         data = np.frombuffer(piece, dtype=np.uint8) if len(piece) else np.empty(0, np.uint8)

@@ -1,10 +1,11 @@
-"""Sums over ranks of which several share a computer: within each first, then between computers,
-then back.
+"""Hierarchical sums for several ranks on each computer: first within each computer, then between
+computers, then back.
 
-A ring of N ranks on H computers carries 2 (N - 1) / N times an array over every cable; this carries
-2 (H - 1) / H. Only neighbours of the ring talk to each other. On each computer the last rank gets
-the sum of its ranks. These sums are added up part by part around the computers, and the finished
-parts go around once more; the ranks in between pass on what they get, and keep what is finished.
+A ring of N ranks on H computers carries 2 (N - 1) / N times an array over every cable; a
+hierarchical sum carries 2 (H - 1) / H. Only neighbours of the ring send to each other. On each
+computer the last rank gets the sum of its ranks. These sums are added up part by part around the
+computers, and the finished parts go around once more. The ranks in between pass on what they
+receive, and keep the finished parts.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ from allhands.distributed.backend import Communicator, MlxGroup
 from allhands.distributed.capabilities import can
 from allhands.io.trees import numbers
 
-# Smaller arrays gain nothing: it takes more messages, one after the other.
+# Smaller arrays gain nothing, because hierarchical sums take more messages in sequence.
 _LEAST_BYTES = 1 << 16
 _TRIAL_BYTES, _TRIALS = 1 << 20, 2
-_WORTH = 0.9  # of the time that the ring takes
+_WORTH = 0.9  # largest time, as a part of the ring's, with which hierarchical sums are chosen
 
 
 class ByComputer(MlxGroup):
-    """A ring whose sums go within each computer first.
+    """A ring with hierarchical sums.
 
-    Sums are there when :meth:`all_sum` returns; everything else is the ring's own.
+    Large sums are computed when :meth:`all_sum` returns; all other collectives are the ring's own.
+
+    Attributes:
+        computers: number of computers.
+        place: number of this rank's computer.
+        first, last: the first and the last rank on it.
+        told: measured times, in words.
     """
 
     def __init__(self, ring: MlxGroup, firsts: Sequence[int]) -> None:
@@ -54,7 +61,7 @@ class ByComputer(MlxGroup):
         return mx.concatenate(parts)[: array.size].reshape(array.shape)
 
     def _of_this_computer(self, own: mx.array) -> mx.array:
-        """On the last rank the sum of its computer's; elsewhere what nobody needs."""
+        """Return the sum over this computer's ranks, on its last rank; a partial sum on others."""
         if self.rank > self.first:
             own = own + self._get(own, self.rank - 1)
         if self.rank < self.last:
@@ -62,7 +69,10 @@ class ByComputer(MlxGroup):
         return own
 
     def _between(self, mine: list[mx.array]) -> list[mx.array]:
-        """The parts of the whole sum; ``mine`` are those of this computer's, on its last rank."""
+        """Return the parts of the whole sum.
+
+        ``mine``: parts of this computer's sum; they are read only on its last rank.
+        """
         computers, found = self.computers, list(mine)
         for hop in range(2 * (computers - 1)):
             place = (self.place - hop - 1) % computers
@@ -74,7 +84,7 @@ class ByComputer(MlxGroup):
             adds = hop < computers - 1 and self.rank == self.last
             found[place] = found[place] + got if adds else got
             mx.eval(found[place])
-        # What was finished here has not come by.
+        # The part that this computer has finished itself has not passed the other ranks here.
         place = (self.place + 1) % computers
         if self.rank < self.last:
             found[place] = self._get(found[place], self.rank + 1)
@@ -92,13 +102,14 @@ class ByComputer(MlxGroup):
 
 
 def by_computer(communicator: Communicator, local_rank: int, local_size: int) -> Communicator:
-    """``communicator``, or one that adds up within each computer first, if that was measured to be
-    faster.
+    """Return a ring with hierarchical sums if these are measured to be faster, else
+    ``communicator``.
 
-    Called by all ranks together.
+    All ranks call this together.
 
     Args:
-        local_rank: number of this process on its computer, of ``local_size``.
+        local_rank: number of this process on its computer.
+        local_size: number of processes on this computer.
     """
     if not isinstance(communicator, MlxGroup) or not can(
         communicator.backend, "send_recv_neighbours"
@@ -122,9 +133,7 @@ def by_computer(communicator: Communicator, local_rank: int, local_size: int) ->
 
 
 def _seconds(tried: Communicator, world: Communicator) -> float:
-    """The least of some sums of a megabyte; of the rank that takes longest, so that all come to the
-    same.
-    """
+    """Return the slowest rank's shortest time of some sums of a megabyte; equal on all ranks."""
     array, taken = mx.ones((_TRIAL_BYTES // 4,)), list[float]()
     for _ in range(_TRIALS):
         mx.eval(world.all_sum(mx.zeros((1,))))

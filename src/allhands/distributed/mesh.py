@@ -1,4 +1,4 @@
-"""Mesh of ranks: this process's place among the others along named axes. Plain numbers, no device."""
+"""Mesh of ranks: this process's place among the others along named axes, in plain numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 
 Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
-# The slowest link first: ranks that differ on the last axis only have neighbouring numbers, hence
-# mostly one computer.
+# In order from the axis for the slowest link: ranks that differ only on the last axis have
+# neighbouring numbers, so they are mostly on one computer.
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 
@@ -46,13 +46,13 @@ class Mesh:
         local_size: processes on this host.
         weights: relative speed of each data rank, which gives its share of a batch; empty: all are
             equal.
-        data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks
-            that the others leave.
+        data: size of the axis ``data``; ``None``: ``size`` divided by the other axes' sizes.
+        shard, pipe, tensor, expert, context: sizes of the other axes.
         storing: the axes along which ranks have different parts of the stored parameters.
 
     Raises:
-        ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not
-            one a data rank.
+        ConfigError: the axes' sizes do not make ``size`` ranks, or the number of weights is not
+            that of data ranks.
     """
 
     rank: int = 0
@@ -76,18 +76,18 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this rank writes files and prints messages."""
+        """True if this is rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's share of each batch; ranks with the same share differ on
-        other axes only.
+        """Number of this rank's share of each batch; ranks with the same share differ only on other
+        axes.
 
-        Rows are divided over ``data``, over ``shard`` and over ``expert``: a fully sharded rank
-        computes rows of its own with parameters that it gathers, and one with some of the experts
-        sends its tokens to the others, while ranks along ``pipe``, ``tensor`` and ``context`` work
-        together on the same rows.
+        Rows are divided over ``data``, ``shard`` and ``expert``. A fully sharded rank computes rows
+        of its own with parameters that it gathers. A rank with some of the experts sends tokens of
+        its rows to the other ranks. Ranks along ``pipe``, ``tensor`` and ``context`` work together
+        on the same rows.
         """
         place = self.coordinates()
         return (place.data * self.shard + place.shard) * self.expert + place.expert
@@ -101,12 +101,12 @@ class Mesh:
 
     @property
     def parts(self) -> int:
-        """Number of parts into which every stored array is divided; 1: a rank has all of them."""
+        """Number of parts into which each stored array is divided; 1: ranks have whole arrays."""
         return math.prod(map(self.size_of, self.storing))
 
     @property
     def copies(self) -> int:
-        """Number of ranks with the same weights, and gradients of other tokens to be added up."""
+        """Number of ranks with the same parts of weights, which add up their gradients."""
         return self.size_of("data") * (1 if "context" in self.storing else self.context)
 
     def part_of(self, rank: int) -> int:
@@ -118,7 +118,7 @@ class Mesh:
         return self._sizes()[AXES.index(axis)]
 
     def coordinates(self, rank: int | None = None) -> Coordinates:
-        """Return the place of ``rank``; default: of this one."""
+        """Return the place of ``rank``; default: of this rank."""
         left = self.rank if rank is None else rank
         if not 0 <= left < self.size:
             raise ConfigError(
@@ -138,8 +138,8 @@ class Mesh:
         return rank
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that share all other coordinates with this one, ascending: its group
-        along ``axes``.
+        """Return this rank's group along ``axes``, ascending: the ranks with the same other
+        coordinates.
         """
         return self._group(self.coordinates(), axes)
 
@@ -190,7 +190,7 @@ class Mesh:
                 )
 
     def _checked_data(self) -> int:
-        """The size of the data axis, which makes the product right."""
+        """Return the size of the data axis (ConfigError if the axes do not make ``size`` ranks)."""
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         told = (
             " x ".join(f"{axis} {size}" for axis, size in given.items() if size != 1) or "no axis"
@@ -218,11 +218,10 @@ class Mesh:
 
 
 def check_weights(weights: Sequence[float] | None, size: int) -> None:
-    """Refuse weights that are not a positive one for each of ``size`` data ranks; ``None``: all are
-    alike.
+    """Require one positive weight for each of ``size`` data ranks; ``None`` is allowed.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the weights are not so.
     """
     if weights is not None and (
         len(weights) != size or not all(0 < weight < math.inf for weight in weights)

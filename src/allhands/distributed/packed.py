@@ -1,10 +1,9 @@
-"""Sums over ranks of which each rank's part travels packed, in one of the forms of
-:mod:`allhands.distributed.codecs`.
+"""Sums over ranks with compressed parts, in the forms of :mod:`allhands.distributed.codecs`.
 
-Every rank unpacks the same bytes, its own among them, and adds them up in the order of the ranks,
-by operations that round alike on every processor: the sums have the same bits everywhere. What
-packing has left out of a rank's part is added to its next one (error feedback, arXiv 1901.09847),
-so that it comes late and is not lost.
+Every rank unpacks the same bytes, its own included, and adds them up in the order of the ranks, by
+operations that round alike on every processor. So the sums have the same bits everywhere. The
+rounding error of a rank's part is added to its next part (error feedback, arXiv 1901.09847), so it
+comes late but is not lost.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from allhands.distributed.codecs import GROUP, Codec, Route
 from allhands.runtime.blas import native_library
 from allhands.runtime.native_calls import at
 
-# MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by
-# a power of two.
+# MLX allows no scale below 1e-7, but gradients of adapters may need far smaller ones. So numbers
+# are multiplied by this power of two, which rounds nothing.
 _RAISED = 2.0**60
-# A processor packs so many numbers after the other, which its cache holds: of a large array that
-# takes less time.
+# Count of numbers that a CPU packs at a time: they fit into its cache, which is faster for large
+# arrays.
 _BLOCK = 1 << 18
 _FOUR = 4
 
+# Rounding error of an array in the last exchange, in float32; None: there is none.
 Left = mx.array | None
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sums over ranks, and what is left for later.
+    """Sums over ranks, and rounding errors for the next exchange.
 
     Attributes:
-        sums: in the order, the shapes and the types of the arrays.
-        left: of each array what packing has left out of this rank's part, in float32; ``None``
-            where nothing is.
-        scalars: sums of what travelled beside them, if something did.
+        sums: sums in the order, shapes and types of the arrays.
+        left: for each array the rounding error of this rank's part, in float32; ``None`` without
+            one.
+        scalars: sums of the scalars that were sent with the arrays, if any.
     """
 
     sums: list[mx.array]
@@ -49,13 +49,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class Begun:
-    """A sum that has been begun: the ``arrays`` that travel, lazy, and what makes the sum of them."""
+    """A sum in progress: the lazy ``arrays`` that are exchanged, and the function that returns the
+    sums.
+    """
 
     arrays: list[mx.array]
     finish: Callable[[], Packed]
 
 
-# The sum of rows, what is left out of this rank's, and the sum of what travelled beside.
+# The sum of rows, the rounding error of this rank's row, and the sum of the unpacked numbers.
 _Exchanged = tuple[mx.array, Left, mx.array]
 
 
@@ -63,19 +65,19 @@ class Packing:
     """The form in which one rank's part of a sum is packed, exchanged and added up."""
 
     def __init__(self, communicator: Communicator, codec: Codec | None) -> None:
-        """``codec``: ``None`` for arrays that travel as they are."""
+        """``codec``: ``None`` to send arrays as they are."""
         self.communicator = communicator
         self.codec = codec
 
     def route(self, item_bytes: int) -> Route:
-        """By which way arrays of numbers of ``item_bytes`` travel."""
+        """Return the way in which arrays of numbers of ``item_bytes`` are exchanged."""
         found = "sum" if self.codec is None else self.codec.route(*self._group, item_bytes)
         return (
             "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
         )
 
     def packs(self, array: mx.array) -> bool:
-        """True if an array travels packed: one of half precision may gain nothing where others do."""
+        """Return True if an array is sent packed: not if that saves nothing (half precision)."""
         codec, size = self.codec, array.dtype.size
         return (
             codec is not None and codec.packs(array.shape, size) and codec.gains(*self._group, size)
@@ -86,28 +88,30 @@ class Packing:
         return self.communicator.backend, self.communicator.size
 
     def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
-        """Return the rest that is left out of ``arrays`` before the first exchange."""
+        """Return rounding errors of ``arrays`` before the first exchange: zeros, or ``None``."""
         feeds = self.codec is not None and self.codec.grouped
         return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
 
     def sum(
         self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None
     ) -> Packed:
-        """Sums of ``arrays``, lazily, in one exchange, or in two where some of them are not packed.
+        """Return the lazy sums of ``arrays`` and ``scalars``.
+
+        One exchange is made, or two if some numbers are not packed.
 
         Args:
-            arrays: of one type.
-            left: as of :meth:`nothing_left`, or of the last exchange.
-            scalars: (n,) float32, which travel as they are.
+            arrays: arrays of one type.
+            left: rounding errors of :meth:`nothing_left` or of the last exchange.
+            scalars: (n,) float32, which are sent unpacked.
         """
         return self.begin(arrays, left, scalars).finish()
 
     def begin(
         self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None
     ) -> Begun:
-        """Begin :meth:`sum`, so that other things can be computed while it travels.
+        """Begin :meth:`sum`, so that other arrays can be computed during the exchange.
 
-        What is passed on from neighbour to neighbour is there when this returns.
+        On the route "pass" the exchange is done when this returns.
         """
         packs = [self.packs(each) for each in arrays]
         if not any(packs):
@@ -147,14 +151,15 @@ class Packing:
         return Begun(travelling, finish)
 
     def _begin_as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Begun:
-        """The same where nothing is packed: in the arrays' own type, the scalars in another call if
-        that is another.
+        """Begin a sum in which nothing is packed, in the arrays' own type.
+
+        If this is not the scalars' type, these are summed in a call of their own.
         """
         flat = [each.reshape(-1) for each in arrays]
         beside = scalars is not None and all(each.dtype == scalars.dtype for each in arrays)
         if scalars is not None and not beside:
             scalars = self.communicator.all_sum(scalars)
-            mx.async_eval(scalars)  # by itself, so that what follows it does so on every rank
+            mx.async_eval(scalars)  # queued by itself, so that the order is equal on all ranks
         elif scalars is not None:
             flat.append(scalars)
         total = self.communicator.all_sum(mx.concatenate(flat)) if flat else mx.zeros((0,))
@@ -169,7 +174,7 @@ class Packing:
         return Begun([total], finish)
 
     def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
-        """The numbers to send, end to end in float32, each array filled up to whole groups."""
+        """Join the numbers to send in one float32 row; each array is filled up to whole groups."""
         pieces: list[mx.array] = []
         for array, left in arrays:
             flat = array.reshape(-1).astype(mx.float32)
@@ -181,13 +186,14 @@ class Packing:
     def _begin(
         self, row: mx.array, plain: mx.array, route: Route
     ) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
-        """The arrays that travel, and the function that makes the sum of rows and that of ``plain``
-        of them.
+        """Begin the exchange of ``row`` (packed) and ``plain`` (not packed).
+
+        Returns the arrays that are exchanged, and the function that returns the sums.
         """
         if route == "gather":
             return self._begin_to_gather(row, plain)
         total = self.communicator.all_sum(plain) if plain.size else plain
-        mx.async_eval(total)  # by itself, so that what follows it does so on every rank
+        mx.async_eval(total)  # queued by itself, so that the order is equal on all ranks
         if route == "sum":
             short = self.communicator.all_sum(row.astype(mx.bfloat16))
             return [short], lambda: (short.astype(mx.float32), None, total)
@@ -221,7 +227,7 @@ class Packing:
 
 
 def _added(parts: Sequence[mx.array]) -> mx.array:
-    """The sum in the order of ``parts``: the same bits on every rank."""
+    """Add up in the order of ``parts``, which gives the same bits on every rank."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -229,8 +235,9 @@ def _added(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _library() -> ctypes.CDLL | None:
-    """Code that packs and unpacks with the same bits in a pass over the memory; ``None``: by MLX's
-    operations.
+    """Return the native code that packs and unpacks, with the same bits, in one pass over memory.
+
+    ``None`` if MLX's operations must be used.
     """
     return native_library() if mx.default_device().type == mx.DeviceType.cpu else None
 
@@ -238,8 +245,11 @@ def _library() -> ctypes.CDLL | None:
 def _added_natively(
     library: ctypes.CDLL, codec: Codec, everyone: mx.array, row: mx.array, mine: int
 ) -> tuple[mx.array, mx.array]:
-    """The sum of what all have packed, at the beginning of their rows, and what is left out of this
-    rank's ``row``.
+    """Return the sum of all ranks' packed numbers, and the rounding error of this rank's ``row``.
+
+    Args:
+        everyone: (ranks, words); the packed numbers are at the beginning of each row.
+        mine: number of this rank.
     """
     ranks, stride = everyone.shape
     total, left = mx.zeros(row.shape), mx.zeros(row.shape)
@@ -256,8 +266,9 @@ def _whole_groups(size: int) -> int:
 
 
 def pack(codec: Codec, row: mx.array) -> mx.array:
-    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all
-    those around it.
+    """Pack a (n,) float32 row of whole groups; return (m,) int32.
+
+    A number that is not finite makes other numbers not finite, too, and so stays visible.
     """
     if not codec.grouped:
         return row.astype(mx.bfloat16).view(mx.int32)
@@ -279,9 +290,9 @@ def pack(codec: Codec, row: mx.array) -> mx.array:
 
 
 def _quantised(codec: Codec, row: mx.array) -> tuple[mx.array, ...]:
-    """Codes, scales and offsets of a row of whole groups, as int32."""
+    """Return codes, scales and offsets of a row of whole groups, as int32."""
     codes, scales, offsets = mx.quantize(row.reshape(-1, GROUP) * _RAISED, GROUP, codec.bits)
-    # Quantising would hide a NaN: offsets tell of it.
+    # Quantisation would hide a NaN, so it is put into the offsets.
     total = row.sum()
     fine = mx.isfinite(total)
     scales = mx.where(fine, scales / _RAISED, mx.zeros(()))
@@ -290,10 +301,10 @@ def _quantised(codec: Codec, row: mx.array) -> tuple[mx.array, ...]:
 
 
 def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
-    """(size,) float32, of what :func:`pack` made.
+    """Unpack the result of :func:`pack`; return (size,) float32.
 
-    A product, then a sum: one operation for both would round once on some processors and twice on
-    others.
+    A product and a sum are separate operations: a fused operation would round once on some
+    processors and twice on others.
     """
     if not codec.grouped:
         return words.view(mx.bfloat16).astype(mx.float32)
@@ -309,12 +320,11 @@ def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
 
 
 def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the sum of rows, and what is left out of this rank's: by neighbours of a ring, each of
-    whom adds its part.
+    """Return the sum of rows, and this rank's rounding error, by passing parts around a ring.
 
-    A rank packs each part once, the one sum that it has finished among them, so that what it leaves
-    out is one row. To send and to receive take turns: where all sent first, nobody would get rid of
-    a large part.
+    Each rank adds its numbers to a part, packs the sum and sends it to its neighbour. A rank packs
+    each part once, the finished one included, so its rounding errors are one row. Ranks take turns
+    in sending and receiving: if all sent first, large parts would block all of them.
     """
     ranks, rank = communicator.size, communicator.rank
     right, before = (rank + 1) % ranks, (rank - 1) % ranks
@@ -333,16 +343,14 @@ def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.a
         words = pack(codec, value)
     left[right] = value - unpack(codec, words, each)
     everyone = communicator.all_gather(words).reshape(ranks, -1)
-    # Rank r has finished the part that is one further.
+    # Rank r has finished part r + 1.
     wholes = [unpack(codec, everyone[(place - 1) % ranks], each) for place in range(ranks)]
     size = row.size - missing
     return mx.concatenate(wholes)[:size], mx.concatenate(left)[:size]
 
 
 def _swapped(communicator: MlxGroup, words: mx.array, right: int, before: int) -> mx.array:
-    """The array that the rank before has sent, once ``words`` are on their way to the rank on the
-    right.
-    """
+    """Send ``words`` to the rank on the right, and return the array from the rank before."""
 
     def send() -> None:
         mx.eval(communicator.send(words, right))

@@ -1,4 +1,4 @@
-"""Sum gradients over ranks in few, large calls, and the exact weighted average built on it."""
+"""Sums of gradients over ranks in few, large calls, and exact means over ranks and tokens."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from allhands.io.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts into which the last bucket is cut
-# Smaller buckets than this are one call: that takes no longer than the latency of a few calls.
+# A smaller bucket is one call: several calls would only add latency.
 _ONE_CALL_BYTES = 4_000_000
 # Arrays of this size are not copied into a bucket: the copy takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
-# Of 8, 32 and 128 MB the last was the fastest on four H200s
-# (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host can be a few calls ahead of it, not
-# more.
+# The fastest of 8, 32 and 128 MB on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a host
+# can be only a few calls ahead of its GPU.
 _NCCL_BUCKET_BYTES = 128_000_000
-# A count travels as how many times this, and the rest: float32 holds whole numbers up to 2**24
-# only.
+# A count is sent as its quotient by this number, and the remainder, because float32 holds whole
+# numbers only up to 2**24.
 _COUNT_UNIT = 1 << 12
 
 
 def bucket_bytes_for(backend: str, megabytes: float | None) -> int:
-    """Return the size of an all-reduce call: the requested one, else the best one for the back-end."""
+    """Return the bytes of an all-reduce call: as requested, else the best size for the back-end."""
     if megabytes is not None:
         return int(megabytes * 1e6)
     return _NCCL_BUCKET_BYTES if backend == "nccl" else BUCKET_BYTES
@@ -46,9 +45,9 @@ def sum_over_ranks(
 ) -> tuple[list[mx.array], mx.array]:
     """Add ``arrays`` and ``scalars`` element-wise over all ranks.
 
-    Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call
-    costs a round of latency. The scalars (loss, token count, flags) are part of the first float32
-    bucket, at no cost.
+    Arrays of one dtype are joined in buckets of about ``bucket_bytes``, because each call costs a
+    round of latency. The scalars (loss, token count, flags) are part of the first float32 bucket,
+    at no cost.
 
     Args:
         arrays: the same shapes and dtypes in the same order on every rank.
@@ -63,7 +62,8 @@ def sum_over_ranks(
         return list(arrays), everything[0]
     sums: list[mx.array] = list(everything)
     for bucket in buckets(everything, range(len(everything)), bucket_bytes):
-        # Last, because what lies behind a few numbers begins where GPUs read it value by value.
+        # Scalars come last: arrays after a few numbers would not be aligned, and GPUs would read
+        # them value by value.
         bucket.sort(key=lambda place: place == 0)
         total = communicator.all_sum(_end_to_end(everything, bucket)).reshape(-1)
         _take_apart(total, everything, bucket, sums)
@@ -78,12 +78,15 @@ def packed_sum_over_ranks(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[mx.array], mx.array, list[Left]]:
-    """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is
-    begun.
+    """Sum packed arrays like :func:`sum_over_ranks`.
+
+    A bucket is computed before the next one is begun.
 
     Args:
-        left: rounding error of each array in the last exchange; the error of this exchange is
-            returned last.
+        left: rounding error of each array in the last exchange.
+
+    Returns:
+        The summed arrays, the sums of scalars, and the rounding errors of this exchange.
     """
     sums, new, totals = list(arrays), list(left), _as_array(scalars)
     beside: mx.array | None = totals
@@ -97,8 +100,9 @@ def packed_sum_over_ranks(
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
-    """Split a count into two numbers whose float32 sums over up to 4096 ranks are exact, up to
-    2**36; may be lazy.
+    """Split a count, which may be lazy, into two numbers with exact float32 sums.
+
+    The sums are exact for up to 4096 ranks and a total of up to 2**36.
     """
     if isinstance(count, mx.array) and mx.issubdtype(count.dtype, mx.floating):
         count = count.astype(mx.float32)
@@ -107,27 +111,24 @@ def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.a
 
 
 def whole_count(units: float, rest: float) -> int:
-    """Return the count whose parts, or their sums, these are."""
+    """Return the count for two sums of :func:`count_parts`."""
     return int(units) * _COUNT_UNIT + int(rest)
 
 
 def lazy_count(parts: mx.array) -> mx.array:
-    """Return the () float32 count of two sums of :func:`count_parts`: rounded once, whatever the
-    ranks' counts are.
-    """
+    """Return the () float32 count for two sums of :func:`count_parts`; it is rounded only once."""
     return parts[0] * _COUNT_UNIT + parts[1]
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """The contribution of the look-ups of a table to its gradient.
+    """The sparse part of an embedding's gradient, from the look-ups of tokens.
 
     Attributes:
         index: index of the table among the arrays.
-        rows: (N, D) gradients, the same number on every rank; after the exchange those of all
-            ranks.
-        ids: (N,) int32, the rows of the table to which they belong.
-        besides: True if the table's array is a gradient as well; else the array is not read.
+        rows: (N, D) gradients; N is the same on every rank. After the exchange those of all ranks.
+        ids: (N,) int32, the rows of the table to which the gradients belong.
+        besides: True if the table's array has a dense gradient as well; else it is not read.
     """
 
     index: int
@@ -142,8 +143,8 @@ class PendingReduce:
 
     Attributes:
         arrays: the result of :func:`sum_over_ranks`; this rank's part of sharded arrays.
-        computed: arrays that are ready when all passes of this rank are.
-        lookups: the look-ups of all ranks, not added yet.
+        computed: arrays that are ready only when all passes of this rank are done.
+        lookups: the look-ups of all ranks, not yet added to their table.
         left: this rank's rounding error of each array, if arrays are packed.
     """
 
@@ -168,26 +169,28 @@ def start_all_reduce(
     being computed.
 
     The last arrays go first, because a backward pass reaches them first. Each bucket is queued by
-    itself, so that all ranks exchange buckets in the same order with any graphs. It is queued
+    itself, so that all ranks exchange buckets in the same order for any graph. A bucket is queued
     before the arrays of the next bucket, because another stream waits for all work that was queued
-    together with its input. Its input is queued before: if streams meet within one call of MLX, its
-    CUDA back-end frees memory by ``cudaFree``, which waits for the device and blocks the host.
+    together with its input. The bucket's input is queued before the bucket: if streams meet within
+    one call of MLX, its CUDA back-end frees memory by ``cudaFree``, which waits for the device and
+    blocks the host.
 
     Args:
         arrays: at least one.
         stream: MLX stream without any computation.
         shards: the divided ones of ``arrays``, of which each rank needs a part. They go first.
-        lookups: to be added to one of ``arrays``; this array is ready first, and they are last.
+        lookups: look-ups that belong to one of ``arrays``; this array goes first, and the look-ups'
+            rows go last.
         cuts: indices of ``arrays`` before which a bucket should end.
         packed: the compressed form, and the rounding error of each of ``arrays`` in the last
-            exchange; then ranks also add up divided arrays completely.
+            exchange. Divided arrays are then summed whole on every rank.
     """
     packing, left = packed or (None, ())
     sums, new = list(arrays), list(left)
     computed: list[mx.array] = []
     order = _order(len(arrays), lookups)
     if lookups is not None:
-        # These are ready before any computation.
+        # The ids are known before any computation.
         lookups = replace(lookups, ids=_gathered(communicator, lookups.ids, stream))
         sums[lookups.index] = _own_zeros(shards, lookups.index, sums[lookups.index])
     if shards is not None and packing is None:
@@ -205,7 +208,7 @@ def start_all_reduce(
             _sum_bucket(communicator, arrays, bucket, stream, sums)
         else:
             _sum_packed_bucket(packing, arrays, bucket, stream, sums, new)
-        # Not the joined arrays, which come after the sums before them.
+        # The bucket's last array is used, since joined arrays wait for the sums before them.
         computed = [*computed[-1:], arrays[bucket[-1]]]
     if shards is not None and packing is not None:
         for i in order:
@@ -231,8 +234,9 @@ def _own_zeros(shards: Shards | None, index: int, array: mx.array) -> mx.array:
 
 
 def _order(num_arrays: int, lookups: Lookups | None) -> list[int]:
-    """Return the order of arrays: the last ones first. A table with look-ups is the first, or is
-    left out.
+    """Return the order of arrays: the last arrays first.
+
+    A table with look-ups is first, or is left out if it has no dense gradient.
     """
     order = list(range(num_arrays - 1, -1, -1))
     if lookups is not None:
@@ -253,7 +257,7 @@ def _scatter(
     computed: list[mx.array] = []
     for bucket in order:
         with together([arrays[i] for i in bucket], stream, communicator) as totals:
-            # Each by itself: divided arrays are large, and joining them would mean to copy them.
+            # One call for each array: divided arrays are large, and joining would copy them.
             totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
         for i, total in zip(bucket, totals, strict=True):
             into[i] = shards.shaped(i, total)
@@ -269,7 +273,7 @@ def _sum_bucket(
     into: list[mx.array],
 ) -> None:
     """Begin to add up a bucket's arrays over ranks."""
-    # The largest first: FlatParams.before_attention says what is computed beside them.
+    # The largest arrays first: FlatParams.before_attention explains what is computed beside them.
     large = sorted(
         (i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes
     )
@@ -291,8 +295,9 @@ def _sum_packed_bucket(
     into: list[mx.array],
     left: list[Left],
 ) -> None:
-    """The same for a compressed bucket; its rounding errors are computed on the same stream, and
-    put into ``left``.
+    """Begin to add up a compressed bucket's arrays over ranks.
+
+    Its rounding errors are computed on the same stream, and put into ``left``.
     """
     with together([arrays[i] for i in bucket], stream, packing.communicator) as totals:
         done = packing.sum([arrays[i] for i in bucket], [left[i] for i in bucket])
@@ -303,11 +308,12 @@ def _sum_packed_bucket(
 
 @contextmanager
 def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
-    """Queue ``arrays``, then the arrays that are made on ``stream`` and put into the list, in two
-    calls of MLX.
+    """Queue ``arrays``, then, in a second call of MLX, arrays that are made on ``stream``.
 
-    The second call computes in the order of the list, because MLX begins with the last given array.
+    The ``with`` block makes the latter and appends them to the yielded list. They are computed in
+    the order of the list.
     """
+    # MLX begins with the last given array, so the list is reversed below.
     if arrays:
         mx.async_eval(arrays)
     made: list[mx.array] = []
@@ -320,14 +326,14 @@ def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]
 def together(
     arrays: Sequence[mx.array], stream: Any, communicator: Communicator
 ) -> Generator[list[mx.array]]:
-    """Do the same as :func:`beside`, with a barrier of the ranks in between; the next computation
-    waits for it.
+    """Do the same as :func:`beside`, with a barrier of the ranks in between; later computations
+    wait for the barrier.
 
-    An exchange call holds multiprocessors until every rank has begun the same call, which is after
-    some kernel of that rank. Without the barrier, ranks at different places of their passes would
-    wait for each other in turn. On two H100s, with 1.24 billion numbers, a step of 32 x 1024
-    tokens a GPU takes 1.6 % less time for it, one of 8 x 1024 as much, and both 8 % less memory
-    (benchmarks/results/gpu_many-2026-11-25.md).
+    A call of an exchange holds multiprocessors until every rank has begun the same call, which is
+    after some kernel of that rank. Without the barrier, ranks at different places of their passes
+    would wait for each other in turn. On two H100s, with 1.24 billion numbers, the barrier saves
+    1.6 % of the time of a step of 32 x 1024 tokens a GPU, nothing of a step of 8 x 1024, and 8 % of
+    the memory in both cases (benchmarks/results/gpu_many-2026-11-25.md).
     """
     zero = mx.zeros((1,))
     here = mx.depends([zero], arrays)[0]
@@ -349,7 +355,8 @@ def start_all_gather(
     """Gather arrays from all ranks' parts beside the computation, in the order of a forward pass.
 
     Args:
-        stream: of MLX, for the exchange; ``None``: everything is computed when this returns.
+        parts: this rank's parts; arrays that are not divided are returned unchanged.
+        stream: MLX stream for the exchange; ``None``: all is computed when this returns.
     """
     wholes = list(parts)
     divided = [i for i in range(len(parts)) if shards.divided[i]]
@@ -369,15 +376,18 @@ def start_all_gather(
 def start_sum(
     communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any
 ) -> mx.array:
-    """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
+    """Return (len(scalars),) float32 sums over all ranks, computed after earlier work on
+    ``stream``.
+    """
     with beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
         totals.append(communicator.all_sum(_as_array(scalars)))
     return totals[0]
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
-    """Return (len(scalars),) float32; consecutive numbers are one array, because each array costs
-    an operation.
+    """Return the scalars as a (len(scalars),) float32 array.
+
+    Consecutive Python numbers become one array, because each array costs an operation.
     """
     if not scalars:
         return mx.zeros((0,))
@@ -410,7 +420,7 @@ def _take_apart(
 
 
 def barrier(communicator: Communicator) -> None:
-    """Wait until every rank has called it."""
+    """Wait until every rank has called this function."""
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
@@ -422,12 +432,11 @@ def buckets(
     tapering: bool = False,
     cuts: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are
-    left out.
+    """Yield the buckets of indices in ``order``, each of one dtype; empty arrays are left out.
 
-    With ``tapering`` the last bucket is cut into several, also if it is the only one, because
-    nothing is computed beside the last of these. Before an index of ``cuts`` a half-full bucket
-    counts as full.
+    With ``tapering`` the last bucket of a dtype is cut into several, so that the last call, beside
+    which nothing is computed, is small. Before an index of ``cuts`` a half-full bucket counts as
+    full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         some = [index for index in order if arrays[index].dtype == dtype and arrays[index].size]
@@ -463,10 +472,10 @@ class Exchange:
     """Options of an exchange of gradients.
 
     Attributes:
-        bucket_bytes: approximate bytes of a call, in which arrays are laid end to end; 0 or less:
-            one array per call.
-        dtype: of the exchanged gradients; ``None``: that of the sums.
-        stream: MLX stream of the sums; ``None``: the one that the back-end prefers.
+        bucket_bytes: approximate bytes of a call, in which arrays are joined; 0 or less: one array
+            per call.
+        dtype: type of the exchanged gradients; ``None``: unchanged.
+        stream: MLX stream of the sums; ``None``: the back-end's.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -500,23 +509,22 @@ def mean_of_tokens(
     """Return the tree of gradients of the mean over all ranks' tokens.
 
     Args:
-        grads: of this rank's loss.
-        num_tokens: trained tokens on this rank; with 0 ``grads`` do not matter.
-        reduction: ``"mean"`` or ``"sum"``: whether this rank's loss is the mean or the sum over its
-            tokens.
+        grads: gradients of this rank's loss.
+        num_tokens: number of trained tokens on this rank; with 0, ``grads`` are ignored.
+        reduction: ``"mean"`` or ``"sum"``: this rank's loss is the mean or the sum over its tokens.
     """
     communicator = on_stream(communicator, exchange.stream)
     parts = count_parts(num_tokens)
     own = _as_array(parts)
     count = lazy_count(own)
     flat = flatten(grads)
-    # Whole sums overflow a small type: then the total is exchanged first, and parts of the mean
-    # travel.
+    # Whole sums could overflow a short type: in that case the total is exchanged first, and then
+    # parts of the mean are sent.
     early = exchange.dtype is not None and communicator.size > 1
     total = mx.maximum(lazy_count(communicator.all_sum(own)), 1.0) if early else mx.ones(())
     scale = (count if reduction == "mean" else mx.ones(())) / total
-    # In float32, because a token count does not fit bfloat16; and a rank without tokens has no
-    # mean: its NaN must not reach the others.
+    # In float32, because a token count does not fit into bfloat16. A rank without tokens has no
+    # mean, and its NaN must not reach other ranks.
     weighted = [
         mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32))
         for _, g in flat

@@ -1,17 +1,17 @@
-"""Try the ways that MLX is going to take, and let ranks join its ring in order.
+"""Test of the connections that MLX is going to make, and the order in which ranks join its ring.
 
-In a ring a call that comes too early costs a second and more.
+In MLX's ring the last rank calls the first, which then calls the second, and so on. A rank that
+does not listen yet is called again after one second, then after two more, for half a minute in all.
+So a call that comes too early costs a second and more.
 
-The last rank calls the first, which then calls the second, and so on; who is not listening yet is
-called again after one second, then after two more, for half a minute in all. So the word goes round
-before: every rank tells the next one, at the address that MLX is going to call, that it and all
-before it are there; the last rank begins, with the first, and goes when it has heard. Only
-neighbours talk to each other, as in the ring itself: others may have no cable between them. So
-every way that MLX will take has been tried, and who cannot be called though it listens is known.
-They know each other by the hostfile, and by the secrets of :mod:`allhands.runtime.callers` where
-there are some.
+To avoid that, a word goes round before. Every rank tells the next rank, at the address that MLX is
+going to call, that it and all ranks before it are there. The last rank begins by calling the first,
+and joins when the word has come back. Only neighbours call each other, as in the ring itself,
+because other ranks may have no cable between them. So every connection of MLX has been tried, and a
+rank that listens but cannot be reached is known. Ranks recognise each other by the hostfile, and by
+the secrets of :mod:`allhands.runtime.callers` if there are any.
 
-NCCL and JACCL begin with a call of every rank to the first one: that way is tried likewise, see
+With NCCL and JACCL every rank first calls rank 0: that connection is tried likewise, see
 :func:`reach_first`.
 """
 
@@ -54,26 +54,27 @@ _BLOCKED_HINT = f"open the ports of that computer for this one: {_CHECK}"
 _SETTINGS = PortSettings(
     "other ports", 'the address that the other computers reach it by, as "ips" in the hostfile'
 )
-# What another rank takes from its word to being called: a few milliseconds.
+# Time that a rank gets to listen in MLX after its word; it needs a few milliseconds.
 _HEAD_START_S = 0.02
-_PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
-_TALK_S = 2.0  # for somebody who has called to prove itself
-_CALL_S = 5.0  # in which the first packet of a call is sent again and again; for a neighbour to answer, in all
-_BRIEF_CALL_S = 2.0  # while nobody may be there
-_REFUSED_S = 2.0  # for a neighbour that is known to listen to be refused all the time
-_MOST_BYTES = 256  # of what one says
+_PAUSES_S = (0.005, 0.1)  # first and longest pause between two calls; pauses double
+_TALK_S = 2.0  # for a caller to prove its identity
+_CALL_S = 5.0  # for a call to be answered; time of silence after which a listening rank is blocked
+_BRIEF_CALL_S = 2.0  # for a call to be answered while the other rank may not be there
+_REFUSED_S = 2.0  # time of refused calls after which a listening rank counts as blocked
+_MOST_BYTES = 256  # of a message
 _AGREED = b"agreed"
 _PARTING_S = 1.0
 _TICK_S = 0.2
-_ASLEEP_US = 1000  # until a thread of MLX's ring looks for what is to be sent; Linux rounds up to its own tick
+_ASLEEP_US = 1000  # longest sleep of a thread of MLX's ring; Linux rounds it up to its own tick
 _BULK_BYTES = (
-    65536  # for which a thread is woken while something large comes: about 45 frames of Ethernet
+    65536  # bytes for which a thread is woken while a large array comes: about 45 Ethernet frames
 )
 
 
 class BlockedError(DistributedError):
-    """Rank ``peer`` listens, and this one cannot connect to it: something between their computers
-    is in the way.
+    """Raised if rank ``peer`` listens but this rank cannot connect to it.
+
+    Something between their computers, such as a firewall, is in the way.
     """
 
     def __init__(self, peer: int, host: str, rank: int, problem: str) -> None:
@@ -86,42 +87,42 @@ class BlockedError(DistributedError):
 
 
 class PortTakenError(DistributedError):
-    """Another program listens where this rank is to: other ports may be free."""
+    """Raised if another program listens at this rank's port; other ports may be free."""
 
 
 class Watch(Protocol):
-    """Somebody who sees all ranks, as a supervisor does."""
+    """Knowledge about all ranks, such as a supervisor's."""
 
     def listening(self) -> None:
-        """Be told that this rank can be called."""
+        """Report that this rank can be called."""
         ...
 
     def all_listen(self) -> bool:
-        """True if all ranks can be called."""
+        """Return True if all ranks can be called."""
         ...
 
 
 class Unwatched:
-    """Nobody sees all ranks: who cannot be called may only be late."""
+    """A :class:`Watch` without knowledge: a rank that cannot be called may only be late."""
 
     def listening(self) -> None:
         """Report nothing."""
 
     def all_listen(self) -> bool:
-        """Not known."""
+        """Return False: it is not known."""
         return False
 
 
 def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None = None) -> None:
-    """Return when this rank may join the ring of ``hostfile``.
+    """Wait until this rank may join the ring of ``hostfile``.
 
-    At once if the file cannot be read: then it is MLX that fails, and says why.
+    If the file cannot be read, this returns at once, and MLX fails with a reason.
 
     Raises:
-        BlockedError: a neighbour that listens, as ``watch`` says, cannot be connected to.
+        BlockedError: a neighbour listens, by ``watch``, but cannot be connected to.
         PortTakenError: another program listens at this rank's port.
-        DistributedError: a neighbour was not there within ``timeout_s``, or this rank's address
-            cannot be had.
+        DistributedError: a neighbour was not there within ``timeout_s``, or this rank cannot listen
+            at its address.
     """
     hosts, proof = _hosts(hostfile), _Proof(watch or Unwatched(), rank)
     if not 0 <= rank < len(hosts):
@@ -138,7 +139,7 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
         listener = _listen(hosts[rank], "the ring")
     except ValueError:
         return
-    # The last one calls while it listens: whoever else comes there is seen off meanwhile.
+    # The last rank calls in a thread while it listens, so that strangers are turned away meanwhile.
     beside = _Beside(call if last and rank > 0 else lambda: None)
     with Callers([listener], _MOST_BYTES, _TALK_S) as callers:
         proof.watch.listening()
@@ -159,20 +160,22 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
 def reach_first(
     host: str, rank: int, size: int, timeout_s: float, watch: Watch | None = None
 ) -> None:
-    """Return when all ``size`` ranks have reached rank 0 at ``host``, an address with its port,
-    which is free again.
+    """Wait until all ``size`` ranks have reached rank 0 at ``host``; the port is then free again.
+
+    Args:
+        host: rank 0's address and port.
 
     Raises:
-        BlockedError: rank 0 listens, as ``watch`` says, and cannot be connected to.
+        BlockedError: rank 0 listens, by ``watch``, but cannot be connected to.
         PortTakenError: another program listens there.
-        DistributedError: a rank was not there within ``timeout_s``, or the address is none of rank
-            0's computer.
+        DistributedError: a rank was not there within ``timeout_s``, or rank 0 cannot listen at the
+            address.
     """
     proof = _Proof(watch or Unwatched(), rank)
     key = key_for(f"{size} ranks at {host}", os.environ)
     deadline = time.monotonic() + timeout_s
     if rank > 0:
-        proof.watch.listening()  # nobody calls it
+        proof.watch.listening()  # other ranks do not call this one
         if problem := _tell(host, key, b"%d is there" % rank, deadline, proof):
             raise _unreached(0, host, problem, proof, timeout_s)
         return
@@ -180,7 +183,7 @@ def reach_first(
         proof.watch.listening()
         came = _wait_for_all(callers, key, size, deadline)
         if len(came) == size - 1:
-            callers.let_in_no_more()  # who is answered calls MLX here, at once
+            callers.let_in_no_more()  # a rank that is answered calls MLX at this port at once
             _agree(callers, list(came.values()), deadline)
             return
     absent = [other for other in range(1, size) if other not in came]
@@ -191,7 +194,7 @@ def reach_first(
 def _wait_for_all(
     callers: Callers, key: bytes, size: int, deadline: float
 ) -> dict[int, tuple[Caller, Handshake]]:
-    """The ranks that have called rank 0 until ``deadline``, or all of them."""
+    """Return the ranks that have called rank 0; wait for all of them, until ``deadline``."""
     words = {b"%d is there" % other: other for other in range(1, size)}
     came: dict[int, tuple[Caller, Handshake]] = {}
     while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
@@ -207,18 +210,20 @@ def _wait_for_all(
 
 
 def wait_asleep(hostfile: Path) -> list[int]:
-    """Let the threads of this process's ring sleep until bytes come or can go; returns the
-    descriptors of its sockets.
+    """Let the threads of this process's ring sleep until bytes arrive or can be sent.
 
-    MLX has a call return at once, and asks again and again, in a thread for each: on a computer
-    with few cores that takes a core from those that compute. A call that ends without bytes after a
-    moment is the same to MLX.
+    MLX's calls return at once, and each thread repeats them all the time. On a computer with few
+    cores this takes a core from the computation. For MLX, a call that ends without bytes after a
+    moment is the same.
+
+    Returns:
+        The descriptors of the ring's sockets.
     """
     ports, found = {_address(host)[1] for host in _hosts(hostfile)}, list[int]()
     moment = struct.pack("ll", 0, _ASLEEP_US)
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
-            # Not a socket, or not connected: not one of the ring's.
+            # An error means that it is not a connected socket, so not one of the ring's.
             with suppress(OSError), _socket_of(int(name)) as link:
                 internet = link.family in (socket.AF_INET, socket.AF_INET6)
                 if not internet or not ports & {link.getsockname()[1], link.getpeername()[1]}:
@@ -231,10 +236,11 @@ def wait_asleep(hostfile: Path) -> list[int]:
 
 
 def receive_in_bulk(descriptors: Sequence[int], bulk: bool) -> None:
-    """Wake threads that sleep once for many frames, or for each again, which is sooner.
+    """Wake sleeping threads once for many frames (``bulk``), or for each frame, which is faster.
 
-    A frame at a time, a core at 100 Mbit/s spends a twentieth of its time on waking a thread that
-    has little to do. What is shorter is there when the moment of :func:`wait_asleep` is over.
+    With a wake for each frame at 100 Mbit/s, a core spends a twentieth of its time on waking a
+    thread that has little to do. Fewer bytes are noticed when the sleep of :func:`wait_asleep`
+    ends.
     """
     for descriptor in descriptors:
         with suppress(OSError), _socket_of(descriptor) as link:
@@ -246,9 +252,7 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 class _Beside(threading.Thread):
-    """Something that is done by another thread from now on, and the error with which it ended, if
-    it did.
-    """
+    """A thread that does ``work`` from now on; ``error`` is the error with which it ended."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="call-first-rank", daemon=True)
@@ -265,12 +269,12 @@ class _Beside(threading.Thread):
 
 @dataclass
 class _Proof:
-    """True if a neighbour cannot be called though it listens: then it is not only late.
+    """Evidence that a neighbour is not only late: it listens, but cannot be called.
 
     Attributes:
-        given: whether that is so.
-        since: since when it has been known here that all listen.
-        blocked: whether something may be in the way, as it looked at last.
+        given: True if the evidence suffices.
+        since: time since when all ranks are known to listen; ``None``: not known.
+        blocked: whether something seemed to be in the way of the last call.
     """
 
     watch: Watch
@@ -282,7 +286,7 @@ class _Proof:
     _told: bool = False
 
     def look(self, began: float, error: OSError, host: str) -> None:
-        """Take in how a call of ``host`` that began then has failed."""
+        """Judge a failed call of ``host`` that began at ``began``."""
         now = time.monotonic()
         self.blocked = is_blocked(kind_of(error))
         self._blocked_since = (self._blocked_since or began) if self.blocked else None
@@ -303,7 +307,7 @@ class _Proof:
 
 
 def _hosts(hostfile: Path) -> list[str]:
-    """The first address of every rank."""
+    """Return the first address of every rank; [] if the hostfile cannot be read."""
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         return [str(addresses[0]) for addresses in json.loads(hostfile.read_text(encoding="utf-8"))]
     return []
@@ -326,7 +330,7 @@ def _missing(where: str, timeout_s: float, problem: str, hint: str = _HINT) -> D
 
 
 def _agree(callers: Callers, came: Sequence[tuple[Caller, Handshake]], deadline: float) -> None:
-    """Answer all who have come."""
+    """Answer all ranks that have called."""
     for caller, conversation in came:
         with suppress(OSError):
             caller.say(conversation.sealed(LISTENER, _AGREED), deadline)
@@ -334,15 +338,16 @@ def _agree(callers: Callers, came: Sequence[tuple[Caller, Handshake]], deadline:
 
 
 def _part(callers: Callers, staying: Sequence[Caller], deadline: float) -> None:
-    """Let who has been answered hang up first: then it is not this port that has to rest."""
+    """Let answered callers close their connections first, so that this port is free at once."""
     parting = min(deadline, time.monotonic() + _PARTING_S)
     while any(caller in callers.all() for caller in staying) and time.monotonic() < parting:
         callers.wait(_TICK_S)
 
 
 def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _Beside) -> bool:
-    """True if ``word`` came in time, and before what is done ``beside`` has failed; others are left
-    standing.
+    """Return True if ``word`` came in time, and before the work ``beside`` has failed.
+
+    Other callers are dropped.
     """
     while (left := deadline - time.monotonic()) > 0 and beside.error is None:
         for caller, line in callers.wait(min(left, _TICK_S)):
@@ -359,8 +364,9 @@ def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _B
 
 
 def _tell(host: str, key: bytes, word: bytes, deadline: float, proof: _Proof) -> str | None:
-    """Say ``word`` to who listens at ``host``; what is wrong with that, if it is not to be done in
-    time, or at all.
+    """Say ``word`` to the rank that listens at ``host``, with repeated calls until ``deadline``.
+
+    Returns the problem, or ``None`` if the word was accepted.
     """
     pause, problem = _PAUSES_S[0], "no time was left"
     while (left := deadline - time.monotonic()) > 0:
@@ -386,12 +392,12 @@ def _tell(host: str, key: bytes, word: bytes, deadline: float, proof: _Proof) ->
 
 
 def _say(call: Call, key: bytes, word: bytes, deadline: float) -> str | None:
-    """Say ``word``; what is wrong, if that is not agreed to."""
+    """Say ``word`` in a call; return the problem, or ``None`` if the word was accepted."""
     try:
         with call:
             conversation = call.begin(key, min(deadline, time.monotonic() + _CALL_S))
             call.say(conversation.sealed(CALLER, word), deadline)
-            # As long as it takes: who has agreed listens no more.
+            # Waits until the deadline: a rank that has agreed does not listen any more.
             agreed = conversation.opened(LISTENER, call.line(_MOST_BYTES, deadline)) == _AGREED
     except Unproved:
         agreed = False
@@ -401,12 +407,12 @@ def _say(call: Call, key: bytes, word: bytes, deadline: float) -> str | None:
 
 
 def _listen(host: str, whose: str) -> socket.socket:
-    """Listen at the address of this rank, as ``whose`` part it is to do.
+    """Listen at the address of this rank; ``whose`` ("the ring") is for messages.
 
     Raises:
-        ValueError: that is no address.
+        ValueError: ``host`` is not an address.
         PortTakenError: another program listens there.
-        DistributedError: it cannot be listened at for another reason.
+        DistributedError: listening fails for another reason.
     """
     name, port = _address(host)
     try:

@@ -1,4 +1,4 @@
-"""Arrays of which each rank keeps an equal part: what belongs to an optimizer (ZeRO-1, arXiv
+"""Division of arrays into equal parts, one for each rank, for a divided optimizer (ZeRO-1, arXiv
 1910.02054).
 """
 
@@ -11,19 +11,19 @@ import mlx.core as mx
 
 from allhands.distributed.backend import Communicator
 
-# Numbers of a part are a multiple, so that kernels' vectors and rows fit.
+# The size of a part is a multiple of this number, so that kernels' vectors and rows fit.
 _ALIGNED = 64
-# What is smaller is everybody's: a call for it takes longer than what it saves.
+# Smaller arrays are not divided: a call for one takes longer than the division saves.
 _LEAST = 1 << 16
 
 
 class Shards:
-    """The parts of some arrays, in the order of the ranks; small arrays stay whole, on every rank.
+    """The parts of arrays, in the order of the ranks; small arrays stay whole, on every rank.
 
-    Where the ranks do not divide an array, zeros follow it.
+    An array that the number of ranks does not divide is filled up with zeros.
 
     Attributes:
-        divided: whether each array is.
+        divided: for each array, whether it is divided.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class Shards:
         shapes: Sequence[tuple[int, ...]],
         tables: Mapping[int, int] | None = None,
     ) -> None:
-        """Divide arrays of ``shapes``, whose last dimension is 64 if they have two.
+        """Divide arrays of ``shapes``.
 
-        ``tables``: the numbers of a row, by an array's index, where parts have whole rows.
+        Args:
+            shapes: shapes of the arrays; the last dimension of a matrix is 64, except in tables.
+            tables: size of a row, by an array's index, for arrays whose parts must have whole rows.
         """
         self._rank, self._size = communicator.rank, communicator.size
         self._tables = dict(tables or {})
@@ -43,12 +45,12 @@ class Shards:
 
     @property
     def first(self) -> bool:
-        """True if this is the first rank: to count what all have once."""
+        """True if this is the first rank, which counts the arrays that all ranks have."""
         return self._rank == 0
 
     @property
     def num_own(self) -> int:
-        """Numbers of all arrays that this rank has a part in, without the zeros after them."""
+        """Count of the numbers in this rank's parts of all arrays, without the added zeros."""
         sizes = [math.prod(shape) for shape in self._shapes]
         return sum(
             min(stop, size) - min(start, size)
@@ -67,29 +69,26 @@ class Shards:
         return divided, whole
 
     def _each(self, index: int) -> int:
-        """Numbers of a part."""
+        """Return the size of a part of an array."""
         unit = math.lcm(_ALIGNED, self._tables.get(index, 1))
         return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
 
     def range(self, index: int) -> tuple[int, int]:
-        """Return the numbers of an array, and of the zeros after it, that this rank has: from the
-        first up to the second.
-        """
+        """Return start and stop of this rank's part in the flat array with the added zeros."""
         if not self.divided[index]:
             return 0, math.prod(self._shapes[index])
         each = self._each(index)
         return self._rank * each, (self._rank + 1) * each
 
     def zeros(self, index: int, dtype: mx.Dtype) -> mx.array:
-        """This rank's part of an array of zeros."""
+        """Return zeros in the shape of this rank's part of an array."""
         return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))
 
     def own_rows(self, index: int, ids: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the (N, D) ``rows`` of a table that belong to this rank's part, with the ids
-        there, from 0.
+        """Return N ids within this rank's part of a table, from 0, and (N, D) rows for them.
 
-        Others are zeros, spread over the part: where one row has many, each is added after the
-        other.
+        Rows of other parts become zeros, with ids spread over this part: many additions to one row
+        would be done one after the other.
         """
         count = self._each(index) // rows.shape[1]
         there = ids - self._rank * count
@@ -99,13 +98,15 @@ class Shards:
         )
 
     def padded(self, index: int, whole: mx.array) -> mx.array:
-        """Return an array as one row of which each rank has an equal part."""
+        """Return a flat array, filled up with zeros so that each rank has an equal part."""
         row = whole.reshape(-1)
         missing = self._size * self._each(index) - row.size
         return mx.concatenate([row, mx.zeros((missing,), dtype=row.dtype)]) if missing else row
 
     def part(self, index: int, whole: mx.array) -> mx.array:
-        """This rank's part of an array, of as many dimensions; all of it if it is not divided."""
+        """Return this rank's part of an array, with as many dimensions; the whole array if it is
+        not divided.
+        """
         if not self.divided[index]:
             return whole
         each = self._each(index)
@@ -114,11 +115,11 @@ class Shards:
         )
 
     def shaped(self, index: int, part: mx.array) -> mx.array:
-        """Return a part's numbers in its shape."""
+        """Return the numbers of a part in the part's shape."""
         return part.reshape(-1, *self._shapes[index][1:])
 
     def whole(self, index: int, communicator: Communicator, part: mx.array) -> mx.array:
-        """Return an array of all ranks' parts, lazily; called by every rank."""
+        """Return the lazy whole array from all ranks' parts; all ranks call this together."""
         if not self.divided[index]:
             return part
         shape = self._shapes[index]
