@@ -1,3 +1,3 @@
-"""Several computers: how ranks are started, watched, stopped and started again, and what keeps them
-from it.
+"""Several computers: how ranks are started, watched, stopped and started again, and how to find
+what prevents this.
 """

@@ -1,4 +1,4 @@
-"""By what addresses the computers of a job reach each other, and over which interface."""
+"""The addresses by which the computers of a job reach each other, and the network interfaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from allhands.errors import ConfigError, DistributedError
 
 
 def addresses(places: Sequence[Place]) -> list[str]:
-    """Return the IPv4 address of each computer as the others reach it."""
+    """Return for each computer the IPv4 address by which the others reach it."""
     found = [None if place.host.ssh is None else remote_address(place.host) for place in places]
     others = [address for address in found if address]
     return [
@@ -26,11 +26,12 @@ def addresses(places: Sequence[Place]) -> list[str]:
 
 
 def require_distinct(hosts: Sequence[Host]) -> None:
-    """Refuse a computer that is named twice in two ways; what cannot be looked up now is left to
-    the start.
+    """Check that no computer is named twice, by two different names.
+
+    A name that cannot be looked up now is skipped; the start reports it.
 
     Raises:
-        ConfigError: two names lead to one address.
+        ConfigError: two names have the same address.
     """
     known: dict[str, str] = {}
     for host in hosts if len(hosts) > 1 else ():
@@ -48,10 +49,12 @@ def require_distinct(hosts: Sequence[Host]) -> None:
 
 
 def remote_address(host: Host) -> str:
-    """Return the IPv4 address by which the others reach a computer, as its hostfile or ssh has it.
+    """Return the IPv4 address by which the others reach a computer.
+
+    It comes from "ips" in the hostfile, or else from the name that ssh connects to.
 
     Raises:
-        AllhandsError: it has none, or one of this computer's own.
+        AllhandsError: the computer has no such address, or its name leads to a loopback address.
     """
     assert host.ssh is not None
     if address := _first_ipv4(host):
@@ -76,8 +79,9 @@ def remote_address(host: Host) -> str:
 
 
 def _own_address(host: Host, others: Sequence[str]) -> str:
-    """This computer's address on the way to the first of ``others``; without any, nobody else needs
-    to reach it.
+    """Return the address that this computer uses to reach the first of ``others``.
+
+    If there are no others, it is the loopback address, because nobody else must reach it.
     """
     if address := _first_ipv4(host):
         return address
@@ -89,8 +93,9 @@ def _own_address(host: Host, others: Sequence[str]) -> str:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the interface by which this computer reaches ``address``, if there is a
-    way.
+    """Return the name of the interface by which this computer reaches ``address``.
+
+    ``None`` if there is no route, or no interface with the address that the route uses.
     """
     own = source_for(address)
     cards = psutil.net_if_addrs().items() if own else ()

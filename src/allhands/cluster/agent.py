@@ -1,11 +1,11 @@
-"""The supervisor's hand on another computer: ``python -P -m allhands.cluster.agent``, spoken to
-over ssh.
+"""The agent, which does the supervisor's work on another computer. The supervisor starts it over
+ssh with ``python -P -m allhands.cluster.agent``.
 
-It takes :mod:`frames <allhands.cluster.frames>` on its standard input and answers on its standard
-output. The first one, ``hello``, brings the secret of the run and says what to start; the answer
-``ready`` names the ports that are held for the ranks; ``start`` tells everybody's addresses. From
-then on changes are told as they happen. When the supervisor is silent, or gone, or this process is
-killed, everything that it has started is ended.
+It reads :mod:`frames <allhands.cluster.frames>` from its standard input and answers on its standard
+output. The first frame, ``hello``, brings the secret of the run and says what to start. The answer
+``ready`` names the ports that are reserved for the ranks. ``start`` brings the addresses of all
+ranks. After that the agent reports changes as they happen. When the supervisor is silent or gone,
+or when this process is killed, all processes that it has started are ended.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from allhands.observe.monitor import Follower, Identity, ProcessSampler, monitor
 from allhands.runtime.blas import allowed_cores
 from allhands.runtime.versions import software_here
 
-SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
+SILENCE_S = 15.0  # without a frame from the supervisor, after which the ranks are ended
 _TICK_S = 0.05
 _SAMPLES_S = 1.0
 _HELLO_S = 30.0
-_STUCK_S = 40  # after which the kernel ends this process: one that hangs in a dead file system protects nobody
+# If the loop does not run for this long, for example because a file system hangs, the kernel ends
+# this process. Its reaper then ends the ranks.
+_STUCK_S = 40
 _FLUSH_S = 2.0
 
 
 class Agent:
-    """This computer's part of one attempt."""
+    """The part of one attempt that runs on this computer."""
 
     def __init__(self, link: FrameLink, hello: Frame, reaper: Reaper) -> None:
         self._link = link
@@ -66,7 +68,7 @@ class Agent:
         self._told_samples = float("-inf")
 
     def prepare(self) -> None:
-        """Take ports, look for a checkpoint, and say so.
+        """Reserve ports, look for a checkpoint, and report both to the supervisor.
 
         Raises:
             AllhandsError: the directory, the address or the checkpoints cannot be used.
@@ -97,11 +99,14 @@ class Agent:
                 os.close(descriptor)
 
     def _with_logs(self, spec: LaunchSpec) -> LaunchSpec:
-        """The same with a place for logs that can be written, where rank 0 is not: what matters of
-        them is told on.
+        """Return the spec with a directory in which logs can be written.
+
+        If the directory of the run cannot be written, the logs go to a temporary directory. What
+        matters in them is sent to the supervisor.
 
         Raises:
-            StorageError: rank 0 is here, whose files are the run's.
+            StorageError, OSError: logs cannot be written, and rank 0 is on this computer. Its files
+                belong to the run, so they cannot go elsewhere.
         """
         if not self._hello["log_dir"]:
             return replace(spec, log_dir=make_directory(self._run_dir / "logs", private=True))
@@ -120,17 +125,18 @@ class Agent:
         return spec
 
     def _observe(self, log_dir: Path) -> None:
-        """Sample this process, and from now on tell the samples of all processes here to a
-        supervisor elsewhere.
+        """Begin to sample this process.
+
+        If the supervisor is on another computer, it also gets the samples of all processes here.
         """
         files = [monitor_file(log_dir, "agent", self._hello["name"])]
         files += [monitor_file(log_dir, "rank", rank) for rank in self._own()]
         for file in files if self._hello["env"].get("ALLHANDS_ATTEMPT") == "1" else ():
-            with contextlib.suppress(OSError):  # mostly there is none
+            with contextlib.suppress(OSError):  # usually there is no such file
                 file.replace(file.with_name(f"{file.name}.previous"))
         if self._hello.get("relay"):
             self._samples = Follower(log_dir, [file.name for file in files])
-            self._samples.lines()  # of earlier attempts
+            self._samples.lines()  # skip those of earlier attempts
         self._sampler.write_to(files[0])
         self._sampler.__enter__()
 
@@ -141,7 +147,7 @@ class Agent:
                 self._link.send("sample", line=line)
 
     def tell_changes(self) -> None:
-        """Tell the supervisor what is new since the last call."""
+        """Send the supervisor what has changed since the last call."""
         if self._ranks is None:
             return
         now = time.monotonic()
@@ -168,7 +174,11 @@ class Agent:
                 )
 
     def obey(self, frame: Frame) -> bool:
-        """Do what the supervisor asks for; false when it asks for the end."""
+        """Do what the supervisor asks for; return false when it asks the agent to end.
+
+        Raises:
+            AllhandsError: the frame is not understood, or the ranks cannot be started.
+        """
         kind = frame["kind"]
         if kind == "end":
             return False
@@ -207,12 +217,12 @@ class Agent:
             self._remove_logs()
 
     def _remove_logs(self) -> None:
-        """Those of a job that is of no interest once it is over, unless a rank has failed here."""
+        """Remove the logs of a job that need not be kept, unless a rank has failed here."""
         ends = self._ranks.exits() if self._ranks is not None else []
         if {end.code for end in ends} <= {0, Interrupted.exit_code}:
             log_dir = Path(self._hello["log_dir"]).expanduser().absolute()
             shutil.rmtree(log_dir, ignore_errors=True)
-            with contextlib.suppress(OSError):  # something else lies beside them
+            with contextlib.suppress(OSError):  # the directory above still has other files
                 log_dir.parent.rmdir()
 
     def _own(self) -> range:
@@ -221,7 +231,7 @@ class Agent:
     def _spec(self) -> LaunchSpec:
         hello = self._hello
         first, *rest = hello["command"]
-        # The supervisor's own Python has another path here.
+        # Python has another path on this computer than on the supervisor's.
         command = [sys.executable if first == hello["python"] else first, *rest]
         log_dir = Path(hello["log_dir"]).expanduser().absolute()
         weights = None if hello["weights"] is None else tuple(hello["weights"])
@@ -251,8 +261,10 @@ class Agent:
         self._ports = []
 
     def _output(self) -> tuple[int, int]:
-        """Return the output of rank 0: the supervisor's own descriptors on the same computer, or
-        pipes to it.
+        """Return the two descriptors for the output of rank 0.
+
+        On the supervisor's computer they are the supervisor's own; elsewhere they are pipes, whose
+        content is sent to the supervisor.
         """
         if self._hello["descriptors"]:
             first, second = self._hello["descriptors"]
@@ -296,13 +308,14 @@ def _identity(hello: Frame) -> Identity:
 
 
 def enter_directory(path: str, below_home: str | None) -> None:
-    """Make ``path`` the working directory; one that the hostfile does not ask for may be absent.
+    """Make ``path`` the working directory; it may be absent if the hostfile does not ask for it.
 
     Args:
-        below_home: taken instead, if it is there; ``None``: ``path`` is required.
+        below_home: path below the home directory that is tried instead; if that is absent too, the
+            working directory stays as it is. ``None``: ``path`` is required.
 
     Raises:
-        ConfigError: it cannot be entered.
+        ConfigError: ``path`` is required and cannot be entered.
     """
     try:
         os.chdir(os.path.expanduser(path))
@@ -319,10 +332,9 @@ def enter_directory(path: str, below_home: str | None) -> None:
 
 
 def set_aside(log_dir: Path, rank: int) -> None:
-    """Keep the log of the last attempt's rank beside the new one, and let no old error be taken for
-    a new one.
+    """Keep a rank's log of the previous attempt beside the new one, and remove its old error file.
 
-    Only of this rank: on a shared file system the others are somebody else's.
+    The files of other ranks are left alone: on a shared file system they belong to other computers.
     """
     (log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -330,10 +342,10 @@ def set_aside(log_dir: Path, rank: int) -> None:
 
 
 def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``step`` of the newest checkpoint here of the run that is asked for, and that it
-    is its ``own``.
+    """Return the ``step`` of the newest checkpoint on this computer, and whether it is the run's
+    ``own``.
 
-    Without one it is the step of what the run is to go on from, or ``None``.
+    If the run has no checkpoint here, ``step`` is that of the run to resume from, or ``None``.
     """
     if hello["adapter_path"] is None:
         return {"step": None, "own": False}
@@ -346,7 +358,7 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
-    """Do one job to its end and return the exit code."""
+    """Do one job until it has ended, and return the exit code."""
     try:
         hello = frames.get(timeout=_HELLO_S)
     except queue.Empty:
@@ -374,8 +386,8 @@ def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
 
 
 def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
-    """Obey until the supervisor asks for the end, has closed the connection, or is silent for too
-    long.
+    """Obey the supervisor until it asks the agent to end, closes the connection, or is silent for
+    too long.
     """
     heard = time.monotonic()
     while time.monotonic() < heard + SILENCE_S:
@@ -409,7 +421,7 @@ def _wait_for_end(frames: queue.SimpleQueue[Frame | None]) -> None:
 
 
 def _aged(marks: Marks, now: float) -> dict[str, Any]:
-    """Marks with ages instead of times, for another computer's clock."""
+    """Return marks with ages instead of times, because another computer's clock differs."""
     beat = None
     if marks.beat is not None:
         beat = asdict(marks.beat)
@@ -420,7 +432,7 @@ def _aged(marks: Marks, now: float) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    """For the log that the supervisor keeps of this computer."""
+    """Write a line into the log that the supervisor keeps for this computer."""
     with contextlib.suppress(OSError):
         os.write(2, f"allhands agent on {socket.gethostname()}: {text}\n".encode())
 
@@ -429,12 +441,12 @@ def main() -> int:
     """Entry point of the process."""
     signal.alarm(_STUCK_S)
     reader, writer = os.dup(0), os.dup(1)
-    # Nothing but frames may come to where the frames go.
+    # Only frames may be written to the supervisor, so other output goes to standard error.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-    # With a handler, not ignored: ranks would inherit that.
+    # A handler that does nothing: if SIGINT were ignored, the ranks would inherit this.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: frames.put(None))
@@ -451,5 +463,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # A thread may wait for a network that is gone.
+    # Do not wait for threads: one may be waiting for a network that is gone.
     os._exit(code)

@@ -38,12 +38,12 @@ _LOOK_S = 0.5  # between two checks whether a process is stopped
 _STOPPED_S = 4.0  # until a stopped process counts; a shorter stop may be a user's debugger
 _TRACE_S = 0.2  # for a hanging rank to write its stack
 _ELSEWHERE_S = 900.0  # for ranks on other computers, unseen, to prepare data, compile or save
-# Messages of ranks whose port is taken by another program; not of ranks that cannot connect, or
-# whose address is foreign.
+# Messages of ranks whose port another program uses. Messages of ranks that cannot connect, or whose
+# address belongs to another computer, do not match.
 _PORT_TAKEN = re.compile(
     r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
 )
-# Exit codes of ranks that were told to stop: after they have saved, or before.
+# Exit codes of ranks that were told to stop: after they have saved (the first set), or before.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
 # Further accepted codes after a stop: a checkpoint for regrouping is a good checkpoint, too.
@@ -53,12 +53,18 @@ _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
-    ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that
-    this process has received. The first SIGINT or SIGTERM is passed on, and the second one ends the
-    ranks at once. SIGUSR1, a scheduler's warning, counts as a SIGTERM, but a person's first signal
-    after it still counts as the first. ``reaper`` is told of every process. ``slack`` lengthens the
-    deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
-    started and watched, and ranks that wait for others have more time.
+    The first SIGINT or SIGTERM is passed on, and the second one ends the ranks at once. SIGUSR1, a
+    scheduler's warning, counts as a SIGTERM, but the user's first signal after it still counts as
+    the first.
+
+    Args:
+        run_dir: does not exist yet; the directory above it is private to this user.
+        signals: the signals that this process has received.
+        events: called with events for the user.
+        reaper: all processes are registered with it; ``None``: a new one.
+        slack: factor by which the deadlines for progress are longer, except those for a start.
+        share: only these ranks are started and watched, and ranks that wait for others have more
+            time; ``None``: all ranks.
     """
 
     _ranks: RankProcesses
@@ -136,7 +142,10 @@ class Attempt:
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait(self, poll: Callable[[], None]) -> Fault | None:
-        """Wait until the ranks have ended or must be ended; return a reason that is no rank's end."""
+        """Wait until the ranks have ended or must be ended.
+
+        Return a fault only if no rank's exit shows it, for example a rank that hangs.
+        """
         polled = self._began
         while self._living():
             now = time.monotonic()
@@ -167,8 +176,8 @@ class Attempt:
         return [rank for rank in self._own if rank not in ended]
 
     def _pass_on_signals(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """Forward the first stop signal to every rank once; false when the ranks must be killed
-        now.
+        """Forward the first stop signal to every rank once; return false when the ranks must be
+        killed now.
         """
         while self._signals:
             number = self._signals.popleft()
@@ -180,7 +189,7 @@ class Attempt:
         if not self._stop_signal:
             return True
         untold = set(self._living()) - self._told
-        # While ranks start there is nothing to save, and Python answers SIGINT with a traceback.
+        # While ranks start, there is nothing to save, and Python would print a traceback at SIGINT.
         number = self._stop_signal if self._all_started else signal.SIGTERM
         # A rank that does not run yet gets the signal when it does.
         self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
@@ -189,14 +198,15 @@ class Attempt:
 
     @property
     def _grace_s(self) -> float:
-        """Seconds after a stop: for the running step, by the longest of the last steps, and for
-        saving.
+        """Seconds that ranks have after a stop: to finish their step, and to save.
+
+        The time for the step is that of the longest recent step.
         """
         return self._spec.stop_grace_s + self._watch.longest_step_s
 
     def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """True if a rank is stopped (SIGSTOP) after a request to end: without it nothing can be
-        saved.
+        """True if a rank is stopped (SIGSTOP) after a request to end: without that rank nothing can
+        be saved.
         """
         if not self._all_started:
             return False
@@ -208,7 +218,7 @@ class Attempt:
 
     def _begin_stop(self, now: float, number: int) -> None:
         self._stop_signal, self._stop_began = number, now
-        # A rank that need not report its start may be at work already.
+        # A rank that need not report its start may already be working.
         self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
         event = SupervisorEvent("cancelling", "stopping before all processes have started")
         if self._all_started:
@@ -265,7 +275,7 @@ class Attempt:
         living, ends = self._living(), self._ranks.exits()
         stall = self._watch.check(now, marks, living)
         if self._stop_signal or any(self._is_failure(end) for end in ends):
-            return None  # these have deadlines of their own
+            return None  # a stop and a failure have deadlines of their own
         left = [end for end in ends if end.code in (0, REGROUP_CODE)]
         if left and (
             self._age(now, left[0].time) > self._spec.finish_grace_s or (stall and stall.mutual)
@@ -296,7 +306,10 @@ class Attempt:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end_the_rest(self, fault: bool) -> None:
-        """SIGTERM, a moment, SIGKILL; after an unheeded stop or a second Ctrl-C SIGKILL alone."""
+        """After a failure, send SIGTERM and wait briefly; the caller then kills what is left.
+
+        If ranks did not obey a stop in time, or after a second Ctrl-C, they get no SIGTERM.
+        """
         self._ended_at = time.monotonic()
         living = self._living()
         failed = fault or any(
@@ -362,8 +375,9 @@ class Attempt:
         return self._misfit(fault, alike) if foreseen else fault
 
     def _misfit(self, fault: Fault, alike: list[RankExit]) -> Fault:
-        """Return the fault with the ranks that do not fit: those that all ranks named, or that
-        failed in the same way.
+        """Return the fault with the ranks that do not fit into the group.
+
+        They are the ranks that all ranks have named, or those that failed in the same way.
         """
         if (found := self._said(fault.rank).get("misfits")) is None:
             return replace(fault, misfits=tuple(end.rank for end in alike))
@@ -400,8 +414,8 @@ class Attempt:
         return replace(fault, message=text, error=None, explanation=None)
 
     def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
-        """Return the fault of rank ``peer``, which listens but cannot be reached, mostly because of
-        its firewall.
+        """Return the fault of rank ``peer``, which listens but cannot be reached, usually because
+        of its firewall.
         """
         fault = self._fault("blocked", end.rank, end.code, "", since)
         content = self._said(end.rank)
@@ -427,8 +441,9 @@ class Attempt:
         return self._fault("ended early", early.rank, DistributedError.exit_code, what, since)
 
     def _not_started(self, missing: list[int], since: float) -> Fault:
-        """Return the fault of ranks that are not ready, or of ranks that wait for other computers
-        if all are ready.
+        """Return the fault of ranks that have not started in time.
+
+        If some are not ready, these are named. If all are ready, they wait for other computers.
         """
         unready = [rank for rank in missing if not self._ranks.marks(rank).ready]
         late = unready or missing
@@ -493,8 +508,11 @@ def _stop_by(codes: set[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Return the end of a process in words, from its exit code or minus its signal: -11 is "was
-    killed by SIGSEGV".
+    """Return in words how a process has ended.
+
+    Args:
+        code: its exit code, or minus the number of the signal that killed it: -11 gives "was killed
+            by SIGSEGV".
     """
     if code >= 0:
         return f"exited with code {code}"
@@ -502,6 +520,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    # Linux counts processes that it kills because memory is short, so there it would be known.
+    # Linux counts the processes that it kills when memory is short, so there the reason is known.
     unknown = -code == signal.SIGKILL and sys.platform != "linux"
     return f"was killed by {name}" + (" (possibly out of memory)" if unknown else "")

@@ -1,8 +1,9 @@
 """One rank of a measurement: ``python -P -m allhands.cluster.bench_rank '{"mark": "...", "sizes":
 [4096]}'``.
 
-Works under our supervisor, which rank 0 tells the result, and, like training, under any launcher
-that is recognised: there rank 0 writes it to standard output, as one line of JSON after the mark.
+It runs under our supervisor or, like training, under any launcher that is recognised. Rank 0
+reports the result to our supervisor. Under another launcher it writes the result to standard
+output, as one line: the mark, then JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _CONNECT_S = 60.0
 
 
 def main(arguments: list[str]) -> None:
-    """Join the group, measure, tell, and end."""
+    """Join the group, measure, report the result, and end."""
     request: dict[str, Any] = json.loads(arguments[0])
     launch = recognise_here()
     is_supervised = launch.launcher == "allhands"
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> None:
         from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
         from allhands.runtime.accelerator import detect
 
-        detect()  # MLX's settings as training has them
+        detect()  # so that MLX has the same settings as in training
         plan = BenchPlan(
             request["sizes"], request.get("seconds", 0.2), request.get("budget_s", 60.0)
         )
@@ -57,13 +58,14 @@ def main(arguments: list[str]) -> None:
             else:
                 os.write(1, f"{request['mark']}{json.dumps(found)}\n".encode())
     sys.stderr.flush()
-    # As training does: MLX's back-ends may hang in an ordinary end; a foreign mpirun needs one.
+    # As in training: MLX's back-ends may hang when Python exits in the normal way, so skip that. An
+    # mpirun that is not ours needs the normal exit.
     if launch.backend != "mpi" or is_supervised:
         os._exit(0)
 
 
 def _write_to_log(path: Path) -> None:
-    """Keep standard output and error from the screen, on which the caller writes."""
+    """Send standard output and standard error to a file: the screen belongs to the caller."""
     with open(path, "ab", opener=private_opener) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

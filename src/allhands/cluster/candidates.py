@@ -1,5 +1,6 @@
-"""The table of back-ends: those that are possible on these computers, the best first; nothing is
-measured.
+"""The table of back-ends: which are possible on these computers, the best first.
+
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from allhands.runtime.threads import side_by_side
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 _ASK_S = 10.0
 
-# Each host's Python runs this; the standard library only.
+# The Python of each host runs this program. It may use only the standard library.
 _QUESTION = """
 import json, platform, subprocess
 try:
@@ -38,14 +39,14 @@ print("@" + json.dumps({"system": platform.system(), "gpus": gpus}))
 
 @dataclass(frozen=True)
 class HostTraits:
-    """Traits of one computer that decide; ``None``: not known.
+    """The traits of one computer that decide which back-ends are possible; ``None``: not known.
 
     Attributes:
-        system: the name that ``platform.system()`` gives.
+        system: the name that ``platform.system()`` returns.
         gpus: number of NVIDIA GPUs for its ranks.
-        mpi: the version of its Open MPI, empty if it has none; of this computer alone.
-        rdma: the hostfile names RDMA devices to the other computers.
-        here: it is this computer.
+        mpi: the version of its Open MPI; empty if it has none; looked up only for this computer.
+        rdma: the hostfile names RDMA devices that lead to the other computers.
+        here: true for the computer on which this process runs.
     """
 
     name: str
@@ -90,8 +91,9 @@ class Choice:
     Attributes:
         reason: why this one.
         candidates: all back-ends, in the order of the table.
-        measured: seconds for a step's exchanges, by back-end, if that decided.
-        age_s: age of the measurement; ``None``: there is none.
+        measured: seconds for the exchanges of one step, by back-end; empty if nothing measured
+            decided.
+        age_s: age of the measurement; ``None`` if there is none.
     """
 
     backend: Backend
@@ -170,16 +172,16 @@ def _mpi(facts: Facts) -> Candidate:
 
 
 def facts_here(num_ranks: int) -> Facts:
-    """Facts of this computer alone."""
+    """Return the facts of this computer alone."""
     return Facts((_fact_here(socket.gethostname(), num_ranks, False),))
 
 
 def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool = False) -> Facts:
-    """Facts of a hostfile's computers, as far as they are known here.
+    """Return the facts of the computers of a hostfile, as far as they are known here.
 
     Args:
         num_ranks: number of all ranks, in the order of the hosts; ``None``: all slots.
-        ask: ask the other computers over ssh, all at once, for at most ten seconds.
+        ask: also ask the other computers over ssh, all at the same time, for at most ten seconds.
     """
     left = sum(host.slots for host in hosts) if num_ranks is None else num_ranks
     found: list[tuple[Host, int]] = []
@@ -208,7 +210,7 @@ def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
 
 
 def _ask(host: Host) -> dict[str, Any]:
-    """The computer's answer about itself; empty if it does not answer."""
+    """Return what the computer answers about itself; empty if it does not answer."""
     python = host.python or sys.executable
     with suppress(OSError, subprocess.TimeoutExpired, ValueError, ConfigError):
         done = subprocess.run(

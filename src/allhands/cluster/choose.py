@@ -1,8 +1,8 @@
-"""The choice of a back-end: by the table of possible ones, or by a measurement.
+"""The choice of a back-end: from the table of possible back-ends, or by a measurement.
 
-NCCL and JACCL are taken wherever they are possible. On one computer a measured all-reduce decides
-between MPI's shared memory and the ring; the measurement is kept in the user's cache. Without a
-measurement the table decides, and MPI is first on Linux.
+NCCL and JACCL are used wherever they are possible. On one computer a measured all-reduce decides
+between MPI with shared memory and the ring. The measurement is kept in the user's cache. Without a
+measurement the table decides; there MPI comes before the ring.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SIZES = (SMALL_BYTES, 256 << 10, GRADIENT_BYTES)
 _SMALL_A_STEP = 2  # exchanges of a few numbers beside the gradient
 _MEASURED: tuple[Backend, ...] = ("mpi", "ring")  # a measurement decides between these
 _BENCH_S, _ROUNDS_S = 8.0, 0.1
-_WORTH_S = 300.0  # for a training longer than this a few seconds of measurement pay
+_WORTH_S = 300.0  # a training at least this long is worth a few seconds of measurement
 _OLD_S = 30 * 86400.0
 _VERSION = 1
 _DAY = 86400.0
@@ -49,12 +49,13 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class ChoiceSeams:
-    """The outside world of :func:`choose`, for tests.
+    """What :func:`choose` needs from outside; tests replace it.
 
     Attributes:
-        measure: times a back-end with a number of ranks on this computer.
+        measure: measures a back-end on this computer; takes its name, the number of ranks and the
+            number of cores per rank.
         directory: the cache.
-        now: returns seconds since the epoch.
+        now: returns the seconds since the epoch.
     """
 
     measure: Callable[[str, int, int | None], Measurement] = field(default_factory=lambda: _measure)
@@ -72,13 +73,13 @@ def choose(
 ) -> Choice:
     """Return the back-end for a job that leaves it open.
 
-    Between MPI and the ring a measurement of the last 30 days decides. Without one in the cache the
-    back-ends are measured, in a few seconds, if training is expected to be long. After a failed
-    measurement, and for short runs, the table decides.
+    Between MPI and the ring a measurement of the last 30 days decides. If the cache has none, and
+    training is expected to be long, both are measured now, in a few seconds. The table decides for
+    short runs, and after a measurement that has failed.
 
     Args:
-        training_s: expected time of training; ``None``: not known, and nothing is measured.
-        gradient_bytes: bytes that every step exchanges.
+        training_s: expected seconds of training; ``None``: not known, so nothing is measured.
+        gradient_bytes: bytes of the gradient that every step exchanges.
     """
     by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
@@ -101,21 +102,21 @@ def choose(
     }
     if not times.keys() >= set(_MEASURED):
         return by_table
-    best = min(_MEASURED, key=lambda one: times[one])  # of equal ones the first
+    best = min(_MEASURED, key=lambda one: times[one])  # the first one if they are equal
     return Choice(best, "measured on this computer", by_table.candidates, times, age_s)
 
 
 def _measured_anew(
     ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, path: Path
 ) -> dict[str, Figures]:
-    """Measure the back-ends, as far as that is possible, and keep the figures in the cache."""
+    """Measure the back-ends, leave out those that fail, and keep the figures in the cache."""
     found: dict[str, Figures] = {}
     for backend in _MEASURED:
         with suppress(AllhandsError, OSError):
             if whole := seams.measure(backend, ranks, cores_per_rank).whole:
                 found[backend] = whole
     content = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}
-    with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
+    with suppress(AllhandsError):  # if the cache cannot be written, the next run measures again
         make_directory(path.parent, private=True)
         write_whole(
             path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True
@@ -126,14 +127,14 @@ def _measured_anew(
 def slower_than_ours(
     launch: LaunchPlace, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
-    """Return a note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None``
-    where that is the best.
+    """Return a note if ``mlx.launch`` has started all ranks on one computer with the ring, and
+    another back-end is better; otherwise ``None``.
 
-    Another back-end is better on Linux with Open MPI, unless it was measured to be slower here, and
+    MPI is better on Linux with Open MPI, unless it was measured to be slower here. NCCL is better
     where each rank has an NVIDIA GPU.
 
     Args:
-        command: our command that starts as many ranks.
+        command: our command that starts the same number of ranks.
     """
     if (
         launch.launcher != "mlx.launch"
@@ -152,8 +153,8 @@ def slower_than_ours(
 
 
 def explain(choice: Choice) -> list[str]:
-    """Lines for people: the chosen back-end with its reason, the measured times, and why others are
-    not possible.
+    """Return lines for the user: the chosen back-end and why, the measured times, and why others
+    are not possible.
     """
     lines = [f"back-end {choice.backend}: {choice.reason}"]
     if choice.measured and choice.age_s is not None:
@@ -180,8 +181,8 @@ def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measur
 
 
 def _key(facts: Facts, cores_per_rank: int | None) -> str:
-    """The cache's name for a measurement: the computer, its ranks, and the versions of the
-    software.
+    """Return the name of a measurement in the cache, made from the computer, its ranks, and the
+    versions of the software.
     """
     here, (host, *_) = (socket.gethostname(), platform.machine(), allowed_cores()), facts.hosts
     versions = versions_of("allhands", "mlx").values()
@@ -190,8 +191,9 @@ def _key(facts: Facts, cores_per_rank: int | None) -> str:
 
 
 def _read(path: Path, now: float) -> tuple[dict[str, Figures], float | None]:
-    """A measurement that is not too old, and its age; empty if there is none, or it is not
-    understood.
+    """Return a measurement that is not too old, and its age.
+
+    ``{}`` and ``None`` if there is no such measurement, or if the file is damaged.
     """
     with suppress(
         OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError

@@ -1,5 +1,6 @@
-"""The supervisor's connection to one agent: over ssh, or to a child on this computer, which is
-spoken to alike.
+"""The supervisor's connection to one agent: over ssh, or to a child process on this computer.
+
+Both are used in the same way.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
 from allhands.io.files import private_opener
 
-# Without a word, after which a computer counts as lost: with what follows from that, five seconds
-# are not over.
+# A computer that sends nothing for this long counts as lost. With what is done after that, less
+# than five seconds pass.
 LOST_S = 3.5
 _PING_S = 0.5
 _UNANSWERED_S = 1.0
-_STEP_S = 1.0  # of silence at most between two checks: what is longer was our own sleep, not the other side's
+# At most this much silence is counted between two checks: if more time has passed, this process has
+# slept, not the other side.
+_STEP_S = 1.0
 _MOST_NOISE = 1 << 20
 _AGENT = ("-P", "-m", "allhands.cluster.agent")
 
@@ -52,22 +55,22 @@ class HostError(DistributedError):
 
 
 class UnfitHosts(HostError):
-    """Computers that cannot take part as they are, without whom the others could."""
+    """Computers that cannot take part in their present state; the others could run without them."""
 
 
 class Connection:
-    """An agent that has been started and given its orders, but may not have answered yet.
+    """An agent that has been started and sent its ``hello``, but may not have answered yet.
 
     Args:
-        host: where; one without ssh: here.
-        name: the computer's, for people.
-        hello: the orders.
-        log: a file for what comes back that is not a frame; ``None`` drops it.
-        listen: called in another thread with each frame after ``ready``, and with ``None`` when the
-            computer is lost.
+        host: the computer; without ``ssh`` it is this one.
+        name: the computer's name in messages.
+        hello: content of the ``hello`` frame, which says what to do.
+        log: a file for output that is not a frame; ``None`` drops such output.
+        listen: called in another thread with each frame except ``ready`` and ``ended``, and with
+            ``None`` when the computer is lost.
 
     Raises:
-        AllhandsError: ssh, or Python, cannot be run.
+        AllhandsError: ssh or Python cannot be run.
     """
 
     def __init__(
@@ -107,12 +110,12 @@ class Connection:
         self._link.send("hello", **hello)
 
     def wait_until_ready(self, deadline: float) -> Frame:
-        """Return the agent's first answer.
+        """Wait for the agent's ``ready``, and return it.
 
         Raises:
-            HostError: it cannot be reached, or gives no answer before ``deadline``
+            HostError: the agent cannot be reached, or does not answer before ``deadline``
                 (``time.monotonic``).
-            AllhandsError: it refuses, with the reason.
+            AllhandsError: it refuses; the error says why.
         """
         answered = self._answered.wait(max(0.0, deadline - time.monotonic()))
         if self.ready is not None and not self.lost:
@@ -131,13 +134,15 @@ class Connection:
         )
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send the agent a frame; returns at once, whatever has become of it."""
+        """Send the agent a frame; returns at once, even if the agent is gone."""
         if not self.lost:
             self._link.send(kind, **fields)
 
     def check(self) -> None:
-        """Ping it twice a second, and give it up after :data:`LOST_S` of silence; to be called more
-        often.
+        """Send a ping twice a second, and count the computer as lost after :data:`LOST_S` seconds
+        of silence.
+
+        To be called more than twice a second.
         """
         now = time.monotonic()
         self._silent_s += min(now - self._checked, _STEP_S)
@@ -149,8 +154,9 @@ class Connection:
             self._lose()
 
     def finish(self, deadline: float) -> bool:
-        """Wait until nothing is left there, but not beyond ``deadline``; whether the agent has
-        confirmed it.
+        """Wait until the agent has ended all its processes, but not beyond ``deadline``.
+
+        Return whether the agent has confirmed it.
         """
         self._link.close()
         if not self._answered.is_set():
@@ -164,8 +170,8 @@ class Connection:
         if self._ended.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.1, deadline - time.monotonic()))
-        # Without its connection an agent ends everything; a child of ours leaves that to its
-        # reaper.
+        # An agent that loses its connection ends all its processes. If it is a child of ours, it is
+        # killed here, and its reaper does this.
         end_group(self._process)
         self._link.join(0.5)
         return self._ended.is_set()
@@ -233,7 +239,7 @@ class Connection:
             self._listen(None)
 
     def _note(self, line: bytes) -> None:
-        """Keep what a login shell or a library has printed, if it is not too much."""
+        """Write into the log what a login shell or a library has printed, up to a limit."""
         self._noise_left -= len(line)
         if self._log is not None and self._noise_left > 0:
             with (

@@ -1,8 +1,8 @@
 """Recognition of the launcher: rank, world size, back-end and paths, from its variables and files.
 
-:func:`recognise` depends on nothing else, so every launcher is one row of a test table. MLX
-understands few of them: :func:`rendezvous` finds the other ranks where that is needed, and returns
-the variables that MLX still lacks.
+:func:`recognise` depends only on these, so every launcher is one row of a table of tests. MLX
+itself supports few launchers. For the others :func:`rendezvous` finds the other ranks and yields
+the variables that MLX needs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from allhands.cluster.processes import peer_variables, reserve_ports
 from allhands.cluster.slurm import slurm
 
 _Peers = TypeVar("_Peers")
-# Explicit launchers first: the one that is closer to this process says more about it.
+# Explicit launchers come first. The one that is closer to this process knows more about it.
 _RECOGNISERS: tuple[Callable[[Given], LaunchPlace | None], ...] = (
     own,
     mlx_launch,
@@ -49,8 +49,8 @@ _RECOGNISERS: tuple[Callable[[Given], LaunchPlace | None], ...] = (
     mpi_job_launcher,
     indexed_job,
 )
-# A variable that shows each launcher's presence, and the launchers that set it, some as a
-# by-product.
+# Variables that show that a launcher is present, each with the launchers that set it. Some set it
+# only as a by-product.
 _MARKS = {
     "ALLHANDS_RANK": "allhands",
     "MLX_RANK": "mlx.launch allhands",
@@ -78,7 +78,7 @@ _LAUNCHER_PROGRAMS = (
 
 
 def launcher_process() -> int:
-    """Number of the process that has started all of an MPI job's ranks on this computer."""
+    """Return the id of the process that has started all ranks of an MPI job on this computer."""
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):
             if parent.name() in _LAUNCHER_PROGRAMS:
@@ -102,14 +102,14 @@ def recognise(
 
     Args:
         environ: the variables.
-        has_cuda: MLX computes with CUDA: NCCL is then used where the launcher leaves the choice.
-        has_mpi: Open MPI is here, for a launcher that offers PMIx.
-        root: the directory that platforms call ``/``.
+        has_cuda: MLX computes with CUDA. Then NCCL is used if the launcher names no back-end.
+        has_mpi: Open MPI is installed; this matters for a launcher that offers PMIx.
+        root: the directory that stands for ``/``; tests use another one.
         launcher_process: see :func:`launcher_process`.
 
     Raises:
-        DistributedError: variables are not integers, contradict each other, are set by half, or
-            describe a group that MLX cannot form.
+        DistributedError: variables are not integers, contradict each other, are set only in part,
+            or describe a group that MLX cannot form.
     """
     variables = {name: value for name, value in environ.items() if value.strip() != ""}
     given = Given(variables, has_cuda, has_mpi, launcher_process, root)
@@ -122,7 +122,7 @@ def recognise(
     if found.size == 1:  # a group of one needs nothing to form it
         found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
     platform = platform_of(given)
-    # A platform that has started one process alone has said so by the same variable.
+    # If a platform has started a single process, the variable that says so is not ignored.
     sayers = (
         {found.launcher, platform.name}
         if found.launcher == "single" and found.reason
@@ -133,7 +133,7 @@ def recognise(
         for name, words in _MARKS.items()
         if name in variables and not sayers & set(words.split())
     )
-    # Slurm's advice is for a process that it has not started as a task.
+    # Slurm's notes are for a process that Slurm has not started as a task.
     notes = found.notes + (
         platform.notes if found.launcher == "single" or platform.name != "slurm" else ()
     )
@@ -141,28 +141,30 @@ def recognise(
 
 
 def recognise_here() -> LaunchPlace:
-    """:func:`recognise` for this process: its variables, its MLX, its MPI.
+    """Call :func:`recognise` for this process, with its variables, its MLX and its MPI.
 
     Raises:
-        DistributedError: as there.
+        DistributedError: as in :func:`recognise`.
     """
-    # Looking for an MPI starts a program: only where it matters.
+    # Looking for Open MPI starts a program, so do it only where it matters.
     asks_mpi = "PMIX_RANK" in os.environ and "SLURM_STEP_ID" in os.environ
     return recognise(os.environ, has_cuda=has_cuda(), has_mpi=usable_mpi() if asks_mpi else True)
 
 
 @cache
 def launch_here() -> LaunchPlace:
-    """:func:`recognise_here` at the first call: joining the group adds variables that tell less.
+    """Return the result of :func:`recognise_here` at the first call.
+
+    Later the variables say less, because joining the group sets some.
 
     Raises:
-        DistributedError: as there.
+        DistributedError: as in :func:`recognise`.
     """
     return recognise_here()
 
 
 def has_cuda() -> bool:
-    """True if the installed MLX computes with CUDA; found without importing it."""
+    """True if the installed MLX computes with CUDA; MLX is not imported."""
     from importlib.util import find_spec
 
     return sys.platform == "linux" and find_spec("mlx_cuda") is not None
@@ -172,14 +174,14 @@ def has_cuda() -> bool:
 def rendezvous(
     launch: LaunchPlace, directory: Path, patience: Patience | None = None
 ) -> Generator[dict[str, str], None, None]:
-    """Find the other ranks; yield the variables for ``mx.distributed.init``, which is to be called
-    in the block.
+    """Find the other ranks; yield the variables that ``mx.distributed.init`` needs.
 
-    A ring's hostfile is written to ``directory``. Where the system allows it, this rank's port is
-    kept from other programs until the block is left.
+    Call ``mx.distributed.init`` inside the block. The hostfile of a ring is written to
+    ``directory``. Where the system allows it, no other program can take this rank's port until the
+    block is left.
 
     Raises:
-        DistributedError: the ranks did not come together in time, or do not belong together.
+        DistributedError: the ranks did not meet in time, or do not belong together.
     """
     if (point := launch.meeting) is None:
         yield dict(launch.exports)
@@ -200,11 +202,11 @@ def rendezvous(
 def gathered(
     count: int, backend: str, come: Callable[[Sequence[int]], _Peers]
 ) -> Generator[_Peers, None, None]:
-    """Reserve ports for ranks of this computer, meet the others by ``come(ports)``, and yield what
-    that returns.
+    """Reserve ports for ranks of this computer, call ``come(ports)`` to meet the others, and yield
+    what it returns.
 
-    Linux lets a ring's ranks listen on ports that this process keeps from other programs until the
-    block is left.
+    On Linux the ranks of a ring can listen on these ports while this process still reserves them,
+    so no other program takes them until the block is left.
 
     Raises:
         DistributedError: there are no free ports.

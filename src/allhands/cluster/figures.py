@@ -1,4 +1,4 @@
-"""Results of a measurement of the network: times of all-reduces, and quantities derived from them."""
+"""Results of measuring the network: times of all-reduces, and quantities computed from them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 _LARGE_BYTES = 1 << 20
 _TIMED = ("num_bytes", "rounds", "median_s", "low_s", "high_s")
-_TYPICAL_BYTES = 4 << 20  # by which links are compared: a LoRA adapter's gradient
+_TYPICAL_BYTES = 4 << 20  # size at which links are compared: the gradient of a LoRA adapter
 
 
 @dataclass(frozen=True)
 class Timing:
-    """All-reduces of one size; each round took as long as on its slowest rank.
+    """Times of all-reduces of one size; the time of a round is that of its slowest rank.
 
     Attributes:
-        median_s: over the rounds; ``low_s`` and ``high_s`` are the quartiles.
+        median_s: median over the rounds.
+        low_s: lower quartile.
+        high_s: upper quartile.
     """
 
     num_bytes: int
@@ -30,19 +32,20 @@ class Timing:
 
     @property
     def bytes_per_s(self) -> float:
-        """Algorithm bandwidth: bytes of the array by the time."""
+        """Algorithm bandwidth: bytes of the array divided by the median time."""
         return self.num_bytes / self.median_s
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One group of ranks, measured.
+    """The measurement of one group of ranks.
 
     Attributes:
         hosts: their computers.
-        timings: by size, ascending, at least one; the largest may be missing where time was short.
-        speeds: products and sums a second of each rank, all at work at the same time; empty where
-            not measured.
+        timings: one for each size, smallest first; at least one. The largest sizes are missing if
+            time was short.
+        speeds: for each rank its multiplications and additions in a second, while all ranks
+            compute; empty if not measured.
     """
 
     hosts: tuple[str, ...]
@@ -53,27 +56,30 @@ class Figures:
 
     @property
     def latency_s(self) -> float:
-        """Seconds of the smallest all-reduce."""
+        """Seconds that the smallest all-reduce takes."""
         return self.timings[0].median_s
 
     @property
     def bytes_per_s(self) -> float:
-        """Algorithm bandwidth of the largest all-reduce: smaller arrays may fit into buffers on the
-        way.
+        """Algorithm bandwidth of the largest all-reduce.
+
+        Smaller arrays may fit into buffers on the way, so their bandwidth says less.
         """
         return self.timings[-1].bytes_per_s
 
     def bus_bytes_per_s(self, timing: Timing | None = None) -> float:
-        """Bus bandwidth, by default of the largest all-reduce: comparable with the speed of the
-        cable.
+        """Return the bus bandwidth, by default of the largest all-reduce.
 
-        For a byte of the array each link carries 2 (n - 1) / n bytes.
+        It can be compared with the speed of the cable: for each byte of the array each link carries
+        2 (n - 1) / n bytes.
         """
         return 2 * (self.num_ranks - 1) / self.num_ranks * (timing or self.timings[-1]).bytes_per_s
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the time of an all-reduce of so many bytes: as measured, linear between two sizes
-        and beyond the largest.
+        """Return the seconds of an all-reduce of ``num_bytes``.
+
+        Between two measured sizes, and above the largest, the time grows linearly. Below the
+        smallest size it is constant.
         """
         smallest, largest = self.timings[0], self.timings[-1]
         if num_bytes <= smallest.num_bytes:
@@ -85,7 +91,7 @@ class Figures:
         return largest.median_s * num_bytes / largest.num_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: SI units, bandwidth of the bus beside the algorithm's."""
+        """Return the figures for JSON, in SI units, with both bandwidths added."""
         content = asdict(self)
         for entry, timing in zip(content["timings"], self.timings, strict=True):
             entry |= {
@@ -97,10 +103,10 @@ class Figures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Figures:
-        """Read what :meth:`as_json` has written, or a rank.
+        """Read the content that :meth:`as_json` or a rank has written.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: the content is something else.
         """
         timings = tuple(
             Timing(**{name: entry[name] for name in _TIMED}) for entry in content["timings"]
@@ -123,12 +129,12 @@ class Failure:
     """A group that could not be measured.
 
     Attributes:
-        hosts: the computers that are to blame as far as it is known, else all of the group.
-        group: all of it.
-        message: why.
-        hint: what to do.
-        log_tail: the last lines of the rank that is the cause.
-        code: of the error, if there was one.
+        hosts: the computers that caused the failure, if that is known; otherwise the whole group.
+        group: all computers of the group.
+        message: why it failed.
+        hint: what the user can do.
+        log_tail: the last lines of the log of the rank that is the cause.
+        code: code of the error, if there was one.
     """
 
     hosts: tuple[str, ...]
@@ -144,11 +150,11 @@ class Measurement:
     """Result of :func:`allhands.cluster.netbench.measure`.
 
     Attributes:
-        whole: the group of all computers that could take part; ``None`` if it did not work.
-        links: two computers each, one rank on each.
-        failures: what did not work.
+        whole: figures of the group of all computers that could take part; ``None`` if it failed.
+        links: figures of pairs of computers, with one rank on each.
+        failures: the groups that could not be measured.
         not_measured: groups for which there was no time left.
-        seconds_taken: in all.
+        seconds_taken: seconds that the whole measurement took.
     """
 
     backend: str
@@ -171,11 +177,10 @@ class Measurement:
 
     @property
     def slow_host(self) -> str | None:
-        """The computer all of whose links are at least twice as slow as every other link: its
-        cable, or its Wi-Fi.
+        """The computer whose links are all at least twice as slow as every other link, or ``None``.
 
-        So they must be at every large size, and by the quartiles: on a busy computer one median is
-        an accident.
+        The cause is then its cable or its Wi-Fi. This must be so at every large size, and for the
+        quartiles: on a busy computer a single median may be high by chance.
         """
         for name in dict.fromkeys(host for link in self.links for host in link.hosts):
             own = [link for link in self.links if name in link.hosts]
@@ -185,14 +190,17 @@ class Measurement:
         return None
 
     def seconds_per_step(self, num_bytes: float) -> float | None:
-        """Communication of a training step whose gradient has so many bytes; ``None`` if the group
-        did not work.
+        """Return the seconds of communication in a training step whose gradient has ``num_bytes``.
+
+        ``None`` if the group could not be measured.
         """
         return None if self.whole is None else self.whole.seconds(num_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; the names are those of the attributes, bandwidth of the bus and the slowest
-        link added.
+        """Return the measurement for JSON.
+
+        The names are those of the attributes. The bandwidths, the slowest link and the slow
+        computer are added.
         """
         slowest = self.slowest_link
         return {
@@ -205,8 +213,8 @@ class Measurement:
 
 
 def _all_slower(links: Sequence[Figures], others: Sequence[Figures]) -> bool:
-    """Return whether all of ``links`` take twice as long as any of ``others``, at each large size
-    that all have.
+    """Return whether each of ``links`` takes at least twice as long as each of ``others``, at every
+    large size that all have.
     """
     tables = [{timing.num_bytes: timing for timing in link.timings} for link in (*links, *others)]
     common = set[int].intersection(*(set(table) for table in tables))

@@ -1,10 +1,10 @@
-"""The words between the supervisor and its agents: JSON, one frame a line, each with the secret of
-the run.
+"""Frames: the messages between the supervisor and its agents. A frame is one line of JSON with the
+secret of the run.
 
-A login shell may print what it likes on the same stream: a line without the secret is noise, never
-a frame. A frame holds what its kind must hold, see :data:`FROM_SUPERVISOR` and :data:`FROM_AGENT`,
-or nobody gets to see it. Both directions have a thread of their own, so neither side ever waits for
-the other one's network.
+A login shell may print anything on the same stream, so a line without the secret is never a frame.
+Each kind of frame has required fields, see :data:`FROM_SUPERVISOR` and :data:`FROM_AGENT`. A frame
+without them is passed on only as a frame of kind :data:`GARBLED`. Each direction has a thread of
+its own, so neither side ever waits for the network of the other.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from allhands.io.strict_json import (
 )
 
 Frame = dict[str, Any]
-GARBLED = "garbled"  # received in place of a frame that has the secret, but not what it must hold
+GARBLED = "garbled"  # received instead of a frame that has the secret, but not its required fields
 
-_LONGEST = 8 << 20  # bytes of a frame; what is longer is noise
+_LONGEST = 8 << 20  # bytes of the longest frame; a longer line is not a frame
 _CHUNK = 65536
 _LEAST_SECRET = 32
 
@@ -43,12 +43,12 @@ _LEAST_SECRET = 32
 
 
 def _bytes(value: Any) -> bool:
-    """Bytes as the letters of Latin-1."""
+    """True for bytes that are written as letters of Latin-1."""
     return isinstance(value, str) and (value.isascii() or max(value) <= "\xff")
 
 
 def _word(value: Any) -> bool:
-    """The name of a file in a private directory."""
+    """True for a word that can be the name of a file in a private directory."""
     return isinstance(value, str) and value.isascii() and value.replace("-", "").isalnum()
 
 
@@ -56,7 +56,7 @@ _RANK = _COUNT = integer(0, 1 << 32)
 _CODE = integer(-(1 << 31), 1 << 31)
 _PORT = integer(1, 65535)
 _ANY_TEXT = maybe(is_text)
-# What a rank writes about itself.
+# The error file that a rank writes about itself.
 ERROR = object_of(
     {"type": is_text, "message": is_text},
     {"code": _ANY_TEXT, "where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT},
@@ -156,14 +156,17 @@ FROM_AGENT: Mapping[str, Check] = {
 
 
 class FrameLink:
-    """One end of a connection over two descriptors, which it closes in :meth:`close`.
+    """One end of a connection over two descriptors; its threads close them.
+
+    The writer is closed after :meth:`close`, the reader when the other end has closed.
 
     Args:
-        kinds: of the frames that the other end sends, and what they must hold.
-        secret: of the run; ``None``: that of the first frame, which must come before anything else.
+        kinds: the kinds of frames that the other end sends, each with the check of its fields.
+        secret: the secret of the run; ``None``: take it from the first frame, a ``hello``, which
+            must come before any other line.
         receive: called in the reading thread with every frame, and with ``None`` when the other end
-            has closed. A frame that has the secret, but not what it must hold, comes as one of kind
-            :data:`GARBLED`.
+            has closed. For a frame with the secret but without its required fields it gets a frame
+            of kind :data:`GARBLED`.
         noise: called in the reading thread with every line that is not a frame.
     """
 
@@ -190,25 +193,26 @@ class FrameLink:
             thread.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a frame; returns at once, and says nothing if the other end is gone."""
+        """Send a frame; returns at once, without an error even if the other end is gone."""
         text = json.dumps({"secret": self._secret, "kind": kind, **fields})
-        # A line of its own even after noise that did not end its line.
+        # The first line break ends a line that other output may have begun.
         self._outgoing.put(f"\n{text}\n".encode())
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything sent so far has been written; false if it has not."""
+        """Wait until all frames sent so far are written; return false if the time was too short."""
         written = threading.Event()
         self._outgoing.put(written)
         return written.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop sending, so that the other end sees the end of the stream; what is still to come is
-        read.
+        """Stop sending, so that the other end sees the end of the stream.
+
+        Frames that still come are read.
         """
         self._outgoing.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of both directions."""
+        """Wait for the threads of both directions, for each at most ``timeout_s``."""
         for thread in self._threads:
             thread.join(timeout_s)
 
@@ -268,7 +272,9 @@ class FrameLink:
 
 
 def write_all(descriptor: int, content: bytes) -> bool:
-    """Write all of it, however little is taken at a time; false if the other end is gone."""
+    """Write all of ``content``, in several parts if necessary; return false if the other end is
+    gone.
+    """
     view = memoryview(content)
     try:
         while view:

@@ -1,11 +1,12 @@
-"""The small program that stands between the supervisor and a rank's command.
+"""The guard: a small program that the supervisor starts instead of a rank's command.
 
-Run by path with ``python -I -S guard.py run <command>`` it prepares the process and becomes the
-command; with ``mpi-rank`` instead of ``run`` it stays as the command's parent, because the ranks of
-an MPI job are not children of the supervisor: it takes the rank from Open MPI, sends the output
-where it belongs, and writes down how the command ended. The standard library only, so that it
-starts in a few hundredths of a second. Settings come in ``ALLHANDS_*`` variables, set by
-:mod:`allhands.cluster.supervisor`.
+``python -I -S guard.py run <command>`` prepares the process and then becomes the command. With
+``mpi-rank`` instead of ``run`` it stays as the parent of the command, because the ranks of an MPI
+job are not children of the supervisor. It then takes the rank from Open MPI's variables, sends the
+output where it belongs, and records how the command ended.
+
+The guard uses only the standard library, so that it starts in a few hundredths of a second. Its
+settings are ``ALLHANDS_*`` variables, which :mod:`allhands.cluster.processes` sets.
 """
 
 from __future__ import annotations
@@ -22,35 +23,36 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-TAG_VARIABLE = "ALLHANDS_TAG_OUTPUT"  # set: rank 0's output goes to a log, too
+TAG_VARIABLE = "ALLHANDS_TAG_OUTPUT"  # if it is set, rank 0's output also goes to a log
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends; elsewhere the worker's watchdog must do.
+    """Ask Linux to kill this process when its parent ends.
 
-    The request outlives ``exec`` but not ``fork``.
+    On other systems only the worker's watchdog does this. The request stays after ``exec``, but a
+    child made by ``fork`` does not inherit it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def pin_cores(local_rank: int, cores: int) -> None:
-    """Restrict this process to its own ``cores`` of the ones it may use, so that ranks do not share
-    any.
+    """Restrict this process to ``cores`` of the cores that it may use, so that ranks share none.
 
-    With fewer cores than the ranks want, they wrap around. Linux only: macOS has no such call.
+    If there are fewer cores than the ranks need, ranks share some after all. Only on Linux: macOS
+    has no such call.
     """
     if sys.platform == "linux":
         allowed = sorted(os.sched_getaffinity(0))
-        # For work that one rank does for all of them while they wait.
+        # All cores, for work that one rank does for all while the others wait.
         os.environ.setdefault("ALLHANDS_HOST_CORES", ",".join(map(str, allowed)))
         own = {allowed[(local_rank * cores + i) % len(allowed)] for i in range(cores)}
         os.sched_setaffinity(0, own)
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file that others see complete or not at all."""
+    """Write a file so that other processes see it complete or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(content, encoding="utf-8")
@@ -61,7 +63,7 @@ def write_whole(path: Path, content: str) -> None:
 
 
 def receive_output(path: str) -> None:
-    """Take over the supervisor's own standard output and error, sent over the socket at ``path``."""
+    """Use the supervisor's own standard output and error, received over the socket at ``path``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
@@ -96,8 +98,9 @@ def _count_gpus() -> int:
 
 
 def _take_gpu() -> None:
-    """Leave this rank with one of several GPUs of its computer, unless it has been given one; ranks
-    take turns.
+    """Let this rank see only one of several GPUs of its computer: the local rank decides which.
+
+    A rank that is alone on its computer, or sees a single GPU already, keeps what it has.
     """
     if int(os.environ.get("ALLHANDS_LOCAL_SIZE", "1")) == 1:
         return
@@ -121,13 +124,13 @@ def _redirect(rank: str) -> None:
 
 
 def _run_mpi_rank(command: list[str]) -> NoReturn:
-    """Start the command, note its process, wait for it, note its end, and end the same way."""
+    """Start the command, record its process id, wait for its end, record it, and end alike."""
     for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
         os.environ[f"ALLHANDS_{name}"] = os.environ[f"OMPI_COMM_WORLD_{name}"]
     rank, run_dir = os.environ["ALLHANDS_RANK"], Path(os.environ["ALLHANDS_RUN_DIR"])
     _redirect(rank)
     for number in _STOPS:
-        signal.signal(number, signal.SIG_IGN)  # whatever is sent to the group is for the command
+        signal.signal(number, signal.SIG_IGN)  # a signal to the group is meant for the command
     child = os.fork()
     if child == 0:
         for number in _STOPS:

@@ -1,8 +1,7 @@
-"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything
-uses them.
+"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before use.
 
-A hostfile may come from elsewhere. So it may have plain names, addresses, numbers and variables,
-and all else is refused.
+A hostfile may come from somebody else. So it may contain plain names, addresses, numbers, paths and
+variables, and everything else is refused.
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ class Host:
     """One computer.
 
     Attributes:
-        name: name for people.
+        name: name in messages.
         ssh: argument for ssh, such as ``"user@node1"``; ``None`` for this computer.
-        ips: its addresses; empty: its name is looked up.
-        slots: highest number of its ranks.
-        python: the interpreter that has allhands there; ``None``: this one's path.
-        cwd: its working directory; ``None``: this one's, or :func:`below_home`, whichever exists.
-        envs: further variables of its ranks.
+        ips: addresses of the computer; if empty, its name is looked up.
+        slots: highest number of ranks on the computer.
+        python: path of the Python there that has allhands; ``None``: the same path as here.
+        cwd: working directory there; ``None``: the same path as here or, if that does not exist,
+            the directory of :func:`below_home`.
+        envs: further environment variables for its ranks.
         rdma: JACCL's names of its devices, one for each host of the file.
     """
 
@@ -64,14 +64,15 @@ HERE = Host("localhost")
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the
-    first one's place.
+    """Read a hostfile: the JSON of MLX or the lines of MPI.
 
+    A host that is named more than once appears once, at its first place, with the sum of its slots.
     ``localhost``, ``127.0.0.1`` and this computer's own name and addresses mean this computer,
-    without ssh.
+    which needs no ssh.
 
     Raises:
-        ConfigError: no such file, or something in it that is not understood, with the line.
+        ConfigError: the file cannot be read, or something in it is not understood; the error names
+            the line if it is known.
     """
     text = _read(Path(path))
     hosts = _from_json(text, str(path)) if _is_json(text) else _from_lines(text, str(path))
@@ -84,11 +85,11 @@ def write_hosts(names: str, path: Path) -> Path:
     """Write the hostfile for ``names``, such as ``"node1,node2:2"``: names or addresses, with or
     without slots.
 
-    Users may add computers to it while the job runs, as to any hostfile.
+    As with any hostfile, users may add computers to it while the job runs.
 
     Raises:
         ConfigError: the names are not understood, or one is given twice.
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     text = _lines_of(names)
     try:
@@ -100,11 +101,13 @@ def write_hosts(names: str, path: Path) -> Path:
 
 
 def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of ``--hostfile``, or those of ``--hosts`` as in :func:`write_hosts`;
-    empty for neither.
+    """Return the computers of ``--hostfile`` or of ``--hosts``; empty if neither is given.
+
+    Args:
+        names: as in :func:`write_hosts`.
 
     Raises:
-        ConfigError: as these, or both are given.
+        ConfigError: both are given; or as in :func:`read_hostfile` and :func:`write_hosts`.
     """
     if names and hostfile:
         _refuse(
@@ -119,10 +122,10 @@ def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, .
 
 
 def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers as :func:`hosts_named`, but at least one.
+    """Return the computers as :func:`hosts_named` does, but require at least one.
 
     Raises:
-        ConfigError: as there, or none is named.
+        ConfigError: no computer is named; or as in :func:`hosts_named`.
     """
     found = hosts_named(names, hostfile)
     if not found:
@@ -163,17 +166,17 @@ def _lines_of(names: str) -> str:
 
 
 def hostfile_backend(path: str | Path) -> str | None:
-    """Return the back-end that MLX's JSON asks for, or ``None``.
+    """Return the back-end that a hostfile in MLX's JSON names, or ``None``.
 
     Raises:
-        ConfigError: as :func:`read_hostfile`.
+        ConfigError: the file cannot be read, is not JSON, or names an unknown back-end.
     """
     text = _read(Path(path))
     content = _parse(text, str(path)) if _is_json(text) else None
     backend: Any = content.get("backend") if isinstance(content, dict) else None
     if backend not in (None, *_BACKENDS):
         _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
-    # The devices show whether the cables form a ring or more.
+    # The devices show whether the cables form a ring or connect each pair of computers.
     backend = "jaccl" if backend == "jaccl-ring" else backend
     return None if backend in (None, "", "any") else cast(str, backend)
 
@@ -182,7 +185,7 @@ def host_from_name(name: str, where: str | None = None) -> Host:
     """Return the host with this ``name``: a name or address, with or without ``user@`` before it.
 
     Raises:
-        ConfigError: this cannot be a host's name.
+        ConfigError: this cannot be the name of a host.
     """
     user, at, bare = name.rpartition("@")
     if bracketed := re.fullmatch(r"\[(.*)\]", bare):
@@ -201,8 +204,10 @@ def host_from_name(name: str, where: str | None = None) -> Host:
 
 
 def below_home(cwd: Path) -> str:
-    """Return the directory below home that a computer without ``cwd`` uses, as ``cluster init``
-    makes it.
+    """Return the directory that a computer without ``cwd`` uses, as a path below its home.
+
+    ``cluster init`` makes this directory. It is ``cwd`` relative to the home here, or only the last
+    part of ``cwd`` if that is not below home.
     """
     with suppress(ValueError):
         return str(cwd.relative_to(Path.home()))
@@ -210,7 +215,7 @@ def below_home(cwd: Path) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Return whether this is a name or an address of this computer, without asking a name server."""
+    """Return whether ``name`` is a name or address of this computer; asks no name server."""
     if (address := _as_address(name)) is not None:
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
         return _is_loopback(address) or address in own
@@ -274,7 +279,7 @@ def _from_words(words: list[str], where: str) -> Host:
 
 
 def _split_slots(word: str) -> tuple[str, str | None]:
-    """Split ``node1:4`` into a name and four slots; an IPv6 address with slots needs brackets."""
+    """Split ``node1:4`` into name and slots; an IPv6 address with slots must be in brackets."""
     name, colon, number = word.rpartition(":")
     if not colon or _as_address(word.rpartition("@")[2]) or word.endswith("]"):
         return word, None
@@ -404,7 +409,7 @@ def _path(values: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _variables(value: object, where: str) -> dict[str, str]:
-    """``["NAME=value", ...]`` as MLX has it, or an object."""
+    """Return the variables of ``["NAME=value", ...]``, which is MLX's form, or of an object."""
     if isinstance(value, dict):
         pairs: Iterable[tuple[object, object]] = cast(dict[str, object], value).items()
     elif isinstance(value, list):
@@ -459,8 +464,9 @@ def _merged(hosts: Iterable[Host]) -> list[Host]:
 
 
 def _as_address(text: str) -> str | None:
-    """The address in its usual form, an IPv6 one with its interface if it names one; ``None`` for a
-    name.
+    """Return an address in its usual form; ``None`` if ``text`` is not an address, but a name.
+
+    An IPv6 address keeps its interface if it names one.
     """
     bare, percent, interface = text.partition("%")
     if percent and not _NAME.fullmatch(interface):
@@ -479,7 +485,7 @@ def _as_address(text: str) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """A value from the file, safe for a terminal and not too long."""
+    """Return a value of the file as text that is safe for a terminal and not too long."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""A rank's way into its group, from whatever launcher, under a deadline."""
+"""How a rank joins its group, whatever launcher has started it, and with a time limit."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Until the ranks of a person's own program are all there.
+# For ranks of a user's own program: until all of them must be there.
 _JOIN_TIMEOUT_S = 300.0
 _AS_LONG_S = 7 * 86_400.0
 _PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
-# Machines of a cloud come up minutes apart, and their names later still.
+# Machines of a cloud start minutes apart, and their names can be looked up even later.
 _CLOUDS = ("sagemaker", "vertex", "kubernetes")
 _CLOUD_PATIENCE_S = 900.0
 
-# Ends quietly when its standard input closes: the group has formed, or the rank is gone.
+# The program that keeps the time. It prints each text after its time and then kills the rank. It
+# ends silently when its standard input closes: then the group has formed, or the rank is gone.
 _TIMER = f"""
 import os, select, sys
 for seconds, text in zip(sys.argv[2::2], sys.argv[3::2]):
@@ -58,14 +59,14 @@ for seconds, text in zip(sys.argv[2::2], sys.argv[3::2]):
 else:
     os.kill(int(sys.argv[1]), {int(signal.SIGKILL)})
 """
-_UNCONNECTED_S = 30.0  # until it is said that the group does not come together
+_UNCONNECTED_S = 30.0  # after this time a line says that the group has not formed yet
 
 
 def mesh_of(launch: LaunchPlace, weights: Sequence[float] | None = None) -> Mesh:
-    """Return this rank's place among the others, which count as equally fast without ``weights``.
+    """Return this rank's place among the others; without ``weights`` all count as equally fast.
 
     Raises:
-        ConfigError: not one weight for each data rank.
+        ConfigError: there is not exactly one weight for each data rank.
     """
     return Mesh(
         launch.rank, launch.size, launch.local_rank, launch.local_size, tuple(weights or ())
@@ -73,11 +74,13 @@ def mesh_of(launch: LaunchPlace, weights: Sequence[float] | None = None) -> Mesh
 
 
 def surroundings_of(worker: WorkerContext, launch: LaunchPlace, config: TrainConfig) -> RunContext:
-    """Return the surroundings of a training run as one rank of ``launch``, in contact with the
-    supervisor, if any.
+    """Return the :class:`RunContext` of a training run in which this process is one rank of
+    ``launch``.
+
+    If there is a supervisor, the context is connected to it.
 
     Raises:
-        ConfigError: not one weight for each rank.
+        ConfigError: there is not exactly one weight for each rank.
     """
     from allhands.run.context import RunContext
 
@@ -93,7 +96,7 @@ def surroundings_of(worker: WorkerContext, launch: LaunchPlace, config: TrainCon
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s, deadline_outside=True)
 
-    # A supervisor that has left ranks out knows the weights of the others.
+    # If the supervisor has left ranks out, it passes the weights of the others.
     weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
     return RunContext(
         mesh=mesh_of(launch, json.loads(weights) if weights else config.given_weights),
@@ -117,15 +120,16 @@ def surroundings_of(worker: WorkerContext, launch: LaunchPlace, config: TrainCon
 
 
 def _began(text: str) -> datetime:
-    """Return the time at which the run began: by its supervisor, or now."""
+    """Return the time at which the run began, as its supervisor says; without one, now."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).replace(tzinfo=None)
     return datetime.now()
 
 
 def take_device(launch: LaunchPlace) -> None:
-    """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked
-    for a device.
+    """Restrict this process to its own GPU, if the launcher has not done so.
+
+    This must be done before MLX asks for a device.
     """
     os.environ.update(launch.exports)
 
@@ -139,11 +143,13 @@ def join_group(
     :func:`patience_for`. The group counts as formed when a first sum over all ranks is right.
 
     Args:
-        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start,
-            except those that wait for others at work: then this rank waits without a limit.
+        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start. It
+            does not end ranks that wait for others which are still working. So under our supervisor
+            this rank then waits for its neighbours almost without a limit.
 
     Raises:
-        DistributedError: no connection, or a group of another size than the launcher promised.
+        DistributedError: the ranks cannot connect, or the group has another size than the launcher
+            has said.
     """
     if launch.size > 1 and launch.ranks_per_node > 1:
         raise DistributedError(
@@ -160,8 +166,8 @@ def join_group(
         connect_deadline(launch, timeout_s),
     ):
         os.environ.update(variables)
-        # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first
-        # asked for.
+        # Import only now, after the variables are set: MLX looks for its MPI library, and CUDA for
+        # its devices, at the first use.
         from allhands.distributed.backend import connect
 
         run_dir = os.environ.get("ALLHANDS_RUN_DIR")
@@ -177,7 +183,7 @@ def join_group(
 
 @dataclass(frozen=True)
 class _Supervisor:
-    """Our supervisor as a rank's :class:`allhands.distributed.ring.Watch`."""
+    """Our supervisor, in the form of an :class:`allhands.distributed.ring.Watch` for a rank."""
 
     run_dir: Path
     rank: int
@@ -192,11 +198,10 @@ class _Supervisor:
 
 @cache
 def join_here() -> Communicator:
-    """Return this process's only connection to its group, made at the first call; see
-    :func:`join_group`.
+    """Return this process's only connection to its group, made at the first call.
 
     Raises:
-        DistributedError: as there.
+        DistributedError: as in :func:`join_group`.
     """
     launch = launch_here()
     prepare_process()
@@ -212,18 +217,18 @@ def join_here() -> Communicator:
 
 
 def joined_here() -> Communicator | None:
-    """Return the result of :func:`join_here`, if it was called."""
+    """Return the result of :func:`join_here` if it has been called, otherwise ``None``."""
     return join_here() if join_here.cache_info().currsize else None
 
 
 def patience_for(launch: LaunchPlace, timeout_s: float) -> Patience:
-    """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on
-    a cloud.
+    """Return the time limit for waiting for other ranks and for their names.
 
-    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. Warnings in the log say what the rank waits for.
+    It is ``ALLHANDS_PEERS_TIMEOUT_S`` if that is set, otherwise ``timeout_s``, but on a cloud at
+    least 15 minutes. During the wait, warnings in the log say what the rank waits for.
 
     Raises:
-        DistributedError: the variable is no time.
+        DistributedError: the variable is not a positive number of seconds.
     """
 
     def tell(what: str) -> None:
@@ -252,16 +257,16 @@ def patience_for(launch: LaunchPlace, timeout_s: float) -> Patience:
 def connect_deadline(launch: LaunchPlace, seconds: float) -> Generator[None, None, None]:
     """End this process with a message unless the block is left within ``seconds``.
 
-    MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler
-    of this process runs. So another process keeps the time; under our own supervisor it is the
-    supervisor.
+    While MLX's ring waits for its peers, it holds Python's global lock, so no other thread and no
+    signal handler of this process runs. So another process keeps the time. Under our supervisor
+    this is the supervisor, and nothing is done here.
     """
     if launch.size == 1 or "ALLHANDS_SUPERVISOR_PID" in os.environ:
         yield
         return
     group = f"rank {launch.rank}: the {launch.backend} group of {launch.size}"
     check = f"`allhands cluster check --backend {launch.backend}`"
-    # The ways that can be tried beforehand have been; a back-end has more of its own.
+    # The connections that can be tried in advance have been tried, but a back-end makes more.
     wall = (
         ""
         if launch.local_size == launch.size

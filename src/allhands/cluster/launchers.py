@@ -1,8 +1,8 @@
-"""The launchers that start every rank themselves: allhands, mlx.launch, the MPIs, torchrun and its
-kin.
+"""The launchers that start every rank themselves: allhands, mlx.launch, the MPIs, torchrun and
+programs that set the same variables as torchrun.
 
-Each function reads the variables of one launcher and returns the place of this process, or ``None``
-if that launcher has not started it.
+Each public function reads the variables of one launcher. It returns the place of this process among
+the ranks, or ``None`` if that launcher has not started it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MLX_MARKS: dict[str, Backend] = {
 
 def own(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and
-    its companions.
+    the other ``ALLHANDS_`` variables.
     """
     if not given.first("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"):
         return None
@@ -60,13 +60,13 @@ def own(given: Given) -> LaunchPlace | None:
 
 
 def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
-    """Local rank and size from ``ALLHANDS_LOCAL_*``, or the given ones."""
+    """Return local rank and size from ``ALLHANDS_LOCAL_*``; if unset, ``rank`` and ``size``."""
     return given.number("ALLHANDS_LOCAL_RANK", rank), given.number("ALLHANDS_LOCAL_SIZE", size)
 
 
 def mlx_launch(given: Given) -> LaunchPlace | None:
     """Recognise a rank started by ``mlx.launch``, or by hand with MLX's own variables."""
-    # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
+    # NCCL_HOST_IP alone may be left over in a shell. The MLX_ variables have no other purpose.
     found = [
         mark
         for mark in _MLX_MARKS
@@ -97,8 +97,9 @@ def mlx_launch(given: Given) -> LaunchPlace | None:
 
 
 def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], tuple[str, ...]]:
-    """World size, local rank and size, and addresses, from a ring's hostfile or JACCL's file of
-    devices.
+    """Return world size, local rank and size, and addresses.
+
+    They come from the hostfile of a ring, or from JACCL's file of devices, which has no addresses.
     """
     peers = _read_list(mark, path)
     if mark != "MLX_HOSTFILE":
@@ -132,8 +133,9 @@ def _read_list(variable: str, path: str) -> list[object]:
 
 
 def _counted(given: Given, launcher: str, names: Sequence[str]) -> LaunchPlace:
-    """The launch of these variables for rank, size, local rank and local size; one process needs
-    only two.
+    """Return the place that these variables describe: rank, size, local rank and local size.
+
+    If the size is 1, the last two variables may be unset.
     """
     rank, size = given.number(names[0]), given.number(names[1])
     launch = LaunchPlace(
@@ -158,10 +160,11 @@ def open_mpi(given: Given) -> LaunchPlace | None:
 
 
 def other_mpi(given: Given) -> LaunchPlace | None:
-    """Recognise a rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk
-    over the ring or NCCL.
+    """Recognise a rank started by MPICH, Intel MPI or MVAPICH.
+
+    MLX cannot use these MPIs, so the ranks communicate over the ring or NCCL.
     """
-    # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
+    # srun --mpi=pmi2 sets the same variables without any MPI, but Slurm's own variables say more.
     if "SLURM_STEP_ID" in given.env:
         return None
     if "MV2_COMM_WORLD_RANK" in given.env:
@@ -188,8 +191,10 @@ def other_mpi(given: Given) -> LaunchPlace | None:
 
 
 def _meeting_of_mpi(given: Given, launch: LaunchPlace) -> MeetingPoint:
-    """The meeting of ranks that know no address; those of one computer know the process that has
-    started them all.
+    """Return where ranks meet if no variable of their launcher has an address.
+
+    On one computer the port is computed from the id of the process that has started all of them.
+    On several computers the user must set ``MASTER_ADDR``.
     """
     if launch.local_size == launch.size:
         number = given.launcher_process()
@@ -208,16 +213,16 @@ def _meeting_of_mpi(given: Given, launch: LaunchPlace) -> MeetingPoint:
 
 
 def torchrun(given: Given) -> LaunchPlace | None:
-    """Recognise a rank started by torchrun, or by an operator that sets torch.distributed's
-    variables or torchrun's flags.
+    """Recognise a rank started by torchrun, or by a Kubernetes operator that sets the variables of
+    torch.distributed or of torchrun's flags.
     """
     if not given.has("RANK", "WORLD_SIZE"):
         return _flags_of_torchrun(given)
     rank, size = given.number("RANK"), given.number("WORLD_SIZE")
     a_node = _processes_a_node(given)
     if size > 1 and a_node > 1 and "LOCAL_RANK" not in given.env:
-        # Kubeflow's PyTorchJob: a pod's rank, but the size of the world that torchrun would make in
-        # the pods.
+        # Kubeflow's PyTorchJob: RANK counts pods, but WORLD_SIZE counts the ranks that torchrun
+        # would start in them.
         if size % a_node:
             raise contradiction("torchrun", given.shown("WORLD_SIZE", "PET_NPROC_PER_NODE"))
         return _torchrun_node(given, rank, size // a_node, a_node, "RANK")
@@ -240,8 +245,8 @@ def torchrun(given: Given) -> LaunchPlace | None:
 
 
 def _slurm_says_more(given: Given) -> bool:
-    """True for scripts under srun that set RANK and WORLD_SIZE from Slurm's variables, but no
-    number of local ranks.
+    """True for scripts under srun that set RANK and WORLD_SIZE from Slurm's variables, but do not
+    set the number of local ranks.
     """
     if "LOCAL_WORLD_SIZE" in given.env or not given.has("SLURM_STEP_ID", "SLURM_PROCID"):
         return False
@@ -253,7 +258,10 @@ def _slurm_says_more(given: Given) -> bool:
 
 
 def _local_of_torchrun(given: Given, rank: int, size: int) -> tuple[int, int]:
-    """Local rank and size; without their variables the address tells one computer from several."""
+    """Return local rank and size.
+
+    Without their variables, the address of rank 0 shows whether there is one computer or several.
+    """
     here = given.env.get("MASTER_ADDR", LOOPBACK) in _LOOPBACKS
     if not given.first("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         return (rank, size) if here else (0, 1)
@@ -271,17 +279,18 @@ def _meeting_of_torchrun(given: Given, launch: LaunchPlace) -> MeetingPoint:
             hint="set MASTER_ADDR to the name or address of rank 0's computer on every rank",
         )
     host = LOOPBACK if launch.local_size == launch.size else given.env["MASTER_ADDR"]
-    # Not the address, which rank 0 may call localhost, and not the size: ranks of different ones
-    # are to be told so.
+    # The job's name has no address, because rank 0 may have "localhost" where others have its name.
+    # It has no size, so that ranks of different sizes meet and can report that.
     job = given.shown("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    # torchrun itself listens on its port; an operator has only set it aside, and opened it.
+    # torchrun itself listens on its port. An operator only reserves the port and opens it.
     first = port + (1 if port < 65535 else -1) if "TORCHELASTIC_RUN_ID" in given.env else port
     return meeting_at(host, first, f"torchrun {job}")
 
 
 def _flags_of_torchrun(given: Given) -> LaunchPlace | None:
-    """A pod with ``PET_*``, Kubeflow Trainer's flags for torchrun, where allhands was started in
-    its place.
+    """Recognise a pod of Kubeflow Trainer in which allhands was started instead of torchrun.
+
+    ``PET_*`` are the flags for torchrun, as variables.
     """
     if not given.first("PET_NNODES", "PET_NODE_RANK"):
         return None
@@ -303,7 +312,7 @@ def _flags_of_torchrun(given: Given) -> LaunchPlace | None:
 def _torchrun_node(
     given: Given, node: int, num_nodes: int, a_node: int, *names: str
 ) -> LaunchPlace:
-    """A pod that stands for the ``a_node`` ranks that torchrun would have started in it."""
+    """Return the place of a pod in which torchrun would have started ``a_node`` ranks."""
     facts, notes = tuple[str, ...](), tuple[str, ...]()
     if "PET_NPROC_PER_NODE" in given.env:
         facts = (
@@ -335,19 +344,20 @@ def _torchrun_node(
 
 
 def _processes_a_node(given: Given) -> int:
-    """``PET_NPROC_PER_NODE``; 1 for ``auto``, ``gpu``, ``cpu`` and ``xpu``, whose number is not
-    known here.
+    """Return ``PET_NPROC_PER_NODE``; 1 if it is unset, or ``auto``, ``gpu``, ``cpu`` or ``xpu``,
+    because it is not known here how many these are.
     """
     text = given.env.get("PET_NPROC_PER_NODE", "1")
     return 1 if text in ("auto", "gpu", "cpu", "xpu") else given.number("PET_NPROC_PER_NODE", 1)
 
 
 def half_set(given: Given) -> None:
-    """Refuse a rest of torch's variables when no launcher was recognised: a rank would train alone.
+    """Refuse an incomplete set of torch's variables when no launcher was recognised.
+
+    Otherwise each rank would train alone.
 
     Raises:
-        DistributedError: ``RANK`` or ``WORLD_SIZE`` is set beside ``MASTER_ADDR``, without the
-            other.
+        DistributedError: ``MASTER_ADDR`` is set, and ``RANK`` or ``WORLD_SIZE``, but not both.
     """
     if "MASTER_ADDR" not in given.env or "SLURM_JOB_ID" in given.env:
         return  # a batch script may prepare them for its steps

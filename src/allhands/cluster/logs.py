@@ -1,6 +1,4 @@
-"""Logs of ranks, from one attempt to the next and from one job to the next: kept under other names,
-the latest few.
-"""
+"""Logs of earlier attempts and earlier jobs: they get other names, and the latest few are kept."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ _EARLIER_JOB = re.compile(r"earlier-(\d+)")
 
 
 def clear_logs(log_dir: Path) -> Path | None:
-    """Make way for a new job: put the logs and error files of the one before into a private
+    """Before a new job, move the logs and error files of the previous job into a private directory
     ``earlier-N``.
 
-    N counts up; the last five such directories are kept. Return the new one; ``None`` if there was
-    nothing to move.
+    N counts up. The last five such directories are kept. Return the new directory; ``None`` if
+    there was nothing to move.
 
     Raises:
         StorageError: they cannot be moved.
@@ -47,11 +45,10 @@ def clear_logs(log_dir: Path) -> Path | None:
 
 
 def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
-    """Call ``rank-N.log`` of the attempt that has ended ``rank-N.attempt-K.log``; return the new
-    path by the old one.
+    """Rename each ``rank-N.log`` of the attempt that has ended to ``rank-N.attempt-K.log``.
 
-    Those of the last three attempts are kept. Error files are removed, so that none is taken for a
-    later one's.
+    The logs of the last three attempts are kept. Error files are removed, so that no later attempt
+    seems to have written them. Return a mapping from the old paths to the new ones.
     """
     moved: dict[Path, Path] = {}
     for path in _files(log_dir):
@@ -59,7 +56,7 @@ def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
             moved[path] = path.with_name(f"{found[1]}.attempt-{attempt}.log")
             with suppress(
                 OSError
-            ):  # a directory that has become read-only: the next attempt will say so
+            ):  # if the directory has become read-only, the next attempt reports it
                 path.rename(moved[path])
         elif _ERROR.fullmatch(path.name) or (
             (found := _EARLIER.fullmatch(path.name)) and int(found[1]) <= attempt - _KEPT
@@ -79,9 +76,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _earlier_jobs(log_dir: Path) -> dict[int, Path]:
-    """Return entries with the names of earlier jobs' directories, by number; an entry may be
-    something else.
-    """
+    """Return the entries named ``earlier-N``, by number; an entry need not be a directory."""
     return {
         int(found[1]): path
         for path in _files(log_dir)
@@ -92,13 +87,14 @@ def _earlier_jobs(log_dir: Path) -> dict[int, Path]:
 def _move(path: Path, place: Path) -> None:
     path.rename(place)
     if not place.is_symlink():
-        with suppress(OSError):  # another person's file, in a directory that is ours alone now
+        with suppress(OSError):  # it may belong to another user; the directory is private now
             place.chmod(0o600)
 
 
 def _remove(job: Path) -> None:
-    """Remove an earlier job's directory, but nothing that a person has put there; what cannot be
-    removed stays.
+    """Remove the directory of an earlier job, but no files that a user has put there.
+
+    What cannot be removed stays.
     """
     if job.is_symlink() or not job.is_dir():
         return

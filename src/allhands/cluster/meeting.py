@@ -1,15 +1,16 @@
-"""Exchange of addresses between ranks that know only rank 0's, before MLX forms its group.
+"""The meeting: an exchange of addresses before MLX forms its group, between ranks that know only
+the address of rank 0.
 
-MLX's ring wants every rank's address and a free port in advance, waits half a minute for a late
-rank, takes the first comer for its neighbour and lets no deadline interrupt it. So rank 0 first
-calls the roll here: the others say who they are, from which address they came and on which port
-they will listen, and all get the whole list. Then all listen, and each tries the ways that MLX is
-going to take, see :mod:`allhands.cluster.ways`.
+MLX's ring needs the address and a free port of every rank in advance. It waits half a minute for a
+late rank, takes whoever connects first for its neighbour, and cannot be interrupted by a deadline.
+So the ranks first meet here. Each tells rank 0 who it is, its address, and on which port it will
+listen. Then rank 0 sends the whole list to all. After that all ranks listen, and each tries the
+connections that MLX will make, see :mod:`allhands.cluster.ways`.
 
-Rank 0 and every caller prove to each other, by :mod:`allhands.runtime.callers`, that they know what
-the ranks of a job have in common, so strangers (port scanners, health checks, another job) are told
-nothing and stop nothing. That keeps mistakes out, not an attacker who knows the job's variables;
-``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
+Rank 0 and every caller prove to each other that they know what the ranks of a job have in common,
+see :mod:`allhands.runtime.callers`. So strangers (port scanners, health checks, another job) learn
+nothing and disturb nothing. This protects against mistakes, not against an attacker who knows the
+variables of the job. For that, set ``ALLHANDS_MEETING_KEY`` to a secret on every rank.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ from allhands.runtime.callers import (
 from allhands.runtime.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 _VERSION = 2
-_MOST_BYTES = 4096  # of what a guest may say
+_MOST_BYTES = 4096  # of a line that a guest (a rank that calls rank 0) may send
 _MOST_LIST_BYTES = 1 << 22
-_MOST_STRANGERS = 1000  # addresses of others that are remembered
+_MOST_STRANGERS = 1000  # addresses of strangers that are remembered
 _MOST_RANKS = 1 << 20
-_MOST_LETTERS = 500  # of rank 0's reason, as a guest shows it
+_MOST_LETTERS = 500  # of a text from another rank, as it is shown
 _REACH_S = 5.0
 _CALL_S, _BRIEF_CALL_S = (
     3.0,
     1.0,
-)  # for a connection: to the first port, and to others where that was not answered
-_UNHEARD_S = 20.0  # without a caller, until rank 0 says so
-_TRY_S, _LAST_S = 60.0, 8.0  # for all to try their ways, and when one has not succeeded
+)  # for a connection; the shorter time applies after another port has not answered
+_UNHEARD_S = 20.0  # without a caller, after which rank 0 reports this
+_TRY_S, _LAST_S = 60.0, 8.0  # for all ranks to try their connections; less once one has failed
 _FAREWELL_S = 5.0
 _TICK_S = 0.2
 
@@ -78,13 +79,16 @@ def meet(
     patience: Patience,
     backend: Backend = "ring",
 ) -> tuple[str, ...]:
-    """Return ``"ip:port"`` of every rank, the same list on all of them.
+    """Meet the other ranks; return ``"ip:port"`` of every rank, the same list on all of them.
 
-    The address is this computer's on the way to rank 0; ``port`` is where this rank will listen,
-    and does so for a moment, to see whether ``backend`` will find its ways open.
+    A rank's address is the one that its computer uses to reach rank 0.
+
+    Args:
+        port: the port on which this rank will listen. It also listens there for a moment during the
+            meeting, to find out whether the connections of ``backend`` can be made.
 
     Raises:
-        DistributedError: not everybody came in time, a rank came twice, one was started for another
+        DistributedError: not all ranks came in time, a rank came twice, one was started for another
             size, or one cannot connect to another.
     """
     if ":" in point.host:
@@ -101,8 +105,10 @@ def meet(
 
 @dataclass(frozen=True)
 class _Hello:
-    """Greeting of a rank: ``address`` is its own on the way to rank 0, ``nonce`` stands for the
-    process.
+    """What a rank says about itself.
+
+    ``address`` is the one that it uses to reach rank 0. ``nonce`` tells this process from another
+    one with the same rank.
     """
 
     version: int
@@ -114,16 +120,14 @@ class _Hello:
 
     @classmethod
     def read(cls, words: bytes) -> _Hello | None:
-        """Return the facts that a caller has sent about itself; ``None`` if a rank would not send
-        this.
-        """
+        """Read what a caller has sent about itself; ``None`` if no rank would send this."""
         said = read_object(words, most_depth=1)
         if said is None or not is_integer(said.get("version"), 1, 1 << 30):
             return None
         if said["version"] != _VERSION:
             return cls(
                 said["version"], -1, -1, "", 0, ""
-            )  # its other words may mean something else
+            )  # in that version the other fields may mean something else
         sound = _HELLO(said) and said["rank"] < said["size"]
         return cls(**{name: said[name] for name in cls.__dataclass_fields__}) if sound else None
 
@@ -148,7 +152,10 @@ _HELLO = object_of(
 
 
 class _Trouble(Exception):
-    """The ranks do not come together, for now or for good, and whether something may be in the way."""
+    """A reason why the ranks have not met, now or for good.
+
+    ``blocked`` is true if something between the computers, such as a firewall, may be the cause.
+    """
 
     def __init__(
         self, message: str, *, code: str = "rank-zero-unreachable", blocked: bool = False
@@ -174,19 +181,20 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Visitor:
-    """A rank that has proved itself."""
+    """A caller that has proved to be a rank of this job."""
 
     caller: Caller
     hello: _Hello
     conversation: Handshake
 
     def say(self, body: Mapping[str, object], deadline: float) -> None:
-        with suppress(OSError):  # one who has left is missed soon enough
+        with suppress(OSError):  # if it has left, this is noticed soon
             self.caller.say(self.conversation.sealed(LISTENER, json.dumps(body).encode()), deadline)
 
     def problem(self, what: str, line: bytes) -> str | None:
-        """Return the reason in this line that kept it from doing ``what``, or empty; ``None``: the
-        line is about another thing.
+        """Return why the rank could not do ``what``, as this line says; empty if it could.
+
+        ``None`` if the line is about something else.
         """
         words = self.conversation.opened(CALLER, line)
         said = None if words is None else read_object(words, most_depth=1)
@@ -197,16 +205,20 @@ class _Visitor:
 
 @dataclass
 class _RollCall(_Part):
-    """Rank 0's part: listen, write down who comes, and when all are there tell them who is where."""
+    """Rank 0's part: listen, record who comes, and send all addresses when all ranks are there."""
 
     def __post_init__(self) -> None:
         self._here = ""
         self._present: dict[int, _Visitor] = {}
         self._unfit: list[_Visitor] = []
-        self._strangers = Counter[str]()  # by address, those who have spoken as a rank does
+        self._strangers = Counter[str]()  # by address: callers that sent a line, but no valid proof
 
     def run(self) -> tuple[str, ...]:
-        """Raises DistributedError."""
+        """Hold the meeting and return the addresses of all ranks.
+
+        Raises:
+            DistributedError: the ranks could not meet.
+        """
         with Callers([self._listener()], _MOST_BYTES) as self._callers:
             try:
                 return self._wait()
@@ -224,22 +236,27 @@ class _RollCall(_Part):
                 ) from None
 
     def _listener(self) -> socket.socket:
-        """On the first port that is free; what is in the way may be another rank 0 of this very
-        job.
+        """Listen on the first port that is free.
+
+        A port may be in use because there is a second rank 0 of the same job.
+
+        Raises:
+            DistributedError: no port can be used, or there is a second rank 0.
         """
         troubles, hints = list[str](), dict[str, None]()
         address = listening_address(self.point, self.waiting.patience)
         for port in self.point.ports:
             try:
-                # Not SO_REUSEPORT: another job of the same user would share the port and take half
-                # of the guests.
+                # Without SO_REUSEPORT: with it another job of the same user could share the port,
+                # and would get half of the callers.
                 listener = listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
             except OSError as error:
                 trouble = cannot_listen(error, address or "this computer", port, _SETTINGS)
                 troubles.append(f"{port}: {error.strerror} ({trouble.message})")
                 hints[trouble.hint] = None
                 if error.errno == errno.EADDRINUSE:
-                    # Whoever listens there is asked: rank 0 of the same job ends both.
+                    # Ask the program that listens there: if it is a rank 0 of the same job, both
+                    # end with an error.
                     with suppress(_Trouble):
                         _Guest(self.point, self.me, self.key, self.waiting).knock(
                             address or LOOPBACK, port, _CALL_S
@@ -277,15 +294,17 @@ class _RollCall(_Part):
         return peers
 
     def _agree(self, what: str, problem: str) -> None:
-        """Let the ranks go on together: each says whether it could do ``what``, or what the problem
-        is, as rank 0 has.
+        """Let the ranks go on only together, after each has said whether it could do ``what``.
+
+        Args:
+            problem: why rank 0 itself could not do it; empty if it could.
 
         Raises:
-            _Trouble: one has a problem, or has left.
+            _Trouble: a rank has a problem, or has left.
         """
         problems = {0: problem}
         began = time.monotonic()
-        # Also after a problem all are heard: who is told why listens then.
+        # Hear all ranks, even after a problem: only a rank that has spoken listens for the reason.
         while len(problems) < self.me.size:
             if time.monotonic() > began + (_LAST_S if any(problems.values()) else _TRY_S):
                 problems[-1] = (
@@ -297,7 +316,7 @@ class _RollCall(_Part):
                     (rank for rank, one in self._present.items() if one.caller is caller), None
                 )
                 if rank is None:
-                    self._callers.drop(caller)  # who comes now is none of ours
+                    self._callers.drop(caller)  # all ranks are here, so this is a stranger
                 elif line is None:
                     problems.setdefault(rank, f"rank {rank} has left the meeting")
                 elif (said := self._present[rank].problem(what, line)) is not None:
@@ -312,7 +331,9 @@ class _RollCall(_Part):
         self._say_all({"kind": what})
 
     def _hear(self, caller: Caller, line: bytes | None) -> None:
-        """Greet a rank, see another one off, or drop a stranger.
+        """Handle a line from a caller: admit a rank, or drop a stranger.
+
+        Without a line the caller has left, and is forgotten.
 
         Raises:
             _Trouble: a rank of this job does not fit.
@@ -333,10 +354,10 @@ class _RollCall(_Part):
             self._greet(_Visitor(caller, hello, conversation))
 
     def _greet(self, visitor: _Visitor) -> None:
-        """Write down who has come.
+        """Record a rank that has come, and welcome it.
 
         Raises:
-            _Trouble: one who does not fit.
+            _Trouble: the rank does not fit: its version or size differs, or the rank is taken.
         """
         caller, hello = visitor.caller, visitor.hello
         self._unfit = [visitor]
@@ -374,8 +395,8 @@ class _RollCall(_Part):
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self.me.size}"
 
     def _unheard(self) -> str:
-        """Say that nobody calls from elsewhere, once ranks have had more time than they need to
-        start.
+        """Return a remark that no other computer has called; empty if one has, or if ranks may
+        still be starting.
         """
         heard = self._strangers or any(
             not is_loopback(one.hello.address) for one in self._present.values()
@@ -385,15 +406,17 @@ class _RollCall(_Part):
         return f"; nobody has called {self._here}: if they run, a firewall may keep them out"
 
     def _who_else(self) -> str:
-        """Ranks of another start, or without the key, or strangers."""
+        """Return a remark about callers that were not recognised as ranks of this job."""
         if not self._strangers:
             return ""
         shown = ", ".join(address for address, _ in self._strangers.most_common(3))
         return f"; callers from {shown} did not prove that they are of this job: compare {MEETING_KEY} and the port there"
 
     def _peers(self) -> tuple[str, ...]:
-        """Return all addresses. Ranks beside rank 0 may have used the loopback: other computers
-        need its address.
+        """Return all addresses.
+
+        Ranks on the same computer as rank 0 may have come by the loopback. They get the address
+        that other computers use for rank 0.
         """
         others = [self._present[rank] for rank in range(1, self.me.size)]
         seen = [visitor.caller.here for visitor in others if not is_loopback(visitor.hello.address)]
@@ -413,7 +436,10 @@ class _RollCall(_Part):
             visitor.say(body, deadline)
 
     def _farewell(self) -> None:
-        """Let the others hang up first: then the port is free at once, and not kept for a minute."""
+        """Wait until the others close their connections first.
+
+        Then the port is free at once; otherwise the system would keep it for a minute.
+        """
         staying = [visitor.caller for visitor in self._present.values()]
         for caller in self._callers.all():
             if not caller.proved:
@@ -426,7 +452,7 @@ class _RollCall(_Part):
 
 # --- the other ranks ------------------------------------------------------------------------------
 
-# What a rank tries before it goes on with the others, and the code where it cannot be done.
+# What a rank tries before all go on together, and the code of the error if it fails.
 _CODES_OF_TRIES = {"listens": "port-unavailable", "reaches": "connection-blocked"}
 _HINTS = (
     "look at the output of the named ranks; every rank must belong to the same start of the same job",
@@ -442,10 +468,14 @@ def _printable(text: str) -> str:
 
 
 class _Guest(_Part):
-    """The part of every other rank: find rank 0, say hello, wait for the list."""
+    """The part of every other rank: find rank 0, say who it is, and wait for the list."""
 
     def run(self) -> tuple[str, ...]:
-        """Raises DistributedError."""
+        """Take part in the meeting and return the addresses of all ranks.
+
+        Raises:
+            DistributedError: the ranks could not meet.
+        """
         patience, suspicion = self.waiting.patience, Suspicion(self.point)
         reason = _Trouble("no time was left")
         pause = patience.first_pause_s
@@ -473,7 +503,7 @@ class _Guest(_Part):
 
         Raises:
             _Trouble: rank 0 is at none of them.
-            DistributedError: rank 0 has said that it will not come to anything.
+            DistributedError: rank 0 has answered that the meeting has failed.
         """
         host, reasons = self.point.host, list[_Trouble]()
         try:
@@ -489,8 +519,8 @@ class _Guest(_Part):
                 )
             except _Trouble as why:
                 reasons.append(why)
-        # Of several ports: where somebody was is more than where something is in the way, or nobody
-        # is.
+        # The best reason of several ports: first one from a port that answered, then a refused
+        # connection, then one that may be blocked.
         raise min(reasons, key=lambda one: (one.blocked, "refused" in str(one)))
 
     def knock(self, address: str, port: int, call_s: float) -> tuple[str, ...]:
@@ -537,7 +567,7 @@ class _Guest(_Part):
 
         Raises:
             Unproved, OSError: rank 0 has left.
-            DistributedError: one could not.
+            DistributedError: a rank could not.
         """
         deadline = time.monotonic() + _TRY_S + _REACH_S
         told = f"rank {self.me.rank}: {problem}" if problem and what == "listens" else problem
@@ -548,11 +578,11 @@ class _Guest(_Part):
         self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
     def _heard(self, conversation: Handshake, line: bytes, kind: str) -> dict[str, Any]:
-        """Return rank 0's answer to this very call.
+        """Return the content of a line from rank 0 in this conversation.
 
         Raises:
-            Unproved: that is nothing, or not what it should be.
-            DistributedError: it says that the ranks do not belong together.
+            Unproved: the line has no proof, or is not of this ``kind``.
+            DistributedError: rank 0 says that the meeting has failed.
         """
         words = conversation.opened(LISTENER, line)
         body = None if words is None else read_object(words, most_depth=2)

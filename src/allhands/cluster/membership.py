@@ -1,4 +1,4 @@
-"""Members of the next attempt, and computers that could join this one."""
+"""The members of the next attempt, and computers that could join the running one."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Roster:
     """The ranks of the next attempt.
 
     Attributes:
-        seats: by rank, the place to which its faults are attributed: its computer, or its slot on
-            the only computer.
-        places: the computers in the order of their ranks; empty: all ranks on this one.
-        every: the seats of all ranks that there would be with all computers.
+        seats: for each rank its seat, to which its faults are attributed: the rank's computer or,
+            if there is only one computer, the rank's slot.
+        places: the computers in the order of their ranks; empty if all ranks run on this one.
+        every: the seats of all ranks that there would be if every computer took part.
         apart: True if seats are computers.
         absent: computers that do not answer.
-        left_out: seats that are left out for good.
+        left_out: seats that are left out.
         obstacle: reason not to start with these ranks; ``None``: there is none.
-        note: note for a person about this choice.
-        step: step of the checkpoint that they go on from, if known.
-        edition: number of changes that a person made to the list of computers.
-        troubles: known reasons for the absence of computers, by their names.
-        possible: highest number of ranks after waiting; ``None``: not known.
+        note: note for the user about this choice.
+        step: step of the checkpoint that the ranks resume from, if known.
+        edition: how often the list of computers has been changed.
+        troubles: known reasons why computers do not answer, by their names.
+        possible: highest number of ranks that can be reached by waiting; ``None``: not known.
     """
 
     seats: tuple[str, ...]
@@ -59,30 +59,34 @@ class Members(Protocol):
     """The computers of a job."""
 
     def roster(self) -> Roster:
-        """Find the members that can take part now; this takes seconds if other computers are asked."""
+        """Find the members that can take part now.
+
+        It takes seconds if other computers must be asked.
+        """
         ...
 
     def leave_out(self, seats: Iterable[str]) -> None:
-        """Leave these out from now on, until the hostfile changes."""
+        """Leave these seats out from now on, until the hostfile changes."""
         ...
 
     def changed(self, current: Sequence[Place]) -> str | None:
-        """Return why the ranks should regroup: more could take part than those of ``current``.
-        Returns at once.
+        """Return why the ranks should regroup, or ``None``.
+
+        They should if more ranks could take part than those of ``current``. Returns at once.
         """
         return None
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
-        """Return the computers that would be added to those of ``current``."""
+        """Return the computers that could be added to those of ``current``."""
         return ()
 
 
 class LocalMembers(Members):
-    """This computer alone; what can be left out is one of its slots.
+    """Only this computer; its slots can be left out one by one.
 
     Args:
-        num_ranks: the slots.
-        checkpoint: tells the step of the newest checkpoint, for messages.
+        num_ranks: number of slots.
+        checkpoint: returns the step of the newest checkpoint, for messages.
     """
 
     def __init__(self, num_ranks: int, checkpoint: Callable[[], int | None] | None = None) -> None:
@@ -97,30 +101,31 @@ class LocalMembers(Members):
         return Roster(seats, every=self._every, left_out=tuple(sorted(self._left_out)), step=step)
 
     def leave_out(self, seats: Iterable[str]) -> None:
-        """Do without these slots."""
+        """Leave these slots out from now on."""
         self._left_out.update(seats)
 
 
 class HostfileMembers(Members):
     """The computers of a hostfile that answer, with all their slots, in the order of the file.
 
-    The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again
-    when it has been changed or touched, which also brings back computers that were left out. If the
-    file is then wrong, there is a warning, and the last good version stays in use.
+    A computer with the newest checkpoint comes first, because rank 0 reads the checkpoint. When the
+    file has been changed or touched, it is read again, and computers that were left out may take
+    part again. If the changed file has an error, there is a warning, and the last good version
+    stays in use.
 
     Args:
         path: the hostfile.
-        limit: the most ranks, if not all slots.
-        trouble: returns the reason why no command can be run on the host within so many seconds;
-            ``None``: one can.
-        checkpoints: returns the step of the newest checkpoint by host name, for those of ``hosts``
-            that have one.
-        probe_timeout_s: a computer that needs longer to answer does not take part.
-        earlier: True if there are traces of an earlier run from which this one should go on: a
-            checkpoint that no computer offers may then be on an absent one.
+        limit: highest number of ranks; ``None``: all slots.
+        trouble: takes the ssh argument of a host and a number of seconds; returns the reason why no
+            command can be run there within that time, or ``None``.
+        checkpoints: takes hosts; returns the step of the newest checkpoint, by name of the host,
+            for those that have one.
+        probe_timeout_s: a computer that needs more seconds to answer does not take part.
+        earlier: True if an earlier run, which this one should resume, has left traces. If no
+            computer that answers has a checkpoint, an absent one may have it.
 
     Raises:
-        ConfigError: there is no such file, or something in it is not understood.
+        ConfigError: the file cannot be read, or something in it is not understood.
     """
 
     def __init__(
@@ -185,17 +190,18 @@ class HostfileMembers(Members):
         )
 
     def _possible(self, wanted: Iterable[Host], troubles: Mapping[str, SshTrouble]) -> int:
-        """Return the number of ranks, if all troubles go that may go by themselves."""
+        """Return the number of ranks if all troubles end that can end without the user's help."""
         lasting = {name for name, trouble in troubles.items() if trouble.lasting}
         return len(_seats(self._places(host for host in wanted if host.name not in lasting)))
 
     def leave_out(self, seats: Iterable[str]) -> None:
-        """Do without these computers until the hostfile is changed or touched."""
+        """Leave these computers out until the hostfile is changed or touched."""
         self._left_out.update(seats)
 
     def changed(self, current: Sequence[Place]) -> str | None:
-        """Return why more ranks could take part: a missing computer answers, or the file has more
-        slots.
+        """Return why more ranks could take part, or ``None``.
+
+        The reason is that a missing computer answers now, or that the file has more slots.
         """
         edited = self._read_again()
         names = {place.name for place in current}
@@ -227,7 +233,7 @@ class HostfileMembers(Members):
         ]
 
     def _places(self, hosts: Iterable[Host]) -> tuple[Place, ...]:
-        """Those hosts with their slots, up to the limit."""
+        """Return these hosts with their slots, up to the limit of ranks."""
         left = self._limit if self._limit is not None else sum(host.slots for host in self._hosts)
         places: list[Place] = []
         for host in hosts:
@@ -237,8 +243,9 @@ class HostfileMembers(Members):
         return self._with_devices(places)
 
     def _with_devices(self, places: Sequence[Place]) -> tuple[Place, ...]:
-        """Return the places with their RDMA devices for each other; the hostfile names the devices
-        for all its computers, in its order.
+        """Return the places, each with its RDMA devices to the others of ``places`` only.
+
+        In the hostfile each computer has a device for every computer of the file, in its order.
         """
         order = {host.name: index for index, host in enumerate(self._hosts)}
         chosen = [order[place.name] for place in places]
@@ -251,7 +258,9 @@ class HostfileMembers(Members):
         )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
-        """Decide what to wait for, or to tell, if the newest known checkpoint is not at hand."""
+        """Return an obstacle, a note or neither: what to do if the newest known checkpoint is
+        absent.
+        """
         with self._lock:
             heard = dict(self._heard)
         latest = max(heard.values(), default=0)
@@ -261,13 +270,14 @@ class HostfileMembers(Members):
         where = (
             f"the checkpoint of step {latest} was last seen on {names}, which does not offer it now"
         )
-        # An older one leads to the same weights, only later; without any the whole run would start
-        # over.
+        # From an older checkpoint the run reaches the same weights, only later. Without any
+        # checkpoint the whole run would start from the beginning, so wait.
         return (None, f"{where}: going on from step {newest}") if newest else (where, None)
 
     def _judge_start(self, absent: Iterable[str]) -> str | None:
-        """Return why a new beginning would be wrong: a computer that was never asked does not
-        answer.
+        """Return why the run should not start from the beginning, or ``None``.
+
+        A checkpoint may be on a computer that does not answer and was never asked.
         """
         unknown = sorted(set(absent) - self._looked_at)
         if not self._earlier or not unknown:
@@ -287,7 +297,7 @@ class HostfileMembers(Members):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read_again(self) -> bool:
-        """Return whether the file has been changed, and can be read."""
+        """Read the file again if it has been changed; return whether a new version is in use."""
         stamp = self._look()
         if stamp is None or stamp == self._stamp:
             return False
@@ -304,10 +314,10 @@ class HostfileMembers(Members):
     # --- asking -----------------------------------------------------------------------------------
 
     def _ask(self, hosts: Sequence[Host]) -> dict[str, SshTrouble]:
-        """Return the troubles of those of ``hosts`` that do not answer, all asked at the same time.
+        """Ask all ``hosts`` at the same time; return the troubles of those that do not answer.
 
         Raises:
-            ConfigError: they cannot be asked like this.
+            ConfigError: the hosts cannot be asked over ssh at all.
         """
         names = {host.name: host.ssh for host in hosts if host.ssh is not None}
         troubles = side_by_side(lambda ssh: self._trouble(ssh, self._timeout_s), [*names.values()])
@@ -324,13 +334,15 @@ class HostfileMembers(Members):
             return {}
         with self._lock:
             self._looked_at.update(host.name for host in hosts)
-            # No answer about checkpoints does not mean that there are none.
+            # Keep older answers: a host that does not answer may still have its checkpoint.
             self._heard.update(steps)
         return steps
 
     def _keep_asking(self, present: set[str], at_once: bool) -> None:
-        """Regularly ask missing computers in the background whether they are back, and the others
-        for their checkpoints.
+        """In the background, ask missing computers whether they are back, and the others for their
+        checkpoints.
+
+        It does nothing while an earlier round runs or the next one is not due yet.
         """
         now = time.monotonic()
         if (self._round is not None and self._round.is_alive()) or (

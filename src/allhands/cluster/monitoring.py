@@ -1,8 +1,8 @@
-"""Samples of a run's processes that lie on other computers, read over ssh while they come.
+"""Samples of a run's processes that are stored on other computers, read over ssh.
 
-As a program (``python -P -m allhands.cluster.monitoring RUN FOLLOW CWD BELOW_HOME``) it is the
-other end: it prints the lines of the run's files, and with FOLLOW 1 what is added to them, until
-its standard input is closed.
+The other end is this module as a program: ``python -P -m allhands.cluster.monitoring RUN FOLLOW CWD
+BELOW_HOME``. It prints the lines of the run's files. If FOLLOW is 1, it also prints lines that are
+added later, until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _END_S = 2.0
 
 
 class RemoteSamples:
-    """Samples from the other computers of a run; a context manager that ends what it has started.
+    """Samples from the other computers of a run; a context manager that ends its connections.
 
     Args:
-        hosts: those reached without ssh are left out.
+        hosts: the computers of the run; those that need no ssh are left out.
         run: the run's directory, the same on all computers.
-        follow: whether more is waited for after what is there now.
+        follow: whether to wait for more samples after the present ones.
     """
 
     def __init__(self, hosts: Sequence[Host], run: Path, *, follow: bool = True) -> None:
@@ -59,7 +59,7 @@ class RemoteSamples:
         self.close()
 
     def samples(self) -> list[Sample]:
-        """Return what has come since the last call; without ``follow``, wait for all of it."""
+        """Return the samples that are new since the last call; without ``follow``, wait for all."""
         if not self._follow:
             for stream in self._streams:
                 stream.wait(_PATIENCE_S)
@@ -71,11 +71,11 @@ class RemoteSamples:
         return found
 
     def pending(self) -> bool:
-        """Return whether a computer has neither sent anything yet nor failed to."""
+        """Return whether there is a computer that has neither sent anything yet nor failed."""
         return any(stream.pending() for stream in self._streams)
 
     def complaints(self) -> list[str]:
-        """Return which computers have failed to answer, each with the reason."""
+        """Return a line for each computer that has failed to answer, with the reason."""
         return [reason for stream in self._streams if (reason := stream.complaint())]
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class RemoteSamples:
 
 
 class _MonitorStream:
-    """One computer's lines."""
+    """The connection to one computer, and a thread that reads its lines."""
 
     def __init__(
         self, host: Host, run: Path, follow: bool, lines: queue.SimpleQueue[bytes]
@@ -110,15 +110,15 @@ class _MonitorStream:
         self._reader.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until all has been read."""
+        """Wait until all lines have been read, at most for ``seconds``."""
         self._reader.join(seconds)
 
     def pending(self) -> bool:
-        """Return whether it has neither sent anything nor ended."""
+        """Return whether the computer has neither sent anything nor ended the connection."""
         return not self._told and self._process.poll() is None
 
     def complaint(self) -> str | None:
-        """Return the reason why it has failed, if it has."""
+        """Return why the computer has failed to answer, or ``None``."""
         code = self._process.poll()
         if not code:
             return None
@@ -127,7 +127,7 @@ class _MonitorStream:
         return f"{self._name}: {words[-1] if words else f'ssh ended with code {code}'}"
 
     def close(self) -> None:
-        """End it: the other end sees that nobody listens any more."""
+        """End the connection; the program on the other computer notices this and ends."""
         with contextlib.suppress(OSError):
             if self._process.stdin:
                 self._process.stdin.close()
@@ -150,7 +150,7 @@ class _MonitorStream:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print lines until nobody reads them any more; the exit code."""
+    """Print lines until nobody reads them any more; return the exit code."""
     run, follow, cwd, home = arguments
     try:
         enter_directory(cwd, home or None)
@@ -176,4 +176,4 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    os._exit(code)  # standard output may be gone
+    os._exit(code)  # without flushing standard output, which may be gone

@@ -1,8 +1,8 @@
-"""Open MPI on this computer: its place, the variables that MLX needs to load it, and the command
+"""Open MPI on this computer: where it is, the variables that MLX needs to load it, and the command
 that starts a job.
 
-MLX loads ``libmpi`` by name at run time; the wheel of Open MPI puts it where the loader does not
-look.
+MLX loads ``libmpi`` by name at run time. The wheel of Open MPI installs it in a directory in which
+the loader does not look.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ _OLDEST = (5,)
 
 @dataclass(frozen=True)
 class MpiInstallation:
-    """An Open MPI: its launcher, the library MLX must load, and its version, such as ``(5, 0,
-    11)``.
+    """An installed Open MPI.
+
+    Attributes:
+        mpirun: its launcher.
+        library: the library that MLX must load.
+        version: such as ``(5, 0, 11)``.
     """
 
     mpirun: Path
@@ -47,7 +51,7 @@ def find_mpi() -> MpiInstallation | None:
     """Return the Open MPI beside this Python, or else the one on ``PATH``; ``None`` if there is
     none.
 
-    The launcher and the library are taken from one installation: a mixture of two does not start.
+    The launcher and the library come from the same installation: a mixture of two does not start.
     """
     beside = Path(sys.executable).parent / "mpirun"  # not resolved: a venv's python is a link
     on_path = shutil.which("mpirun")
@@ -61,16 +65,16 @@ def find_mpi() -> MpiInstallation | None:
 
 
 def usable_mpi() -> bool:
-    """True if :func:`require_mpi` would find an installation."""
+    """True if :func:`require_mpi` would return an installation."""
     found = find_mpi()
     return found is not None and found.version >= _OLDEST
 
 
 def require_mpi() -> MpiInstallation:
-    """Return :func:`find_mpi`'s installation.
+    """Return the installation that :func:`find_mpi` finds.
 
     Raises:
-        DistributedError: there is none, or one before 5.0, whose mpirun has other options.
+        DistributedError: there is none, or it is older than 5.0, whose mpirun has other options.
     """
     found = find_mpi()
     if found is None:
@@ -90,20 +94,21 @@ def require_mpi() -> MpiInstallation:
 
 
 def prepare_mpi_environment(environ: MutableMapping[str, str]) -> None:
-    """Set ``MLX_MPI_LIBNAME`` to the full path of ``libmpi`` unless it is set; call it before MLX's
-    init.
+    """Set ``MLX_MPI_LIBNAME`` to the full path of ``libmpi``, unless it is set.
+
+    Call this before ``mx.distributed.init``.
     """
     if not environ.get("MLX_MPI_LIBNAME") and (found := find_mpi()):
         environ["MLX_MPI_LIBNAME"] = str(found.library)
 
 
 def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str]:
-    """Return the variables of mpirun and its ranks on this computer; MPI's own files go to
-    ``run_dir``.
+    """Return the variables for mpirun and its ranks on this computer.
+
+    They also make MPI put its own files into ``run_dir``.
     """
     variables = {
-        # Looking for libfabric takes a second, and it carries nothing between processes of one
-        # computer.
+        # Looking for libfabric takes a second, and processes of one computer do not use it.
         _TRANSPORTS: os.environ.get(_TRANSPORTS, "^ofi"),
         "MLX_MPI_LIBNAME": str(installation.library),
         "PRTE_MCA_prte_tmpdir_base": str(run_dir),
@@ -120,8 +125,9 @@ def mpirun_command(
     """Return the command that starts ``num_processes`` ranks here and lets each of them end by
     itself.
 
-    By default mpirun ends all ranks when one exits with an error, even a rank that is writing a
-    checkpoint after Ctrl-C; and it binds each rank to one core.
+    The options change two defaults of mpirun. By default it ends all ranks when one exits with an
+    error, even a rank that is writing a checkpoint after Ctrl-C. And it binds each rank to one
+    core.
     """
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "--stdin", "none"]
     options += ["--runtime-options", "recoverable,error-nonzero-status=0"]
@@ -129,7 +135,10 @@ def mpirun_command(
 
 
 def _library_of(mpirun: Path) -> Path | None:
-    """``libmpi`` in the lib directory next to mpirun's bin, followed also through a link."""
+    """Return ``libmpi`` in the lib directory beside mpirun's bin; ``None`` if it is not there.
+
+    If mpirun is a link, the directory beside its target is tried, too.
+    """
     for prefix in (mpirun.parent.parent, mpirun.resolve().parent.parent):
         places = [prefix / "lib", prefix / "lib64", *(prefix / "lib").glob("*-linux-gnu")]
         for candidate in (place / name for place in places for name in _LIBRARIES):
@@ -144,7 +153,7 @@ def _version_of(mpirun: Path) -> tuple[int, ...] | None:
 
 @cache
 def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
-    """The version that a launcher prints, asked for once until its file changes."""
+    """Return the version that a launcher prints; it is asked again only when its file changes."""
     try:
         answer = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
@@ -156,11 +165,13 @@ def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
 
 
 def shared_memory(reaper: Reaper) -> Scratch | None:
-    """A directory for the memory that Open MPI's ranks share; a rank that is killed would leave its
-    part for ever.
+    """Return a directory for the memory that Open MPI's ranks share; ``None``: use the default.
+
+    It is removed at the end. In the default place a rank that is killed would leave its part for
+    ever.
     """
     if MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
-        return None  # a person's choice; no such place on macOS
+        return None  # the user has chosen a place, or the system has no /dev/shm, such as macOS
     scratch = Scratch(_SHARED_MEMORY)
     reaper.directory(scratch.path)
     return scratch

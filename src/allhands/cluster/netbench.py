@@ -1,5 +1,5 @@
-"""The network as training uses it: a real MLX group, all-reduces of growing sizes, then each link
-by itself.
+"""Measurement of the network in the way training uses it: all-reduces of growing sizes in a real
+MLX group of all computers, then on each link alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from allhands.cluster.supervisor import Workroom, workroom
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.files import make_directory
 
-_EVERY_PAIR = 6  # hosts at most; of more only neighbours are measured
+_EVERY_PAIR = 6  # up to this number of hosts every pair is measured; with more only neighbours are
 _RANGE = (4, 1 << 30)
-_SHARE = 0.6  # of the time that is left for the group of all computers; links share what is left after it
-_LEAST_S = 4.0  # for a start and one size; a group with less is not begun
+_SHARE = 0.6  # part of the time for the group of all computers; the links share the rest
+_LEAST_S = 4.0  # for a start and one size; with less time a group is not begun
 _LEAST_BUDGET_S = 1.0
 
 
@@ -38,14 +38,14 @@ class BenchOptions:
     """Options of a measurement of the network.
 
     Attributes:
-        sizes: bytes of the arrays, ascending; the largest are left out where they would take too
+        sizes: bytes of the arrays, smallest first; the largest are left out if they would take too
             long.
-        timeout_s: for everything.
-        links: whether each pair of computers is measured, too.
-        seconds: of timed rounds for each size.
-        connect_s: for a group to come together.
-        cores_per_rank: as training gives them; ``None``: the cores of a computer divided among its
-            ranks.
+        timeout_s: seconds for the whole measurement.
+        links: whether pairs of computers are measured, too.
+        seconds: seconds of timed rounds for each size.
+        connect_s: seconds in which a group must form.
+        cores_per_rank: cores of each rank, as in training; ``None``: the cores of a computer
+            divided among its ranks.
         progress: called with a line about each group that begins.
     """
 
@@ -61,20 +61,21 @@ class BenchOptions:
 def measure(
     hosts: Sequence[Host], backend: str = "auto", options: BenchOptions | None = None
 ) -> Measurement:
-    """Form a real group on ``hosts``, time its all-reduces, then those of each pair.
+    """Form a real group on ``hosts``, time its all-reduces, then those of pairs of hosts.
 
-    Computers that cannot be reached are named, and the others measured without them. A group that
-    does not come together is a :class:`Failure`, not an exception; the pairs then show which link
-    it is. What a rank prints goes to a log.
+    Computers that cannot be reached are named in ``failures``, and the others are measured without
+    them. A group that does not form is a :class:`Failure`, not an exception. The pairs then show
+    which link is the cause. What a rank prints goes to a log.
 
     Args:
-        hosts: at least two ranks in all; one host gets several ranks and has no links.
-        backend: ``"auto"``: what ``--backend auto`` would take without measuring.
+        hosts: computers with at least two slots in total. A single host gets several ranks and has
+            no links.
+        backend: name of a back-end; ``"auto"``: the one that the table of back-ends chooses.
 
     Raises:
-        ConfigError: fewer than two ranks, or a size or back-end that cannot be.
-        AllhandsError: what is needed for the back-end is not here.
-        KeyboardInterrupt: a signal has ended it.
+        ConfigError: there are fewer than two ranks, or a size or the back-end cannot be used.
+        AllhandsError: something that the back-end needs is not installed here.
+        KeyboardInterrupt: a signal has ended the measurement.
     """
     options = options or BenchOptions()
     if backend == "auto":
@@ -122,7 +123,7 @@ def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Computers, with the number of ranks on each, that are measured together."""
+    """Computers that are measured together, each with its number of ranks."""
 
     members: tuple[tuple[Host, int], ...]
     is_whole: bool = False
@@ -140,7 +141,10 @@ class _Group:
 
 
 def _groups(hosts: Sequence[Host], links: bool) -> list[_Group]:
-    """All, then pairs: every one of up to six computers, else neighbours in the ring."""
+    """Return the group of all computers, then the pairs.
+
+    Up to six computers these are all pairs; with more, the neighbours in the ring.
+    """
     whole = _Group(tuple((host, host.slots) for host in hosts), is_whole=True)
     if len(hosts) < 2 or not links or (len(hosts) == whole.num_ranks == 2):
         return [whole]
@@ -153,7 +157,7 @@ def _groups(hosts: Sequence[Host], links: bool) -> list[_Group]:
 
 @dataclass
 class _Bench:
-    """One measurement: a group after the other, each an attempt of its own."""
+    """One measurement: its groups are measured one after the other, each by an :class:`Attempt`."""
 
     hosts: Sequence[Host]
     backend: Backend
@@ -165,7 +169,7 @@ class _Bench:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self) -> Measurement:
-        """Measure every group for which there is time."""
+        """Measure every group for which there is enough time."""
         groups = _groups(self.hosts, self.options.links)
         whole: Figures | None = None
         links: list[Figures] = []
@@ -181,7 +185,7 @@ class _Bench:
             if found := self._measured(group, left * share):
                 whole = found if group.is_whole else whole
                 links += [] if group.is_whole else [found]
-        # Of two computers with one rank each the group is the link.
+        # With two computers and one rank on each, the group is the only link.
         if whole and len(whole.hosts) == whole.num_ranks == 2 and not links:
             links = [whole]
         left_out = tuple(group.names for group in not_measured)
@@ -191,7 +195,7 @@ class _Bench:
         )
 
     def _measured(self, group: _Group, limit_s: float) -> Figures | None:
-        """Measure the computers of a group that are not missing; a link needs both."""
+        """Measure those computers of a group that are not missing; a link needs both of its two."""
         present = group.without(self.missing)
         if present.num_ranks < 2:
             return None
@@ -216,8 +220,9 @@ class _Bench:
         return None
 
     def _attempt(self, group: _Group, limit_s: float) -> Figures | Fault:
-        """Run the ranks of a group, which plan with ``limit_s``, again with other ports where those
-        were taken.
+        """Run the ranks of a group; if their ports were taken, run them again with other ports.
+
+        The ranks choose their sizes so that they need less than ``limit_s``.
         """
         deadline = self.began + self.options.timeout_s
 
@@ -243,7 +248,7 @@ class _Bench:
                 break
         if outcome.fault is not None:
             return outcome.fault
-        # A rank on another computer may have written anything.
+        # The content comes from a rank, perhaps on another computer, so it may be anything.
         with suppress(KeyError, TypeError, ValueError):
             return Figures.from_json({**(attempt.attested() or {}), "hosts": group.names})
         raise DistributedError("its ranks have reported no times", code="measurement-failed")
@@ -256,7 +261,7 @@ class _Bench:
             "seconds": self.options.seconds,
             "budget_s": max(limit_s / 2, _LEAST_BUDGET_S),
             "connect_s": self.options.connect_s,
-            "products": group.is_whole,  # of all computers together
+            "products": group.is_whole,  # measure products only when all computers take part
         }
         return LaunchSpec(
             [sys.executable, "-P", "-m", "allhands.cluster.bench_rank", json.dumps(task)],

@@ -1,8 +1,9 @@
-"""Computers that could join a running job: tried before its ranks are stopped for them, while these
-go on undisturbed, and refused by name.
+"""Newcomers: computers that could join a running job.
 
-An agent there starts the job's command as if it were one more rank; instead of joining the group it
-tells what it has loaded, which is compared with what the running ranks have agreed on.
+Before the ranks are stopped so that a newcomer can join, it is tried, while the ranks go on
+undisturbed. A newcomer that does not fit is refused by name. For the trial an agent there starts
+the job's command as if it were one more rank. Instead of joining the group, that rank reports what
+it has loaded, and this is compared with what the running ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ from allhands.runtime.versions import required, unequal
 
 _TICK_S = 0.2
 _END_S = 2.0
-_STOP_S = 3.0  # a computer that does not answer must not hold up the end of the others
-_RANKS = range(1, 2)  # the second of two: it leads nothing, and writes into its log alone
+_STOP_S = 3.0  # a computer that does not answer must not delay the end of the others
+_RANKS = range(1, 2)  # the second of two ranks: unlike rank 0, it writes only its log
 
 
 class Trial:
-    """All newcomers looked at side by side, in threads of their own; :meth:`stop` ends what is left
-    of it.
+    """The trial of all newcomers at the same time, each in a thread of its own.
 
     Args:
-        spec: of the running attempt.
-        attested: what its ranks have agreed on, as rank 0 tells it.
+        spec: the spec of the running attempt.
+        attested: what its ranks have agreed on, as rank 0 reports it.
         known: the computer of rank 0.
+
+    Attributes:
+        names: all newcomers of this trial.
+        fit: those that fit.
+        unfit: those that do not fit, with the reason.
     """
 
     def __init__(
@@ -61,13 +66,14 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether the trial is complete; a computer that is in neither list has not
-        answered.
+        """Return whether the trial is over.
+
+        A computer that is then in neither ``fit`` nor ``unfit`` has not answered.
         """
         return not any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """End it: the attempt is over."""
+        """End the trial, because the attempt is over."""
         self._over.set()
         deadline = time.monotonic() + _STOP_S
         for thread in self._threads:
@@ -77,7 +83,7 @@ class Trial:
         try:
             found = _One(self._spec, place, self._attested, self._over).run()
         except AllhandsError as error:
-            # Another error of a computer's is that it has gone again, or not come yet.
+            # Any other HostError means that the computer does not answer; it is tried again later.
             if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
                 self.unfit[place.name] = NewcomerRefusal(error.message, str(error))
             return
@@ -111,7 +117,7 @@ def _of_software(name: str, attested: Mapping[str, Any]) -> Statement:
 
 @dataclass
 class _One:
-    """One computer's part of it."""
+    """The trial of one computer."""
 
     spec: LaunchSpec
     place: Place
@@ -124,14 +130,14 @@ class _One:
     _busy: float = field(default_factory=time.monotonic)
 
     def run(self) -> Mapping[str, Any] | NewcomerRefusal | None:
-        """Run the trial and return the facts that the computer would bring into the group;
-        ``None``: it has been stopped.
+        """Run the trial and return the facts that the computer would bring into the group.
 
-        They are its ``software`` alone where that has other versions than may be, so that nothing
-        is started there; or the error that the rank there has foreseen.
+        If its software has versions that do not fit, nothing is started there, and the result has
+        only ``software``. If the rank there ends with an error, the result is the refusal. ``None``
+        if the trial has been stopped.
 
         Raises:
-            AllhandsError: it cannot take part, with the reason.
+            AllhandsError: the computer cannot take part; the error says why.
         """
         place = replace(self.place, num_ranks=1)
         spec = self._trial_spec()
@@ -198,22 +204,24 @@ class _One:
             self._error, self._ended = frame["report"].get("error"), frame["code"]
 
 
-_TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
+_TRY_AGAIN_S = 60.0  # until a newcomer that has not answered is tried again
 
 
-# What to start, who, what the running ranks have agreed on, and rank 0's computer.
+# Takes the spec to start, the newcomers, what the running ranks have agreed on, and the computer of
+# rank 0.
 TryOut = Callable[[LaunchSpec, Sequence[Place], Mapping[str, Any], str], Trial]
 
 
 @dataclass
 class Newcomers:
-    """Those of one job.
+    """The newcomers of one job.
 
     Attributes:
-        try_out: begins to look at some; ``None``: all are believed to fit.
-        tell: is told who is looked at, and who is left out.
-        now: the time in seconds.
-        proven: who is known to fit.
+        members: the computers of the job.
+        try_out: begins a trial; ``None``: all newcomers count as fit without one.
+        tell: called with an event about who is tried and who is left out.
+        now: returns the time in seconds.
+        proven: the computers that are known to fit.
     """
 
     members: Members
@@ -227,10 +235,10 @@ class Newcomers:
     def all_fit(
         self, spec: LaunchSpec, roster: Roster, attested: Callable[[], Mapping[str, Any] | None]
     ) -> bool:
-        """Return at once whether all computers that could join the ranks of ``roster`` are known to
-        fit.
+        """Return whether all computers that could join the ranks of ``roster`` are known to fit.
 
-        Who does not is left out, and nobody else is disturbed.
+        It returns at once. If some are not known yet, it begins their trial. A computer that does
+        not fit is left out, without disturbing the others.
         """
         if self.try_out is None:
             return True
@@ -253,7 +261,7 @@ class Newcomers:
         return False
 
     def stop(self) -> None:
-        """End what is looked at: the attempt is over."""
+        """End the trial, if there is one, because the attempt is over."""
         if self._trial is not None:
             self._trial.stop()
             self._trial = None

@@ -1,9 +1,8 @@
-"""Train on one of several computers where a platform starts one process on each, and there is no
-ssh.
+"""Training on several computers where a platform starts one process on each, and there is no ssh.
 
-The processes of all computers meet; each then starts and watches its own share of the ranks. It
-does not see the other computers: when a rank fails, the ranks that wait for it fail or are ended,
-every process reports that, and the platform starts the job again.
+The processes of all computers meet, and then each starts and watches its own share of the ranks. It
+does not see the other computers. When a rank fails, the ranks that wait for it fail or are ended.
+Every process then reports a failure, and the platform starts the job again.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ def run_node(
 ) -> tuple[int, str | None]:
     """Start this computer's ranks, watch them to the end, and leave no process behind.
 
-    Signals act as under the supervisor: the first one lets the ranks save and end, the second one
-    ends them at once. Call it in the main thread.
+    Signals have the same effect as under the supervisor: after the first one the ranks save and
+    end; the second one ends them at once. Call this in the main thread.
 
     Args:
         spec: the whole job: ``num_processes`` counts the ranks of all computers.
         own: the ranks of this computer.
         meeting: where the processes of all computers meet.
         patience: how long the meeting may take.
-        tell: receives lines for a person.
+        tell: called with lines for the user.
 
     Returns:
-        The exit code, and the reason of a failure in words.
+        The exit code, and the reason of a failure in words, or ``None``.
 
     Raises:
         DistributedError: the computers did not meet, or the ranks could not be started.
@@ -63,7 +62,7 @@ def run_node(
             tell(event.message)
 
     make_directory(spec.log_dir, private=True)
-    for rank in own:  # error files of an earlier start
+    for rank in own:  # remove the error files of an earlier start
         (spec.log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
     with workroom() as room:
         come = partial(_meet, spec, own, meeting, patience, room.signals)
@@ -91,7 +90,7 @@ def _meet(
 ) -> tuple[str, ...] | None:
     """Return the addresses of all ranks of the job; ``None`` if a signal came first.
 
-    The meeting runs in threads, so that a signal need not wait for it.
+    The meeting runs in threads, so that a signal is noticed at once.
     """
     size, backend = spec.num_processes, spec.backend
     visits = [

@@ -1,5 +1,5 @@
-"""Facts about the end of one attempt of a job: :mod:`allhands.cluster.policy` judges them, and
-people read them.
+"""Facts about the end of one attempt of a job, for :mod:`allhands.cluster.policy`, which decides
+what to do next, and for messages.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# Ranks end with this code after a checkpoint when they were told "regroup": sysexits' EX_TEMPFAIL.
+# Ranks that were told "regroup" save a checkpoint and end with this code (EX_TEMPFAIL of sysexits).
 REGROUP_CODE = 75
-# What ranks of a ring are told when all of them can be called.
+# The word that ranks of a ring are told when all of them listen, so that each can be called.
 ALL_LISTEN = "listening"
 
-# "error": an exception; "misfit": differs from the others in what must be equal; "killed": a
-# signal; "memory": killed by the kernel for want of memory; "hang": no progress; "lost host": its
-# computer does not answer; "blocked": another rank cannot connect to it, though it listens; "not
-# started": not in time; "ended early": left its peers.
+# "error": the rank has raised an exception; "misfit": it differs from the others in something that
+# must be equal; "killed": by a signal; "memory": killed by the kernel because memory was short;
+# "hang": it makes no progress; "lost host": its computer does not answer; "blocked": another rank
+# cannot connect to it, although it listens; "not started": it has not started in time; "ended
+# early": it has ended while the others were still working.
 FaultKind = Literal[
     "error",
     "misfit",
@@ -32,18 +33,20 @@ FaultKind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an attempt failed: the rank that is the cause, not those that suffered it.
+    """Why an attempt failed: the rank that is the cause, not ranks that failed because of it.
 
     Attributes:
-        exit_code: for the supervisor to end with, if it does: the rank's, or 128 + signal.
+        rank: the rank that is the cause; -1 if it is no single rank.
+        exit_code: the exit code of the rank, or 128 + signal. The supervisor ends with it if it
+            does not start again.
         step: optimizer updates that the rank had done; ``None`` before the first beat.
-        phase: what it was doing then.
-        error: type and message of the exception that the rank wrote down.
-        code: of that exception, if it is one of allhands.
-        explanation: the message with place and remedy of an error that was foreseen.
-        misfits: the ranks without which the others could go on, where that is known; of a "misfit"
-            or an error before the first step.
-        detected_s: from the rank's last sign of life, or its end, to the decision.
+        phase: what the rank was doing then.
+        error: type and message of the exception that the rank has written into its error file.
+        code: code of that exception, if it is one of allhands.
+        explanation: message of an error that allhands knows, with its place and what to do.
+        misfits: the ranks without which the others could go on, if that is known; only for a
+            "misfit" or an error before the first step.
+        detected_s: seconds from the rank's last sign of life, or its end, to the decision.
     """
 
     kind: FaultKind
@@ -63,7 +66,7 @@ class Fault:
 
     @property
     def signature(self) -> tuple[str, int, int | None, str | None]:
-        """Return the facts that are the same when a fault is repeated: kind, exit code, step and
+        """Return the facts that are the same when a fault occurs again: kind, exit code, step and
         error.
         """
         return self.kind, self.exit_code, self.step, self.error
@@ -71,8 +74,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class NewcomerRefusal:
-    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's
-    type and message.
+    """Why a newcomer does not fit.
+
+    Attributes:
+        message: the reason in one sentence.
+        explanation: the reason, and what to do.
+        error: type and message of the exception, if there was one.
     """
 
     message: str
@@ -85,13 +92,14 @@ class Outcome:
     """The end of one attempt.
 
     Attributes:
-        fault: what went wrong, if something did.
-        stopped: the signal by which a person, or a scheduler, ended it; 0 if none did.
-        regroup: it ended at a checkpoint because it was told to.
-        started: whether all ranks had begun to train.
-        step: the most optimizer updates that any rank had done; ``None`` before the first beat.
-        ports_taken: the ring found its ports taken by another program: start again with others,
-            nothing else is wrong.
+        fault: what went wrong; ``None`` if nothing did.
+        stopped: the signal with which the user or a scheduler has ended the attempt; 0 if none.
+        regroup: whether it has ended at a checkpoint because the ranks were told to regroup.
+        started: whether all ranks had started.
+        step: highest number of optimizer updates that a rank had done; ``None`` before the first
+            beat.
+        ports_taken: whether another program has taken the ports of the ring. Then nothing else is
+            wrong, and the ranks should start again with other ports.
     """
 
     fault: Fault | None = None

@@ -1,5 +1,6 @@
-"""Time of a rank's steps, by its own heartbeats: the rest of the running step, for a person who
-stops the run.
+"""How long a rank's steps take, measured by its own heartbeats.
+
+A user who stops the run is told how long the running step will still take.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from allhands.io.formatting import format_duration
 
 _RECENT = 20
 _BETWEEN = ("validate", "save", "start", "end")  # phases outside a step
-# Where more time to end is given.
+# By platform: the setting that gives more time to end.
 _SETTINGS = {
     "kubernetes": "terminationGracePeriodSeconds of the pod, and ALLHANDS_GRACE_S as much",
     "slurm": "--signal=USR1@SECONDS of sbatch, or KillWait",
@@ -24,21 +25,24 @@ _SETTINGS = {
 
 
 class Pace:
-    """The times of the last steps; fed with every beat of the training thread, asked by any."""
+    """The times of the last steps.
+
+    The training thread reports every beat; any thread may ask.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=_RECENT)
         self._step: int | None = None
-        self._began: float | None = None  # the running step; ``None`` between two
+        self._began: float | None = None  # when the running step began; ``None`` between two steps
         self._first = True
         self.phase = "start"
 
     def beat(self, phase: str, step: int) -> None:
-        """Take in that the rank is in ``phase`` after ``step`` updates."""
+        """Record that the rank is in ``phase`` after ``step`` updates."""
         now = self._clock()
         if self._began is not None and step != self._step:
-            # The first one compiles, and is no measure once there is another.
+            # The first step compiles, so its time is dropped once there is another.
             if self._first and self._times:
                 self._times.clear()
                 self._first = False
@@ -52,23 +56,24 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """The usual time of a step; ``None``: not known yet."""
+        """The median time of the last steps; ``None``: not known yet."""
         times = list(self._times)
         return statistics.median(times) if times else None
 
     @property
     def is_steady(self) -> bool:
-        """Return whether there are steps besides the first one, which compiles."""
+        """True if a step after the first one, which compiles, has been measured."""
         return not self._first
 
     @property
     def longest_s(self) -> float:
-        """The longest of the last steps; 0 where none is known."""
+        """The longest time of the last steps; 0 if none is known."""
         return max(list(self._times), default=0.0)
 
     def left_s(self) -> float | None:
-        """Return the time that the running step still needs if it is as long as the last ones;
-        ``None``: not known.
+        """Return the time that the running step still needs if it takes the usual time.
+
+        0 between two steps; ``None`` if the usual time is not known.
         """
         began, usual = self._began, self.step_s
         if began is None:
@@ -76,12 +81,12 @@ class Pace:
         return None if usual is None else max(0.0, usual - (self._clock() - began))
 
     def told(self) -> str:
-        """Say after which work the run stops, and about when."""
+        """Return a line that says after which work the run stops, and about when."""
         if self.phase == "validate":
             return "stopping after this batch of the validation"
         if self.phase in ("save", "end"):
             return "stopping after the current save"
-        if self._step is None:  # a program that does not say
+        if self._step is None:  # a program that reports no beats
             return "stopping after this step"
         left = self.left_s()
         if left is None:
@@ -90,8 +95,9 @@ class Pace:
 
 
 def too_short(pace: Pace, launch: LaunchPlace) -> str | None:
-    """Say that a step is longer than the platform's time after SIGTERM, with the cost and the
-    remedy.
+    """Return a warning if a step takes longer than the platform waits after SIGTERM, or ``None``.
+
+    It says what may be lost, and which setting gives more time.
     """
     usual, given = pace.step_s, launch.grace_s
     if usual is None or not pace.is_steady or given is None or usual <= given:

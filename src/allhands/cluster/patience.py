@@ -11,20 +11,20 @@ from allhands.io.formatting import format_duration
 
 
 def _silent(text: str) -> None:
-    """For who wants to hear nothing."""
+    """Show no messages."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limit for the other ranks and for the name server.
+    """How long to wait for other ranks and for the name server.
 
     Attributes:
-        total_s: seconds until it is given up.
-        tell: is given a line about what is waited for, now and then.
-        tell_every_s: how often.
-        first_pause_s: before the second try; pauses double.
-        longest_pause_s: up to this.
-        resolve: the IPv4 address of a name; OSError: not known (yet).
+        total_s: seconds until the rank gives up.
+        tell: called from time to time with a line that says what the rank waits for.
+        tell_every_s: seconds between two such lines.
+        first_pause_s: pause before the second try; each further pause is twice as long.
+        longest_pause_s: the longest pause.
+        resolve: returns the IPv4 address of a name; raises OSError if it is not known (yet).
     """
 
     total_s: float = 900.0
@@ -36,7 +36,7 @@ class Patience:
 
 
 class Waiting:
-    """A deadline, and a line about it now and then."""
+    """A wait that has begun: it has a deadline, and shows a line from time to time."""
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
@@ -44,16 +44,16 @@ class Waiting:
 
     @property
     def passed_s(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._begin
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is given up."""
+        """Seconds until the rank gives up; negative after that."""
         return self.patience.total_s - self.passed_s
 
     def tell(self, what: str) -> None:
-        """Say what is waited for, unless something was said a moment ago."""
+        """Show a line that says what the rank waits for, unless the last line is too recent."""
         now = time.monotonic()
         if now - self._told >= self.patience.tell_every_s:
             self._told = now

@@ -1,7 +1,7 @@
 """Description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
 :mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and
-:mod:`allhands.cluster.platforms` translate the variables and files of each launcher into it.
+:mod:`allhands.cluster.platforms` make it from the variables and files of each launcher.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from allhands.io.formatting import counted
 Backend = Literal["none", "ring", "mpi", "nccl", "jaccl"]
 
 LOOPBACK = "127.0.0.1"
-# The usual port of a meeting. Not MLX's 32323, on which every other job of this computer may be.
+# The usual port of a meeting. It is not 32323, MLX's default, which another job here may use.
 USUAL_PORT = 29400
 _NUM_PORTS = 4
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Directories that a platform has prepared; ``None`` for those that it has not.
+    """Directories that a platform has prepared; ``None`` for each that it has not.
 
     Attributes:
-        data: by channel, such as ``"train"``.
-        model: for the finished model.
-        checkpoints: for files that outlive this machine.
-        output: for other results.
-        tensorboard: for the platform's TensorBoard.
-        config: with settings of the job, such as hyperparameters.
+        data: directories of data, by channel, such as ``"train"``.
+        model: directory for the finished model.
+        checkpoints: directory for files that are kept when this machine is gone.
+        output: directory for other results.
+        tensorboard: directory for the platform's TensorBoard.
+        config: directory with settings of the job, such as hyperparameters.
     """
 
     data: Mapping[str, Path] = field(default_factory=dict[str, Path])
@@ -46,17 +46,17 @@ class Paths:
 
 @dataclass(frozen=True)
 class Platform:
-    """The operator of the machine, with its paths and deadlines.
+    """The service or scheduler that manages this machine, with its paths and deadlines.
 
     Attributes:
         name: ``"slurm"``, ``"sagemaker"``, ``"vertex"``, ``"kubernetes"``, or empty.
         grace_s: seconds between its SIGTERM and its SIGKILL; ``None``: not known.
-        failure_file: the file for the reason of a failure.
+        failure_file: file into which the reason of a failure is written, or ``None``.
         paths: the directories that it has prepared.
-        requeue: the command that puts this job back into the queue.
+        requeue: the command that puts this job back into the queue; empty if there is none.
         restarts: number of earlier starts of the job.
-        why: each fact with its variable or file.
-        notes: advice for a person.
+        why: facts, each with the variable or file that shows it.
+        notes: advice for the user.
     """
 
     name: str = ""
@@ -76,7 +76,7 @@ class MeetingPoint:
     Attributes:
         host: name or address of rank 0's computer.
         ports: rank 0 listens on the first of these that is free.
-        job: a name that the ranks of this job share with no other job.
+        job: a name that all ranks of this job know, and that no other job has.
     """
 
     host: str
@@ -97,23 +97,24 @@ class LaunchPlace:
         launcher: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ``"mpich"``, ``"torchrun"``,
             ``"slurm"``, ``"vertex"``, ``"tf_config"``, ``"sagemaker"``, ``"kubernetes"``; or
             ``"single"`` for a process that no launcher has started as one of several.
-        rank: number of this process, or of this computer where ``ranks_per_node`` is more than 1.
-        size: number of processes, or of computers.
-        local_rank: number of this process on this computer.
+        rank: number of this process or, if ``ranks_per_node`` is more than 1, of this computer.
+        size: number of processes or, if ``ranks_per_node`` is more than 1, of computers.
+        local_rank: number of this process among those on this computer.
         local_size: number of processes on this computer.
-        backend: the group's back-end.
-        reason: the place in words, with the variables or files that say so.
-        hosts: the computer of every rank, where the launcher says so.
-        exports: variables that the ranks still lack.
-        node: number of this computer, where known.
-        num_nodes: number of computers, where known.
-        ranks_per_node: more than 1: this process stands for that many ranks of its computer, which
-            :mod:`allhands.cluster.node` starts.
-        meeting: where the ranks exchange their addresses; ``None``: the launcher has told them.
-        platform: the operator of the machine.
-        facts: further facts, each with its variable or file.
-        ignored: variables of launchers that come later in the order of precedence.
-        notes: advice for a person.
+        backend: back-end of the group.
+        reason: the place in words, with the variables or files that show it.
+        hosts: the computer of every rank, if the launcher names them.
+        exports: variables that the ranks need and the launcher has not set.
+        node: number of this computer, if known.
+        num_nodes: number of computers, if known.
+        ranks_per_node: if it is more than 1, this process stands for that many ranks of its
+            computer, which :mod:`allhands.cluster.node` starts.
+        meeting: where the ranks exchange their addresses; ``None``: the launcher provides the
+            addresses.
+        platform: the service or scheduler that manages the machine.
+        facts: further facts, each with the variable or file that shows it.
+        ignored: variables of other launchers, which have not been used.
+        notes: advice for the user.
     """
 
     launcher: str = "single"
@@ -158,7 +159,7 @@ class LaunchPlace:
 
     @property
     def failure_file(self) -> Path | None:
-        """The platform's file for the reason of a failure."""
+        """File of the platform for the reason of a failure, or ``None``."""
         return self.platform.failure_file
 
     @property
@@ -173,21 +174,20 @@ class LaunchPlace:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Return each fact with its variable or file."""
+        """All facts, each with the variable or file that shows it."""
         return tuple(fact for fact in (self.reason, *self.facts, *self.platform.why) if fact)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of recognition.
+    """What the recognition of a launcher may look at.
 
     Attributes:
-        env: the variables that are not empty.
+        env: the environment variables that are not empty.
         has_cuda: whether this MLX computes with CUDA.
         has_mpi: whether MLX can load an Open MPI here.
-        launcher_process: returns the number of the process that has started all ranks of this
-            computer.
-        root: the directory that platforms call ``/``.
+        launcher_process: returns the id of the process that has started all ranks of this computer.
+        root: the directory that stands for ``/``; tests use another one.
     """
 
     env: Mapping[str, str]
@@ -197,7 +197,7 @@ class Given:
     root: Path = Path("/")
 
     def read(self, path: str) -> str | None:
-        """Return the text of a platform's file; ``None`` if there is none.
+        """Return the text of a platform's file; ``None`` if there is no such file.
 
         Raises:
             DistributedError: the file cannot be read.
@@ -219,14 +219,14 @@ class Given:
         return all(name in self.env for name in names)
 
     def first(self, *names: str) -> str | None:
-        """Return the name of the first of these variables that is set."""
+        """Return the name of the first of these variables that is set, or ``None``."""
         return next((name for name in names if name in self.env), None)
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return the variable as an integer.
 
         Raises:
-            DistributedError: the variable is no integer, or not set and there is no default.
+            DistributedError: the variable is not an integer, or is not set and has no default.
         """
         if name not in self.env and default is not None:
             return default
@@ -248,7 +248,7 @@ class Given:
         """Return the variable as a TCP port.
 
         Raises:
-            DistributedError: the variable is no port.
+            DistributedError: the variable is not a port, or is not set and has no default.
         """
         port = self.number(name, default)
         if not 0 < port < 65536:
@@ -260,12 +260,12 @@ class Given:
         return port
 
     def shown(self, *names: str) -> str:
-        """``RANK=1, WORLD_SIZE=2``, for those that are set."""
+        """Return those of the variables that are set, as in ``RANK=1, WORLD_SIZE=2``."""
         return ", ".join(f"{name}={self.env[name]}" for name in names if name in self.env)
 
 
 def below(root: Path, path: str | Path) -> Path:
-    """Return a platform's path under ``root``, if it is absolute."""
+    """Return a platform's path; an absolute one is taken as a path below ``root``."""
     return root / str(path).lstrip("/") if Path(path).is_absolute() else Path(path)
 
 
@@ -282,7 +282,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     """Return the JSON object in ``text``, which comes from the variable or file ``source``.
 
     Raises:
-        DistributedError: the text is no JSON object.
+        DistributedError: the text is not a JSON object.
     """
     try:
         content, problem = json.loads(text), "not a JSON object"
@@ -296,13 +296,13 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def meeting_at(host: str, port: int, job: str) -> MeetingPoint:
-    """Return a meeting on ``port`` and a few ports next to it, the same on every rank."""
+    """Return a meeting point with ``port`` and a few ports next to it, the same on every rank."""
     step = 1 if port + _NUM_PORTS <= 65536 else -1
     return MeetingPoint(host, tuple(port + step * i for i in range(_NUM_PORTS)), job)
 
 
 def over_network(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> LaunchPlace:
-    """``launch`` over NCCL where MLX has CUDA, else over the ring.
+    """Return ``launch`` with the back-end NCCL if MLX has CUDA, otherwise with the ring.
 
     Raises:
         DistributedError: this computer has more ranks than GPUs.
@@ -318,7 +318,10 @@ def over_network(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> La
 
 
 def _own_gpu(given: Given, launch: LaunchPlace) -> dict[str, str]:
-    """The GPU of this rank among the visible ones; a single visible one was chosen by the launcher."""
+    """Return the variable that gives this rank one of the visible GPUs.
+
+    If only one is visible, the launcher has chosen it, and no variable is needed.
+    """
     visible = given.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible == [""]:
         return {"CUDA_VISIBLE_DEVICES": str(launch.local_rank)}
@@ -334,10 +337,13 @@ def _own_gpu(given: Given, launch: LaunchPlace) -> dict[str, str]:
 
 
 def one_of_nodes(given: Given, launch: LaunchPlace, meeting: MeetingPoint) -> LaunchPlace:
-    """Return a launch by a platform that starts one process a computer; one computer alone is no
-    group.
+    """Complete the launch of a platform that starts one process on each computer.
 
-    ``ALLHANDS_RANKS_PER_NODE`` sets the number of ranks on each computer.
+    ``ALLHANDS_RANKS_PER_NODE`` sets the number of ranks on each computer. With one computer there
+    is no group, so the launcher becomes ``"single"``.
+
+    Raises:
+        DistributedError: the variable is not a number from 1, or there are more ranks than GPUs.
     """
     if "ALLHANDS_RANKS_PER_NODE" in given.env:
         count = given.number("ALLHANDS_RANKS_PER_NODE")

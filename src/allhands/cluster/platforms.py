@@ -1,6 +1,6 @@
-"""Platforms that start one process a computer: Vertex AI, SageMaker, Kubernetes.
+"""Platforms that start one process on each computer: Vertex AI, SageMaker, Kubernetes.
 
-A function returns ``None`` where its platform has not started this process.
+A function returns ``None`` if its platform has not started this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from allhands.io.formatting import counted
 _SAGEMAKER = "/opt/ml"
 _RESOURCES = f"{_SAGEMAKER}/input/config/resourceconfig.json"
 _CHANNELS = f"{_SAGEMAKER}/input/config/inputdataconfig.json"
-_SAGEMAKER_PORT = 7777  # as its own torchrun uses
+_SAGEMAKER_PORT = 7777  # the port that SageMaker's own torchrun uses
 _SAGEMAKER_GRACE_S = 120.0
 _KUBERNETES_GRACE_S = 30.0
 _MPI_HOSTFILE = "/etc/mpi/hostfile"
@@ -54,7 +54,7 @@ def vertex(given: Given) -> LaunchPlace | None:
 
 
 def tf_config(given: Given) -> LaunchPlace | None:
-    """Recognise a replica under an operator that sets TensorFlow's ``TF_CONFIG`` only."""
+    """Recognise a replica of an operator that sets only TensorFlow's ``TF_CONFIG``."""
     others = "there are no parameter servers and evaluators here"
     return _replica(given, "tf_config", "TF_CONFIG", ("chief", "master", "worker"), others)
 
@@ -62,7 +62,11 @@ def tf_config(given: Given) -> LaunchPlace | None:
 def _replica(
     given: Given, launcher: str, variable: str, training: Sequence[str], others: str
 ) -> LaunchPlace | None:
-    """The place of this process among the replicas of the ``training`` roles, rank 0's role first.
+    """Return the place of this process among the replicas that train.
+
+    Args:
+        training: the roles that train; rank 0 is a replica of the first one that has replicas.
+        others: says in an error what the other roles are for.
 
     Raises:
         DistributedError: this process has another role, or the variable is not understood.
@@ -72,7 +76,7 @@ def _replica(
     content = parse_object(given.env[variable], variable)
     cluster, task = content.get("cluster"), content.get("task")
     if variable == "TF_CONFIG" and not cluster:
-        return None  # as some tools set it for one process
+        return None  # some tools set it like this for a single process
     if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise _odd(variable, "it has no cluster and task")
     addresses = _addresses(variable, cast(dict[str, Any], cluster), training)
@@ -103,7 +107,7 @@ def _replica(
 def _addresses(
     variable: str, cluster: dict[str, Any], training: Sequence[str]
 ) -> dict[tuple[str, int], str]:
-    """The address of each replica that trains, in the order of ranks."""
+    """Return the address of each replica that trains, in the order of ranks."""
     found: dict[tuple[str, int], str] = {}
     for role in training:
         addresses = cluster.get(role) or []
@@ -150,8 +154,9 @@ def _vertex_platform(given: Given) -> Platform | None:
 
 
 def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
-    """Return the path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``;
-    ``None``: not mounted.
+    """Return the path at which Vertex mounts ``uri``; ``None`` if it is not mounted.
+
+    ``gs://bucket/path`` is mounted at ``/gcs/bucket/path``.
     """
     bucket = uri.removeprefix("gs://").strip("/")
     path = f"/gcs/{bucket}" if uri.startswith("gs://") else uri
@@ -162,9 +167,9 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 
 
 def sagemaker(given: Given) -> LaunchPlace | None:
-    """Return the one process that SageMaker starts on each computer of a training job.
+    """Recognise the one process that SageMaker starts on each computer of a training job.
 
-    ``SM_NUM_GPUS`` of its toolkit sets the number of ranks on each.
+    If MLX has CUDA, ``SM_NUM_GPUS`` of SageMaker's toolkit sets the number of ranks on each.
     """
     if (found := _sagemaker_hosts(given)) is None:
         return None
@@ -189,8 +194,10 @@ def sagemaker(given: Given) -> LaunchPlace | None:
 
 
 def _sagemaker_hosts(given: Given) -> tuple[list[str], str, str] | None:
-    """All hosts, this one, and their source: SageMaker's file, or the variables of its toolkit,
-    which must agree.
+    """Return all hosts, the name of this one, and the source of both.
+
+    The source is SageMaker's file or the variables of its toolkit. If there are both, they must
+    agree.
     """
     found, text = list[tuple[list[str], str, str]](), given.read(_RESOURCES)
     if text is not None:
@@ -266,7 +273,10 @@ def _sagemaker_platform(given: Given) -> Platform | None:
 
 
 def indexed_job(given: Given) -> LaunchPlace | None:
-    """Recognise a pod of an Indexed Job, or of a StatefulSet; neither knows the number of pods."""
+    """Recognise a pod of an Indexed Job or of a StatefulSet.
+
+    Kubernetes tells neither kind of pod how many pods there are, so a variable must say it.
+    """
     sized = given.first("ALLHANDS_NUM_NODES", "WORLD_SIZE", "NUM_NODES")
     if "JOB_COMPLETION_INDEX" in given.env:
         index, source = given.number("JOB_COMPLETION_INDEX"), "JOB_COMPLETION_INDEX"
@@ -310,7 +320,7 @@ def _pod(given: Given) -> str:
 
 
 def _ordinal(given: Given) -> int:
-    """The number at the end of a StatefulSet's pod name."""
+    """Return the number at the end of the name of a StatefulSet's pod."""
     found = re.fullmatch(r".+-(\d+)", _pod(given))
     if found is None:
         raise DistributedError(
@@ -322,12 +332,14 @@ def _ordinal(given: Given) -> int:
 
 
 def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], str]:
-    """The name of pod 0, the names of all pods if they are known, and the fact that says so."""
+    """Return the name of pod 0, the names of all pods if they are known, and the fact that shows
+    them.
+    """
     pod = _pod(given)
     base = pod.removesuffix(f"-{index}")
     service, source = given.env.get("ALLHANDS_PEERS_SERVICE"), "ALLHANDS_PEERS_SERVICE"
     if service is None and pod:
-        # The kubelet writes the headless service into the pod's own line.
+        # The kubelet writes the pod's name with its headless service into /etc/hosts.
         found = re.search(rf"\s{re.escape(pod)}\.(\S*\bsvc\b\S*)", given.read("/etc/hosts") or "")
         service, source = found[1] if found else None, "/etc/hosts"
     if not service or base == pod:
@@ -344,8 +356,9 @@ def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], s
 
 
 def mpi_job_launcher(given: Given) -> LaunchPlace | None:
-    """Return the launcher pod of an MPIJob outside mpirun: one process, which still has to start
-    its ranks.
+    """Recognise the launcher pod of an MPIJob, outside mpirun.
+
+    It is a single process, and the ranks must still be started with mpirun.
     """
     hostfile = given.first(
         "OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"
@@ -353,7 +366,7 @@ def mpi_job_launcher(given: Given) -> LaunchPlace | None:
     role = given.env.get("K_MPI_JOB_ROLE")
     if role != "launcher" and (hostfile is None or given.env[hostfile] != _MPI_HOSTFILE):
         return None
-    # A line is "host slots=N" (Open MPI) or "host:N" (MPICH, Intel).
+    # A line is "host slots=N" (Open MPI) or "host:N" (MPICH and Intel MPI).
     lines = re.findall(r"^\s*([^#\s][^#\n]*)", given.read(_MPI_HOSTFILE) or "", re.MULTILINE)
     slots = [
         int(n[1]) if (n := re.search(r"(?:slots\s*=\s*|:)(\d+)\s*$", line)) else 1 for line in lines
@@ -390,7 +403,9 @@ def _kubernetes_platform(given: Given) -> Platform | None:
 
 
 def platform_of(given: Given) -> Platform:
-    """Return the operator of this machine. ``ALLHANDS_GRACE_S`` corrects its time to end.
+    """Return the platform that manages this machine; one without a name if none is known.
+
+    ``ALLHANDS_GRACE_S`` replaces its time between SIGTERM and SIGKILL.
 
     Raises:
         DistributedError: a variable or file of the platform is not understood.

@@ -1,5 +1,5 @@
-"""Decision after an attempt has ended: finish, give up with a reason, or start again with some
-ranks after a pause.
+"""The decision after an attempt has ended: finish, give up with a reason, or start again after a
+pause, perhaps with fewer ranks.
 
 The decision is a pure function of facts. :mod:`allhands.cluster.supervisor` carries it out.
 """
@@ -26,14 +26,15 @@ from allhands.errors import (
 
 LONGEST_PAUSE_S = 60.0
 MOST_SLACK = 8.0
-# For a program that reports no steps only the time is known: after the first time failures are not
-# "the same", and after the second one the program has made progress.
+# For a program that reports no steps, only its running time is known. If it has run longer than
+# _BRIEF_S, its failure does not count as a repeated one. If it has run for _LONG_S, it has made
+# progress.
 _BRIEF_S = 60.0
 _LONG_S = 600.0
 _PORT_RESTARTS = 3
 _BLAMED_TIMES = 3
-# Failures that no restart can correct, by the exit code of a command that could not begin, and by
-# the exit code of an error that a rank has recorded.
+# Failures that no restart can correct: first by the exit code of a command that could not start,
+# then by the exit code of an error that a rank has recorded.
 _COMMAND = {
     2: "the command line (exit code 2)",
     126: "the command (it cannot be executed)",
@@ -47,10 +48,9 @@ _LASTING = {
     NumericsError.exit_code: "the numbers",
     CheckpointError.exit_code: "the checkpoint",
 }
-# The ones that each rank checks on its own computer; a check of rank 0 alone concerns no other rank
-# fault either.
+# Those of them that a rank finds on its own computer, so that one computer alone may have them.
 _LACKING = (DataError.exit_code, ModelError.exit_code)
-# Signals that come from outside a program; it causes the others itself.
+# Exit codes of signals that come from outside a program. The program itself causes the others.
 _FROM_OUTSIDE = {
     128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 }
@@ -61,11 +61,12 @@ class Past:
     """An attempt that is over.
 
     Attributes:
-        seats: for each rank the place of its faults: its computer, or its slot on a single
-            computer.
+        seats: for each rank its seat, to which its faults are attributed: the rank's computer or,
+            if there is only one computer, the rank's slot.
         apart: True if the seats are computers.
-        edition: number of changes to the hostfile; a change clears earlier faults.
-        ran_s: its duration in seconds.
+        edition: how often the hostfile has been changed. Faults from before a change no longer
+            count against a seat.
+        ran_s: duration of the attempt in seconds.
     """
 
     outcome: Outcome
@@ -76,15 +77,18 @@ class Past:
 
     @property
     def culprit(self) -> str | None:
-        """The seat of the rank that caused the end, if there is one."""
+        """The seat of the rank that has caused the fault, or ``None``."""
         fault = self.outcome.fault
         return self.seats[fault.rank] if fault and 0 <= fault.rank < len(self.seats) else None
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """Limits from the options: restarts after faults, and the fewest ranks to go on with (``None``:
-    all).
+    """Limits from the options.
+
+    Attributes:
+        max_restarts: highest number of restarts after faults.
+        min_ranks: lowest number of ranks with which the job may go on; ``None``: all ranks.
     """
 
     max_restarts: int = 0
@@ -93,7 +97,7 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RunDone:
-    """The job is over, by its own end or at the user's request."""
+    """The job is over: it has finished, or the user has stopped it."""
 
     code: int
 
@@ -111,11 +115,11 @@ class Restart:
     """Start again after ``pause_s`` seconds.
 
     Attributes:
-        reason: reason of the restart, or of the pause.
+        reason: why the job is started again, in words.
         exclude: seats to leave out from now on.
-        slack: factor on the deadlines for progress.
-        fault: True if a fault is the cause, which counts against the budget; a computer that does
-            not fit is no fault.
+        slack: factor by which the deadlines for progress are longer.
+        fault: True if a fault is the cause; then the restart counts for ``max_restarts``. That a
+            computer does not fit is not a fault in this sense.
     """
 
     pause_s: float
@@ -126,8 +130,10 @@ class Restart:
 
 
 def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | Restart:
-    """Decide what follows the last attempt of ``history``, which has all attempts of the job in
-    order.
+    """Decide what to do after the last attempt of ``history``.
+
+    Args:
+        history: all attempts of the job, in order.
     """
     outcome = history[-1].outcome
     if outcome.ports_taken:
@@ -145,11 +151,10 @@ def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | 
 
 
 def _unfit(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> frozenset[str]:
-    """Return the seats that do not fit, if the others are enough: with them the next start would
-    fail in the same way.
+    """Return the seats that do not fit, if the others are enough to go on.
 
-    An error before the first step, such as a missing model, belongs to a computer if no other
-    computer has it.
+    With these seats the next start would fail in the same way. An error before the first step, such
+    as a missing model, also counts, unless other computers have it too.
     """
     last = history[-1]
     unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
@@ -206,23 +211,25 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
 
 
 def _lasting(fault: Fault) -> str | None:
-    """Return the cause, if no restart can change it."""
+    """Return what causes the fault if no restart can change it, or ``None``."""
     return (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code)
 
 
 def _pause(fruitless: int) -> float:
-    """Return the seconds before another start, after so many attempts without progress."""
+    """Return the seconds to wait before the next start; ``fruitless`` attempts made no progress."""
     return min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless else 0.0
 
 
 def _slack(faults: Sequence[Fault | None]) -> float:
-    # The first hang at a place counts as a hang; a second one there may have been a step that takes
-    # long.
+    # After each hang without progress the deadlines grow: perhaps it was only a long step.
     return min(4.0 ** sum(one is not None and one.kind == "hang" for one in faults), MOST_SLACK)
 
 
 def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:
-    """Go on without the unreachable computer, if allowed; because of it ranks have never connected."""
+    """Go on without a computer that others cannot connect to, if enough ranks are left.
+
+    It is called only if the ranks have never connected.
+    """
     last = history[-1]
     seat = last.culprit
     if last.apart and seat is not None and _enough_without([seat], last, limits):
@@ -231,15 +238,19 @@ def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp
 
 
 def _counts(past: Past) -> bool:
-    """Return whether it ended by a fault that allows another try: not by a computer that did not
-    fit.
+    """Return whether the attempt has ended with a fault that counts for ``max_restarts``.
+
+    A port that was taken does not count, nor does a computer that did not fit.
     """
     fault = past.outcome.fault
     return not (fault is None or past.outcome.ports_taken or _is_own(past, fault))
 
 
 def _is_own(past: Past, fault: Fault) -> bool:
-    """Return whether the fault belongs to a computer that does not fit, or lacks a needed file."""
+    """Return whether the fault is that some computer does not fit, or lacks a file that it needs.
+
+    An error in the settings counts only if rank 0 does not have it: otherwise all have it.
+    """
     lacks = fault.exit_code in _LACKING or (
         fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits
     )
@@ -247,24 +258,23 @@ def _is_own(past: Past, fault: Fault) -> bool:
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
-    """Return the latest faults, newest first, back to the last attempt that got further than all
-    earlier ones.
+    """Return the latest attempts with faults, newest first, each with whether it made progress.
 
-    Each comes with whether its attempt did. That attempt is included, because the next one may fail
-    at the same place.
+    An attempt has made progress if it got further than all earlier ones. The newest such attempt is
+    the last one returned: it is included because later attempts may have failed at the same place.
     """
     for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
         if past.outcome.fault is not None and not _counts(past):
             continue
         if past.outcome.fault is None:
-            return  # a checkpoint was reached, at which the ranks regrouped
+            return  # the ranks have regrouped at a checkpoint, which is progress
         yield past, gained
         if gained:
             return
 
 
 def _gains(history: Sequence[Past]) -> list[bool]:
-    """Return whether each attempt got further than those before it."""
+    """Return for each attempt whether it got further than all attempts before it."""
     reached = [0]
     for past in history:
         reached.append(max(reached[-1], past.outcome.step or 0))
@@ -279,23 +289,24 @@ def _gains(history: Sequence[Past]) -> list[bool]:
 def _leave_out(
     stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: RestartLimits
 ) -> tuple[frozenset[str], str | None]:
-    """Return the seat to leave out from now on, if there is one, or why the job cannot go on
-    without it.
+    """Return the seat to leave out from now on, if there is one.
+
+    The second value says why the job cannot go on without that seat, or is ``None``.
     """
     last = stalled[0][0]
     seat = last.culprit
     if seat is None:
         return frozenset(), None
     blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
-    # The cause of an exactly repeated failure may be a computer or GPU, or the job. A start without
-    # the computer shows it.
+    # If exactly the same failure occurs twice on a seat, the cause may be its computer or GPU, or
+    # the job itself. A start without the seat shows which.
     repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None
     if _enough_without([seat], last, limits):
         return frozenset({seat}), None
     if repeated or not last.apart:
-        return frozenset(), None  # the other rules, and the budget, decide
+        return frozenset(), None  # the other rules and ``max_restarts`` decide
     least = "all" if limits.min_ranks is None else limits.min_ranks
     return frozenset(), (
         f"{len(blamed)} faults in a row, without getting further, were due to {seat}, and {least} ranks are needed "
@@ -308,7 +319,7 @@ def _same_seat(past: Past, last: Past) -> bool:
 
 
 def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | None:
-    """Return why another restart would fail in the same way, if it would."""
+    """Return why another restart would fail in the same way, or ``None`` if it might not."""
     patience, times, last = _patience(fault), _repeated(stalled, fault), stalled[0][0]
     unknown = fault.step is None and last.outcome.started and last.ran_s > _BRIEF_S
     if patience is None or times < patience or unknown:
@@ -327,15 +338,15 @@ def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | Non
 
 
 def _repeated(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> int:
-    """Return how often in a row this has happened."""
+    """Return how many of the latest attempts in a row had the same fault as this one."""
     wanted = _essence(fault)
     faults = (past.outcome.fault for past, _ in stalled)
     return len(list(takewhile(lambda one: one is not None and _essence(one) == wanted, faults)))
 
 
 def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
-    """Return the facts of a fault that stay the same when it is repeated, without those that vary
-    by chance.
+    """Return the facts that are the same when a fault occurs again, without those that vary by
+    chance.
     """
     kind, code, step, error = fault.signature
     if kind == "hang":
@@ -346,11 +357,12 @@ def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
 
 
 def _patience(fault: Fault) -> int | None:
-    """Return how many times in a row the same fault may happen before it counts as lasting;
-    ``None``: no limit.
+    """Return how many times in a row the same fault must occur to count as lasting.
+
+    ``None``: it never counts as lasting.
     """
     if fault.kind in ("lost host", "blocked") or fault.exit_code == PeerLostError.exit_code:
-        return None  # a computer, or the network, that may come back
+        return None  # the computer or the network may come back
     outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE
     unconnected = fault.kind == "error" and fault.exit_code == DistributedError.exit_code
     unplaced = fault.kind == "killed" and fault.step is None

@@ -1,12 +1,15 @@
-"""Program that the doctor runs on every computer: it is sent over ssh and converses in JSON lines.
+"""The program that the doctor runs on every computer: it is sent over ssh, and answers requests in
+lines of JSON.
 
-The program (:func:`program`) is this module, a few of :mod:`allhands.runtime` and the parts in
-:mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9.
-:data:`BOOTSTRAP`, given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``),
-then the text, and hands over to :func:`converse`; it runs on any Python since 2.7, so that an old
-one can say that it is old. Each request is a line of JSON, each answer a line of the token and
-JSON: what a login shell or a library prints is told from it. The program ends when its input does,
-or when nothing is asked for long.
+The program (:func:`program`) is one text, joined from this module, some modules of
+:mod:`allhands.runtime` and those of :mod:`allhands.cluster.probes`. It needs only Python 3.9.
+:data:`BOOTSTRAP` is given to ``python -c``. It reads the first line of its input (``TOKEN
+LENGTH``), then the text, and calls :func:`converse`. It runs on any Python since 2.7, so that an
+old Python can report its version.
+
+Each request is a line of JSON. Each answer is a line with the token and JSON; the token
+distinguishes it from what a login shell or a library prints. The program ends when its input ends,
+or after a long time without a request.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from allhands.runtime.threads import side_by_side
 
 # The oldest Python that can run the program.
 OLDEST = (3, 9)
-# It runs what the person's own doctor sends over the person's own ssh, as `python -` would; but
-# unlike there, its input stays open for requests. Nothing is imported from the directory that it
-# happens to start in.
+# Like `python -`, it runs a program from its input, which the user's doctor sends over the user's
+# ssh. Unlike there, the input stays open for requests. Nothing is imported from the directory in
+# which it starts.
 BOOTSTRAP = """
 import sys
 sys.path = [place for place in sys.path if place]
@@ -71,8 +74,9 @@ _PARTS = (
     ),
     "cluster/probe",
 )
-_SIDE_BY_SIDE = 32  # connections, or logins
-_IDLE_S = 120  # without a request, or within one without a sign of life, after which the system ends the program
+_SIDE_BY_SIDE = 32  # connections or logins at the same time
+# After this time without a request, or without output during one, the system ends the program.
+_IDLE_S = 120
 _PROGRESS_S = 0.5
 
 
@@ -82,8 +86,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def program() -> str:
     """Return the text to send: ASCII, for Python 3.9 or later."""
-    # Computers are looked at in threads, of which two may not parse at once: Python 3.11 mistakes
-    # one's depth for the other's.
+    # Threads look at several computers at the same time, but only one may parse: Python 3.11 mixes
+    # up the depths of two parsers.
     with _ONE_AT_A_TIME:
         if not _TEXT:
             _TEXT.append(joined_text())
@@ -91,7 +95,7 @@ def program() -> str:
 
 
 def joined_text() -> str:
-    """Join the modules of the program to one text."""
+    """Join the modules of the program into one text, without their imports of each other."""
     import ast
     from pathlib import Path
 
@@ -134,8 +138,8 @@ def answer_to(
     """Return the answer to one request; its ``kind`` selects the probe.
 
     Args:
-        say: tells of progress in between.
-        listeners: gets what goes on listening afterwards.
+        say: called with fields to send before the answer, such as progress.
+        listeners: gets the sockets that stay open after the answer, for the kind ``listen``.
     """
     kind = request["kind"]
     if kind == "time":
@@ -169,7 +173,7 @@ def answer_to(
 
 
 def copied(request: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
-    """Return a step of ``allhands cluster sync``, or the error by which it has failed."""
+    """Do one step of ``allhands cluster sync``; return its result, or the error if it fails."""
     try:
         return (look if request["kind"] == "look" else send)(
             request, lambda done: say(progress=done)
@@ -188,12 +192,16 @@ def copied(request: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:
-    """Everything about this computer that needs no other one, and what could not be had.
+    """Return all facts about this computer that need no other computer.
 
-    ``request`` may name ``cwd``, the directory to work in, ``below_home``, where it is instead,
-    ``places`` (role to path) whose disks count, ``peers``, addresses to which routes are looked up,
-    and ``only``, the names of the facts to collect; facts that take longer than ``timeout_s`` are
-    left out.
+    Facts that cannot be found, or take longer than ``timeout_s`` of the request, are named under
+    ``missing``.
+
+    Args:
+        request: may also have ``cwd``, the working directory; ``below_home``, a path below the home
+            directory to use if ``cwd`` does not exist; ``places``, paths by role whose disks are
+            examined; ``peers``, addresses whose routes are looked up; and ``only``, the names of
+            the facts to collect.
     """
     found: dict[str, Any] = {"cwd_error": None}
     if request.get("cwd"):
@@ -228,8 +236,9 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, Any]]:
-    """Return the directories that ``request["sources"]`` names by their role, with progress in
-    bytes.
+    """Return facts about the directories of ``request["sources"]``, a mapping of roles to paths.
+
+    Progress is sent in bytes.
     """
     told = time.monotonic()
 

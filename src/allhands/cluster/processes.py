@@ -1,7 +1,8 @@
-"""Starting the ranks of one job on this computer, seeing them end, and ending them.
+"""Starting the ranks of one job on this computer, noticing their ends, and ending them.
 
-Two ways: the ranks are our children (ring, NCCL), or mpirun's (MPI). Both answer the same four
-questions for :mod:`allhands.cluster.supervisor`, which holds all the judgement.
+There are two ways. The ranks are children of this process (ring, NCCL, JACCL) or of mpirun (MPI).
+Both are a :class:`RankProcesses`, which only reports facts. :mod:`allhands.cluster.attempt` judges
+them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from allhands.io.formatting import counted
 from allhands.runtime.callers import RING_KEY
 from allhands.runtime.ports import PortSettings, cannot_listen
 
-# Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
+# Variables of another launcher, or of a job to which this process belongs. Ranks must not get them.
 _FOREIGN = (
     "MLX_RANK",
     "MLX_HOSTFILE",
@@ -92,15 +93,16 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a job's ranks that one computer has.
+    """The ranks of a job that run on one computer.
 
     Attributes:
-        first: its first rank.
-        count: how many it has.
-        peers: ``address:port`` of every rank of the job for the ring; of rank 0 alone for NCCL.
-        name: the computer's, in messages.
+        first: first of these ranks.
+        count: number of these ranks.
+        peers: ``address:port`` of every rank of the job, for the ring; for NCCL and JACCL only of
+            rank 0.
+        name: name of the computer in messages.
         output: descriptors for rank 0's standard output and error; ``None``: our own.
-        tell: takes the lines of all ranks, if they are to be tagged, with the rank.
+        tell: called with the rank and a line, for each line of a rank, if the output is tagged.
     """
 
     first: int
@@ -114,14 +116,16 @@ class Share:
 def start(
     spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None
 ) -> RankProcesses:
-    """Start the ranks, or a share of them whose ports somebody else holds.
+    """Start the ranks, or a share of them.
 
-    ``run_dir`` is private to this attempt and outlives its processes; ``reaper`` ends them if we
-    are killed.
+    Args:
+        run_dir: a directory that is private to this attempt and exists longer than its processes.
+        reaper: ends the processes if this process is killed.
+        share: the ranks to start; the caller has reserved their ports. ``None``: all ranks.
 
     Raises:
-        AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be
-            written.
+        AllhandsError: there is no usable Open MPI, the system refuses another process, or a log
+            cannot be written.
     """
     try:
         if spec.backend == "mpi":
@@ -141,15 +145,15 @@ def start(
 def reserve_ports(
     count: int, shareable: bool, address: str = "127.0.0.1"
 ) -> tuple[list[socket.socket], list[int]]:
-    """Bind ``count`` free ports of this computer's ``address`` at once and return their sockets and
+    """Bind ``count`` different free ports of this computer's ``address``; return their sockets and
     numbers.
 
-    A shareable socket may stay open (never listening): MLX's ring binds with SO_REUSEPORT too, so
-    it gets in and strangers do not. Only Linux promises that connections then go to the one that
-    listens.
+    A shareable socket may stay open, without listening. MLX's ring also binds with SO_REUSEPORT, so
+    it can use the port, while programs of other users cannot. Only Linux guarantees that
+    connections then go to the socket that listens.
 
     Raises:
-        DistributedError: that cannot be.
+        DistributedError: the ports cannot be bound.
     """
     sockets: list[socket.socket] = []
     try:
@@ -173,19 +177,22 @@ def reserve_ports(
 
 
 class _Local(RunFiles, RankProcesses):
-    """Common part of both ways: the files of the ranks are on this computer."""
+    """The common part of both ways: the files of the ranks are on this computer."""
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
         super().__init__(run_dir.absolute(), spec.log_dir)
         self._spec = spec
         self._reaper = reaper
-        reaper.mark(self.run_dir)  # ranks and whatever they start bear it
+        reaper.mark(self.run_dir)  # ranks, and all processes that they start, have it as their mark
         self._ended = False
         self._name = socket.gethostname()
         self._tails: Tails | None = None
 
     def _show_all(self, ranks: range, tell: Callable[[int, bytes], None]) -> None:
-        """Show the lines of all ranks, if that is wanted; before the first of them starts."""
+        """Begin to show the lines of all ranks, if the output is tagged.
+
+        Call this before the first rank starts.
+        """
 
         def show(rank: int, line: bytes) -> None:
             if not self.tells_error(rank, line):
@@ -209,12 +216,13 @@ class _Local(RunFiles, RankProcesses):
             return False
 
     def _command(self, rank: int) -> int | None:
-        """The process of the rank's command, if it is known and has not ended."""
+        """Return the process id of the rank's command, if it is known and has not ended."""
         raise NotImplementedError
 
     def _end_sessions(self, leaders: Sequence[int]) -> None:
-        """End also what ranks have started and left behind; once, for the numbers may come to mean
-        others.
+        """Also end processes that ranks have started and left behind.
+
+        Only the first call does this: later the process ids may belong to other processes.
         """
         if self._ended:
             return
@@ -227,7 +235,7 @@ class _Local(RunFiles, RankProcesses):
 
 
 class _OwnChildren(_Local):
-    """Ranks that are our own children, each in a session of its own so that Ctrl-C reaches only us."""
+    """Ranks that are our own children, each in its own session so that Ctrl-C reaches only us."""
 
     def __init__(
         self, spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None
@@ -242,7 +250,7 @@ class _OwnChildren(_Local):
         shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
         if (
             share is None
-        ):  # otherwise whoever starts the other computers' ranks has made one for all
+        ):  # with a share, the one who starts the ranks of all computers has made the key
             shared[RING_KEY] = secrets.token_hex(32)
         environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
         self._show_all(self._own(), self._share.tell)
@@ -254,7 +262,10 @@ class _OwnChildren(_Local):
             raise
 
     def _everything(self, spec: LaunchSpec) -> Share:
-        """All ranks, on ports of this computer that nobody else can reach or, on Linux, take."""
+        """Return all ranks, with loopback ports, which other computers cannot reach.
+
+        On Linux other programs cannot take the ports of a ring, because they stay reserved.
+        """
         ring = spec.backend == "ring"
         self._ports, numbers = reserve_ports(spec.num_processes if ring else 1, shareable=ring)
         if not ring or sys.platform != "linux":
@@ -269,8 +280,8 @@ class _OwnChildren(_Local):
         with contextlib.ExitStack() as stack:
             output, error_output = self._share.output or (None, None)
             if rank or spec.tag_output:
-                # Appending, because the rank also opens it: what it writes itself and its output
-                # must not overlap.
+                # Append, because the rank opens the log too, and neither must overwrite the other's
+                # lines.
                 output = stack.enter_context(
                     open(self.log_path(rank), "ab", opener=private_opener)
                 ).fileno()
@@ -285,7 +296,7 @@ class _OwnChildren(_Local):
             )
         self._reaper.group(child.pid)
         self._children.append(child)
-        # A thread a child, so that the order of ends is known exactly and not by polling.
+        # One thread for each child, so that the order of the ends is known exactly.
         waiter = threading.Thread(
             target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True
         )
@@ -324,7 +335,7 @@ class _OwnChildren(_Local):
 
 
 class _MpirunsChildren(_Local):
-    """Ranks started by mpirun; each one's guard writes the process number and the end to
+    """Ranks started by mpirun; the guard of each writes its process id and its end to
     ``run_dir``.
     """
 
@@ -352,7 +363,7 @@ class _MpirunsChildren(_Local):
 
     def exits(self) -> list[RankExit]:
         self.look_at_kills()
-        # mpirun first: a rank that has ended before mpirun did has left its file by then.
+        # Look at mpirun first: each rank that ended before mpirun has left its file by now.
         code = self._mpirun.poll()
         for rank in range(self._spec.num_processes):
             if rank not in self._ends and (end := self._exit_of(rank, code)):
@@ -397,7 +408,7 @@ class _MpirunsChildren(_Local):
         for rank in range(self._spec.num_processes):
             if (process := self._process(rank, "guard")) is not None:
                 signal_group(process)
-        # mpirun sees the ends of its ranks, reaps them and clears up; it gets a moment for that.
+        # Give mpirun a moment to notice the ends of its ranks and to clean up.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._mpirun.wait(timeout=1.0)
         signal_group(self._mpirun.pid)
@@ -417,7 +428,7 @@ def _guarded(mode: str, command: Sequence[str]) -> list[str]:
 def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     env |= {
-        "PYTHONUNBUFFERED": "1",  # the last lines before a kill are the ones that matter
+        "PYTHONUNBUFFERED": "1",  # the last lines before a kill matter most, so none may be lost
         **spec.env,
         "ALLHANDS_WORLD_SIZE": str(spec.num_processes),
         "ALLHANDS_BACKEND": spec.backend if spec.num_processes > 1 else "none",
@@ -437,16 +448,14 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
 
 
 def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[str, str]:
-    """The variables by which MLX's ring or NCCL back-end finds its peers; one rank alone must not
-    look for any.
-    """
+    """Return the variables with which MLX's back-end finds its peers; empty for a single rank."""
     if spec.num_processes == 1:
         return {}
     if spec.backend == "jaccl":
         assert spec.rdma is not None
         devices = run_dir / "rdma-devices.json"
         devices.write_text(json.dumps(spec.rdma), encoding="utf-8")
-        # Without fast synchronisation the GPU waits longer for an exchange than that takes.
+        # Without fast synchronisation the GPU waits longer than an exchange takes.
         found = {
             "MLX_IBV_DEVICES": str(devices),
             "MLX_JACCL_COORDINATOR": peers[0],
@@ -457,8 +466,10 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
 
 
 def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path) -> dict[str, str]:
-    """MLX's variables for its peers: NCCL takes rank 0's address, the ring all addresses, not
-    names, from a file.
+    """Return MLX's variables for the peers of NCCL or of the ring.
+
+    NCCL needs the address of rank 0. The ring reads the addresses of all ranks from ``hostfile``,
+    which is written here; it accepts no names.
     """
     if backend == "nccl":
         address, _, port = peers[0].rpartition(":")
@@ -468,7 +479,7 @@ def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path
 
 
 def _is_mesh(rdma: Sequence[Sequence[Any]]) -> bool:
-    """Return whether every computer has a cable to every other one; otherwise they form a ring."""
+    """Return whether each computer has a device to each other one; otherwise they form a ring."""
     return all(
         device is not None for i, row in enumerate(rdma) for j, device in enumerate(row) if i != j
     )
@@ -499,13 +510,16 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
 
 
 def _offer_output(path: Path) -> socket.socket:
-    """Serve our own standard output and error to rank 0, so that a terminal stays one under mpirun."""
+    """Offer our own standard output and error to rank 0 over a socket at ``path``.
+
+    So rank 0 has a terminal under mpirun if we have one.
+    """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(path))
     server.listen(16)
 
     def serve() -> None:
-        """Until the socket is shut: whoever came first need not be the rank."""
+        """Serve until the socket is shut down: the first one to connect need not be the rank."""
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = server.accept()

@@ -1,5 +1,5 @@
-"""Facts about a rank for the supervisor, on any computer: the interface to those who start
-processes.
+"""What the supervisor knows about ranks, and its interface to the modules that start them, here or
+on other computers.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Any, Literal, Protocol
 from allhands.cluster.hosts import HERE, Host
 from allhands.runtime.blas import allowed_cores
 
-# What a rank is doing. Those in "reduce" wait for others and are not to blame; "start" is before
-# the first step, "first" the first step after a start and every step that has to compile.
+# What a rank is doing. A rank in "reduce" waits for others, so it is not the cause of a hang.
+# "start" is before the first step. "first" is the first step after a start, and every step that has
+# to compile.
 Phase = Literal["start", "first", "load", "compute", "reduce", "update", "validate", "save", "end"]
 
 
-# Set where ranks shall tell what they have agreed on, and where one shall only find out whether it
-# would fit: to the moment whose date the data have, or 1.
+# If the first variable is set, rank 0 reports what the ranks have agreed on. If the second one is
+# set, a rank only finds out whether it would fit. Its value is the moment of the run whose date is
+# used in the data, or 1.
 ATTEST_VARIABLE = "ALLHANDS_ATTEST"
 TRIAL_VARIABLE = "ALLHANDS_TRIAL"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A computer and the number of its ranks."""
+    """A computer and the number of ranks on it."""
 
     name: str
     num_ranks: int
@@ -35,27 +37,30 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Specification of a start: ``num_processes`` copies of ``command``, on this computer or on
-    those of ``places``.
+    """What to start: ``num_processes`` ranks that run ``command``, on this computer or on those of
+    ``places``.
 
-    Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env``
-    is added to the supervisor's environment. A rank that has not marked itself started after
-    ``start_deadline_s`` fails the job; after the first Ctrl-C ranks have ``stop_grace_s`` to save
-    and end; and when one rank has ended without an error the others have ``finish_grace_s`` to
-    follow.
+    The output of rank 0 goes to the supervisor's own output, that of rank N to
+    ``log_dir/rank-N.log``.
 
     Attributes:
-        places: in the order of their ranks; empty: all on this computer.
-        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None`` adapts to the
-            measured steps.
+        cores_per_rank: cores of each rank; ``None``: ranks have no cores of their own or, with
+            ``places``, the agent divides the cores of its computer.
+        env: variables that are added to the supervisor's environment.
+        start_deadline_s: the job fails if a rank has not reported its start after this time.
+        stop_grace_s: time that ranks have after the first Ctrl-C to save and end.
+        finish_grace_s: time that the other ranks have to end after one has ended without an error.
+        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None``: a limit that
+            follows from the measured steps.
+        places: the computers in the order of their ranks; empty: all ranks run on this computer.
         weights: relative speed of every rank, if they differ.
-        rdma: for JACCL, each computer's devices for the connections to the others, in their order.
-        tag_output: all ranks write to their logs, and from there to the screen, each line with its
-            rank before it.
+        tag_output: all ranks write to their logs, and each line is also shown on the screen, with
+            its rank before it.
         log_dir_there: ``log_dir`` on other computers; ``None``: the same; empty: they keep no logs.
-        examine: the command that finds faults of the computers of ``places``.
         keep_logs: if false, other computers remove ``log_dir`` when their ranks have ended without
             an error.
+        rdma: for JACCL, for each computer its devices to all computers, in their order.
+        examine: the command that finds faults of the computers of ``places``.
     """
 
     command: Sequence[str]
@@ -78,15 +83,18 @@ class LaunchSpec:
 
 
 def fair_share(num_ranks: int) -> int | None:
-    """Return the default number of cores of each local rank: an equal share; ``None`` if ranks have
-    no own cores.
+    """Return the default number of cores of each local rank, which is an equal share.
+
+    ``None`` if the system cannot give a process its own cores.
     """
     return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """The end of one rank: exit code, or minus the signal's number, and when (``time.monotonic``)."""
+    """The end of one rank: its exit code or minus the number of its signal, and the time
+    (``time.monotonic``).
+    """
 
     rank: int
     code: int
@@ -99,11 +107,10 @@ class Beat:
 
     Attributes:
         step: number of completed optimizer updates.
-        phase: its present activity.
+        phase: what the rank is doing, one of :data:`Phase`.
         count: number of heartbeats so far.
-        time: time at which the supervisor's side first saw this count (``time.monotonic`` of its
-            computer).
-        waited_s: seconds that it had already waited for its data at that time.
+        time: when the supervisor or its agent first saw this count (``time.monotonic`` there).
+        waited_s: seconds for which the rank had already waited for its data at that time.
     """
 
     step: int
@@ -115,10 +122,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks that a rank has set: it waits for others, has started, or was busy with preparations at
-    that time.
+    """The marks that a rank has set so far.
 
-    ``listening``: other ranks can connect to it.
+    Attributes:
+        ready: it is ready to join the group, and waits for others.
+        started: it has started.
+        busy_time: when it last reported that it is busy with preparations; ``None``: never.
+        beat: its latest heartbeat.
+        listening: other ranks can connect to it.
     """
 
     ready: bool = False
@@ -129,22 +140,22 @@ class Marks:
 
 
 class RankProcesses(Protocol):
-    """The processes of one attempt, here or elsewhere."""
+    """The processes of one attempt, on this computer or on others."""
 
     def exits(self) -> list[RankExit]:
-        """Return the ranks that have ended, in the order of their ends."""
+        """Return the ends of the ranks that have ended, in the order of their times."""
         ...
 
     def marks(self, rank: int) -> Marks:
-        """Return what the rank has said of itself so far."""
+        """Return the marks that the rank has set so far."""
         ...
 
     def signal(self, rank: int, number: int) -> bool:
-        """Send a signal to the rank's command; false if it is not running yet, or any more."""
+        """Send a signal to the rank's command; return false if it is not running."""
         ...
 
     def tell(self, word: str) -> None:
-        """Send every rank ``word``: a file of that name appears in its ``ALLHANDS_RUN_DIR``."""
+        """Tell every rank ``word``, by a file of this name in its ``ALLHANDS_RUN_DIR``."""
         ...
 
     def host(self, rank: int) -> str:
@@ -152,31 +163,32 @@ class RankProcesses(Protocol):
         ...
 
     def lost_hosts(self) -> list[str]:
-        """Return the computers that do not answer any more; their ranks count as ended by loss
-        (code -9).
-        """
+        """Return the computers that no longer answer; their ranks count as ended with code -9."""
         return []
 
     def places(self) -> str:
-        """Return the computers in words: ranks, address, and interface; empty for this one alone."""
+        """Return the computers in words, with ranks, address and interface; empty if all ranks run
+        on this one.
+        """
         return ""
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet, or
-        nobody asks.
+        """Return what the ranks have agreed on, as rank 0 reports it.
+
+        ``None`` if there is no report yet, or the ranks were not asked for one.
         """
         return None
 
     def stopped(self, rank: int) -> bool:
-        """True if the rank's command is stopped, as by SIGSTOP."""
+        """Return whether the rank's command is stopped, as after SIGSTOP."""
         return False
 
     def error(self, rank: int) -> dict[str, Any] | None:
-        """Return the content of the error file that the rank wrote, if it did."""
+        """Return the content of the error file that the rank has written, or ``None``."""
         ...
 
     def log_path(self, rank: int) -> Path:
-        """Return the file with the rank's output, on its own computer."""
+        """Return the path of the file with the rank's output, on the rank's computer."""
         ...
 
     def log_tail(self, rank: int) -> tuple[str, ...]:
@@ -184,11 +196,14 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Return whether the kernel of the rank's computer killed a process for lack of memory when
-        the rank ended.
+        """Return whether the kernel of the rank's computer killed a process because memory was
+        short, at the time when the rank ended.
         """
         ...
 
     def kill(self) -> None:
-        """End every process that is left, at once, and wait for it. May be called again."""
+        """End every process that is left, at once, and wait until it is gone.
+
+        May be called again.
+        """
         ...

@@ -1,11 +1,12 @@
-"""A small process that outlives its owner's ``kill -9`` and then ends what the owner had started.
+"""The reaper: a small helper process that survives when its owner is killed with ``kill -9``, and
+then ends all processes that the owner has started.
 
-Run by path with ``python -I reaper.py`` it reads lines from its standard input, a pipe that nobody
-else holds: ``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``, ``done``. When the
-pipe closes without ``done``, its owner has ended without clearing up, however that came: every
-process of those groups, of the sessions that they lead, and with those marks in its environment is
-killed, and the directories are removed. It imports no other module of ours, so that it starts in a
-few hundredths of a second.
+It is run by path, as ``python -I reaper.py``. It reads lines from its standard input, a pipe to
+which only its owner writes: ``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``,
+``done``. If the pipe closes without ``done``, the owner has ended without cleaning up, for whatever
+reason. Then the reaper kills every process in these groups, in the sessions that their leaders
+lead, or with one of these marks in its environment. After that it removes the directories. It
+imports no other module of allhands, so that it starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -24,30 +25,29 @@ from typing import BinaryIO, Self
 
 import psutil
 
-_WAIT_S = 60.0  # for killed processes to be gone: one may hang in a dead file system
+_WAIT_S = 60.0  # until killed processes are gone: one may hang because a file system hangs
 _REMOVE_S = 5.0
 _CLOSE_S = 10.0
 _POLL_S = 0.02
-_CONFIRM_S = 0.005  # before a second look
+_CONFIRM_S = 0.005  # before the list of processes is read again
 MARK = "ALLHANDS_RUN_DIR"  # the variable that all processes of an attempt inherit
 
 
 class Reaper:
-    """The owner's side, a context manager: what is registered is ended and removed if this process
-    is killed.
+    """The owner's side of the reaper, a context manager.
 
-    Leaving the block in the ordinary way leaves everything as it is; leaving it by an exception
-    ends and removes it too. Processes to be registered must lead a group, or better a session, of
-    their own.
+    If this process is killed, or an exception leaves the block, the registered processes are ended,
+    and the registered directories are removed. If the block ends without an exception, everything
+    stays as it is. A process to be registered must lead a group of its own or, better, a session.
     """
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", __file__]
         quiet = subprocess.DEVNULL
-        # It inherits what is blocked here, so that it is deaf before it can say so itself.
+        # Block signals here: the helper inherits this, until it can ignore them itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _deaf_to())
         try:
-            # In no directory that somebody may want to remove.
+            # Its working directory is "/", so that other directories can be removed.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ class Reaper:
 
     @property
     def pid(self) -> int:
-        """The number of the helper process."""
+        """The process id of the helper."""
         return self._process.pid
 
     def group(self, pid: int) -> None:
@@ -70,20 +70,22 @@ class Reaper:
         self._send(f"group {pid}")
 
     def forget(self, pid: int) -> None:
-        """Take a group back that has ended: its number may come to mean another one."""
+        """Remove a group that has ended: its process id may be given to another process."""
         self._send(f"forget {pid}")
 
     def mark(self, run_dir: Path) -> None:
-        """Register all processes whose ``ALLHANDS_RUN_DIR`` is this absolute path or one below it."""
+        """Register all processes whose ``ALLHANDS_RUN_DIR`` is this absolute path or below it."""
         self._send(f"mark {json.dumps(str(run_dir))}")
 
     def directory(self, path: Path) -> None:
-        """Register a directory to be removed with all that is in it."""
+        """Register a directory that is to be removed, with everything in it."""
         self._send(f"directory {json.dumps(str(path.absolute()))}")
 
     def close(self, done: bool = True) -> None:
-        """End the helper; unless ``done``, have it clear up first. Waits for its end, but not for
-        ever.
+        """End the helper, and wait for its end for a limited time.
+
+        Args:
+            done: if false, the helper first ends and removes what is registered.
         """
         if done:
             self._send("done")
@@ -101,21 +103,24 @@ class Reaper:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        # A helper that somebody has killed is missed only if we are killed too.
+        # If somebody has killed the helper, that matters only if this process is killed, too.
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
-    """Kill the group that a child of this process leads, unless that has ended, and wait for it."""
+    """Kill the group that ``leader`` leads, and wait for ``leader``, unless that has ended.
+
+    ``leader`` must be a child of this process.
+    """
     if leader.poll() is None:
         signal_group(leader.pid)
         leader.wait()
 
 
 def signal_group(leader: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the group that a process leads, if it is still there and ours."""
+    """Send a signal to the group that a process leads, if that exists and may be signalled."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
@@ -123,14 +128,16 @@ def signal_group(leader: int, number: int = signal.SIGKILL) -> None:
 def end_processes(
     leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S
 ) -> bool:
-    """Kill what belongs to ``leaders`` or bears one of ``marks``, stopped processes too, and wait
-    until all are gone.
+    """Kill all processes of ``leaders`` or with one of ``marks``, and wait until they are gone.
 
-    To a leader belong the group and the session that it leads. A mark is the absolute path of an
-    attempt's private directory: processes of this user that were started with it, or a path below
-    it, as ``ALLHANDS_RUN_DIR`` bear it, also when they have left group and session, as daemons do.
-    One that was started without it, or has written over its environment, is not found. Returns
-    false if something was still there after ``wait_s``.
+    Stopped processes are killed too. A process belongs to a leader if it is in the group or the
+    session that the leader leads. A mark is the absolute path of an attempt's private directory. A
+    process of this user has the mark if it was started with this path, or one below it, as
+    ``ALLHANDS_RUN_DIR``. So daemons, which leave group and session, are found. A process that was
+    started without the variable, or has overwritten its environment, is not found.
+
+    Returns:
+        False if a process was still there after ``wait_s``.
     """
     deadline = time.monotonic() + wait_s
     looks = 0
@@ -141,8 +148,8 @@ def end_processes(
             with contextlib.suppress(psutil.Error):
                 process.kill()
         looks = 0 if left else looks + 1
-        # One look misses who was becoming another program just then, and whom a process forked that
-        # ended meanwhile.
+        # With marks look twice: once may miss a process that is just executing another program, or
+        # that was forked by a process which has ended meanwhile.
         if looks == (2 if marks else 1):
             return True
         if time.monotonic() > deadline:
@@ -151,10 +158,12 @@ def end_processes(
 
 
 def _left(leaders: Collection[int], marks: Collection[str]) -> Iterator[psutil.Process]:
-    """Living processes, but this one, of these leaders or of this user and with one of ``marks``."""
+    """Return the living processes of ``leaders``, or of this user with one of ``marks``, without
+    this process.
+    """
     assert all(map(_is_below_root, marks)), marks
     user = os.geteuid()
-    # The youngest first: one that is about to start another and to end must be seen before that.
+    # The highest ids come first: a new process must be seen before it starts another one and ends.
     for process in map(_living, sorted(psutil.pids(), reverse=True)):
         with contextlib.suppress(psutil.Error, OSError):
             if process is None or (pid := process.pid) == os.getpid():
@@ -171,20 +180,27 @@ def _is_below_root(path: str) -> bool:
 
 
 def _bears(process: psutil.Process, marks: Collection[str]) -> bool:
-    """True if the process has a mark, or a path below one; macOS hides the environment of the
-    system's programs.
+    """True if the process has one of the marks, or a path below it.
+
+    On macOS the environment of the system's programs cannot be read.
     """
     value = process.environ().get(MARK, "")
     return any(value == mark or value.startswith(f"{mark}/") for mark in marks)
 
 
 def _unmarked() -> dict[str, str]:
-    """The environment for a helper, which is to outlive also the job that its owner may be part of."""
+    """Return the environment for the helper, without the mark.
+
+    If its owner is part of another job, the end of that job must not end the helper.
+    """
     return {name: value for name, value in os.environ.items() if name != MARK}
 
 
 def _living(pid: int) -> psutil.Process | None:
-    """The process with that number, which equals no later one; ``None``: it has ended."""
+    """Return the process with this id; ``None`` if it has ended.
+
+    The result is not equal to a later process with the same id.
+    """
     try:
         return psutil.Process(pid)
     except psutil.Error:
@@ -192,7 +208,7 @@ def _living(pid: int) -> psutil.Process | None:
 
 
 class _Register:
-    """Register of the facts that the helper has received."""
+    """What the helper has been told to end and to remove."""
 
     def __init__(self) -> None:
         self._leaders: dict[int, psutil.Process | None] = {}
@@ -200,16 +216,16 @@ class _Register:
         self._directories: list[str] = []
 
     def read(self, stream: BinaryIO) -> bool:
-        """Take in lines until the pipe closes; whether the owner said that it was done."""
+        """Read lines until the pipe closes or says ``done``; return whether it said ``done``."""
         for line in stream:
             if not line.endswith(b"\n"):
-                break  # cut off with its writer
+                break  # the writer was killed in the middle of a line
             word, _, rest = line.decode(errors="replace").strip().partition(" ")
             if word == "done":
                 return True
             with contextlib.suppress(
                 ValueError, RecursionError
-            ):  # a line that is none must not keep the others from being heeded
+            ):  # skip a line that is not valid, and read the others
                 self._take(word, rest)
         return False
 
@@ -224,9 +240,9 @@ class _Register:
                 (self._marks if word == "mark" else self._directories).append(path)
 
     def clear_up(self) -> None:
-        """End the processes, then remove the directories, which they might fill again."""
-        # One that has ended still gives its group and session their name; a later process with its
-        # number does not.
+        """End the processes, then remove the directories, into which they might still write."""
+        # If a leader has ended, its group and session still have its id, so search for them. But
+        # skip an id that a later process has now.
         end_processes(
             [pid for pid, one in self._leaders.items() if _living(pid) in (None, one)], self._marks
         )
@@ -236,11 +252,11 @@ class _Register:
         ) and time.monotonic() < deadline:
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
-            time.sleep(_POLL_S)  # something was in the way, as a file that came or went meanwhile
+            time.sleep(_POLL_S)  # try again: perhaps a file came or went during the removal
 
 
 def _deaf_to() -> set[signal.Signals]:
-    """Everything that somebody may send to all processes at once, but for what cannot be refused."""
+    """Return the signals that may be sent to all processes at once, and that can be ignored."""
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
     return {signal.Signals[name] for name in names}
 

@@ -1,5 +1,6 @@
-"""Ranks on several computers: an agent on each, started over ssh; the supervisor treats them like
-local ranks.
+"""Ranks on several computers: an agent on each, started over ssh, starts and watches them.
+
+The supervisor treats them like local ranks.
 """
 
 from __future__ import annotations
@@ -42,31 +43,32 @@ from allhands.runtime.callers import RING_KEY
 from allhands.runtime.threads import side_by_side
 from allhands.runtime.versions import MUST_BE_EQUAL, described, required, software_here, unequal
 
-READY_S = 40.0  # for every agent to answer
+READY_S = 40.0  # in which every agent must answer
 _QUERY_S = 10.0
 _CHECK_S = 0.2
 _REPORT_S = 2.0
 _KILL_S = 5.0
-_LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
+_LONGEST_GRACE_S = 1e9  # instead of infinity, which a frame cannot hold
 _LOST_CODE = -9
-_SPOKEN = ("allhands", "mlx")  # what must be equal between agents and the supervisor
-# Settings of this computer that are meant for all ranks; MLX's and NCCL's of another job are left
-# out there.
+_SPOKEN = ("allhands", "mlx")  # software that must be equal on the agents and the supervisor
+# Variables of this computer that are meant for all ranks. Those that belong to another job are
+# removed on the other computer.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
 
 _log = logging.getLogger(__name__)
 
 
 def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
-    """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays
-    empty.
+    """Start the ranks of ``spec.places``, with an agent on each computer.
 
-    The output of an agent, of ssh or of a login shell goes to ``log_dir/host-NAME.log``.
+    The output of an agent, of ssh or of a login shell goes to ``log_dir/host-NAME.log``. Nothing is
+    written to ``run_dir``.
 
     Raises:
-        ConfigError: MPI, or the places do not hold the ranks.
-        HostError: computers that cannot be reached or do not fit; it is a DistributedError.
-        AllhandsError: a computer refuses, with the reason.
+        ConfigError: the back-end is MPI, the number of ranks differs from that of the places, or
+            JACCL cannot connect the computers.
+        HostError: computers cannot be reached or do not fit; it is a DistributedError.
+        AllhandsError: a computer refuses; the error says why.
     """
     _check(spec)
     make_directory(spec.log_dir, private=True)
@@ -86,15 +88,16 @@ def newest_checkpoint(
     run_id: str | None,
     resume: str | Path | None = None,
 ) -> dict[str, int]:
-    """Return the step of the newest checkpoint of the run on each host that has one, by the host's
-    name.
+    """Return the step of the newest checkpoint on each host that has one, by the host's name.
 
-    All are asked at the same time; one that does not answer within ten seconds is left out.
+    All hosts are asked at the same time. A host that does not answer within ten seconds is left
+    out.
 
     Args:
-        run_id: of the run; ``None``: any.
-        resume: a run directory or a checkpoint, from which the run goes on as long as no host has
-            one of its own.
+        adapter_path: the run's directory.
+        run_id: id of the run; ``None``: checkpoints of any run count.
+        resume: a run directory or a checkpoint from which the run resumes as long as no host has a
+            checkpoint of the run itself.
     """
     question = {
         "adapter_path": _portable(adapter_path),
@@ -112,7 +115,7 @@ class RemoteRanks:
     :class:`allhands.cluster.ranks.RankProcesses`.
 
     Args:
-        addresses: of the computers, as the others reach them, in the order of ``spec.places``.
+        addresses: for each of ``spec.places`` the address by which the other computers reach it.
     """
 
     def __init__(self, spec: LaunchSpec, addresses: Sequence[str]) -> None:
@@ -135,10 +138,10 @@ class RemoteRanks:
         self._keeper = threading.Thread(target=self._keep, name="keep-agents", daemon=True)
 
     def start(self) -> None:
-        """Start the agents, wait for them, and have them start the ranks.
+        """Start the agents, wait until they are ready, and let them start the ranks.
 
         Raises:
-            AllhandsError: some computer cannot take part.
+            AllhandsError: a computer cannot take part.
         """
         for index, place in enumerate(self._spec.places):
             self._connect(index, place)
@@ -162,12 +165,12 @@ class RemoteRanks:
             connection.send("start", peers=peers)
 
     def exits(self) -> list[RankExit]:
-        """Return the ranks that have ended, in the order of their ends."""
+        """Return the ends of the ranks that have ended, in the order of their times."""
         with self._lock:
             return sorted(self._exits.values(), key=lambda end: end.time)
 
     def marks(self, rank: int) -> Marks:
-        """Return the rank's reports so far."""
+        """Return the marks that the rank has set so far."""
         with self._lock:
             return self._marks.get(rank, Marks())
 
@@ -180,13 +183,13 @@ class RemoteRanks:
         return True
 
     def tell(self, word: str) -> None:
-        """Send ``word`` to all ranks through their agents."""
+        """Tell all ranks ``word`` through their agents."""
         for connection in self._connections:
             connection.send("tell", word=word)
 
     def places(self) -> str:
-        """Return the computers in words: ranks, address, and the interface over which it is reached
-        from here.
+        """Return the computers in words, each with its ranks, its address, and the interface by
+        which it is reached from here.
         """
         found: list[str] = []
         for place, address in zip(self._spec.places, self._addresses, strict=True):
@@ -200,7 +203,7 @@ class RemoteRanks:
         return ", ".join(found)
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return the agreement of the ranks, as rank 0 reports it; ``None``: there is none yet."""
+        """Return what the ranks have agreed on, as rank 0 reports it; ``None``: no report yet."""
         return self._attested
 
     def host(self, rank: int) -> str:
@@ -208,15 +211,15 @@ class RemoteRanks:
         return self._spec.places[self._homes[rank]].name
 
     def lost_hosts(self) -> list[str]:
-        """Return the computers that do not answer any more."""
+        """Return the computers that no longer answer."""
         return [connection.name for connection in self._connections if connection.lost]
 
     def error(self, rank: int) -> dict[str, Any] | None:
-        """Return the content of the error file that the rank wrote, if it did."""
+        """Return the content of the error file that the rank has written, or ``None``."""
         return cast("dict[str, Any] | None", self._report(rank).get("error"))
 
     def log_path(self, rank: int) -> Path:
-        """Return the file with the rank's output, on its own computer."""
+        """Return the path of the file with the rank's output, on the rank's computer."""
         with self._lock:
             known = self._reports.get(rank, {}).get("log_path")
         return Path(known) if known else self._spec.log_dir / f"rank-{rank}.log"
@@ -226,19 +229,17 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Return whether the kernel of the rank's computer killed a process for lack of memory when
-        the rank ended.
+        """Return whether the kernel of the rank's computer killed a process because memory was
+        short, at the time when the rank ended.
         """
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:
-        """Return whether the rank's command is stopped, as by SIGSTOP."""
+        """Return whether the rank's command is stopped, as after SIGSTOP."""
         return bool(self._report(rank).get("stopped", False))
 
     def kill(self) -> None:
-        """End every process that is left; waits for computers that answer, not for those that do
-        not.
-        """
+        """End every process that is left, and wait for the computers that still answer."""
         deadline = time.monotonic() + _KILL_S
         for connection in self._connections:
             connection.send("end")
@@ -291,7 +292,7 @@ class RemoteRanks:
                 self._lock.notify_all()
 
     def _keep_sample(self, host: str, line: str) -> None:
-        """Keep a sample of a process on another computer, like those of local processes."""
+        """Write a sample of a process on another computer to a file, as for local processes."""
         if decode_sample(line) is None:
             return
         file = relayed_file(self._spec.log_dir, host)
@@ -315,7 +316,7 @@ class RemoteRanks:
             self._exits.setdefault(rank, RankExit(rank, frame["code"], now - frame["age"]))
 
     def _take_refusal(self, own: range, frame: Frame) -> None:
-        """Record an error of each rank there, because they were not started or cannot be reached."""
+        """Record an error for each rank of a computer whose agent refuses to start them."""
         text = ": ".join(part for part in (frame["where"], frame["message"]) if part)
         error = {
             **frame,
@@ -336,9 +337,7 @@ class RemoteRanks:
             self._lock.notify_all()
 
     def _report(self, rank: int) -> Mapping[str, Any]:
-        """Return the computer's facts about the end of the rank, or about the present state of a
-        rank that lives.
-        """
+        """Return what the agent reports about the rank: about its end or, if it runs, about now."""
         with self._lock:
             old = self._reports.get(rank)
             if rank in self._exits:
@@ -359,8 +358,8 @@ class RemoteRanks:
 
 
 class _Output:
-    """Rank 0's output, written in another thread, because a blocked terminal must not block the
-    supervision.
+    """Rank 0's output, written in another thread: a blocked terminal must not block the
+    supervisor.
     """
 
     def __init__(self) -> None:
@@ -373,7 +372,7 @@ class _Output:
         self._queue.put((2 if stream == 2 else 1, data))
 
     def close(self) -> None:
-        """Wait a moment for the rest of the output."""
+        """Wait, but only briefly, until the rest of the output is written."""
         self._queue.put(None)
         self._thread.join(1.0)
 
@@ -405,11 +404,10 @@ def _check(spec: LaunchSpec) -> None:
 
 
 def check_devices(places: Sequence[Place]) -> None:
-    """Refuse computers that JACCL cannot join: each needs one rank, and a device for each of its
-    neighbours.
+    """Check that JACCL can connect the computers.
 
     Raises:
-        ConfigError: one lacks that.
+        ConfigError: a computer has not exactly one rank, or has no device to one of its neighbours.
     """
     count = len(places)
     for index, place in enumerate(places):
@@ -431,7 +429,9 @@ def check_devices(places: Sequence[Place]) -> None:
 
 
 def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
-    """Return the orders for a computer's agent: start the ranks ``own`` of the job, and listen on
+    """Return the ``hello`` for a computer's agent.
+
+    It tells the agent to start the ranks ``own`` of the job, and to reserve their ports on
     ``address``.
     """
     host = place.host
@@ -444,7 +444,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "backend": spec.backend,
         "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
-        # Only the supervisor sets these.
+        # The supervisor's variables replace those of the hostfile.
         "env": {**host.envs, **spec.env},
         "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
@@ -457,7 +457,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
 
 
 def _who(name: str, host: Host) -> Frame:
-    """Return the facts that every agent receives."""
+    """Return the part of ``hello`` that every agent receives."""
     forwarded = (
         {}
         if host.ssh is None
@@ -479,7 +479,7 @@ def _who(name: str, host: Host) -> Frame:
 
 
 def _ask_step(host: Host, question: Frame) -> Frame | None:
-    """The host's answer, if it has a checkpoint."""
+    """Return the host's answer if it has a checkpoint, otherwise ``None``."""
     no_ranks = {"first": 1, "count": 0, "backend": "ring", "address": "127.0.0.1"}
     hello = {**_who(host.name, host), **no_ranks, **question}
     connection: Connection | None = None
@@ -497,8 +497,10 @@ def _ask_step(host: Host, question: Frame) -> Frame | None:
 
 
 def _portable(path: str | Path) -> str:
-    """Return a path below the working directory relative to it, because other computers may have
-    another one; ``~/...`` stays unchanged.
+    """Return a path in the form in which it is valid on other computers.
+
+    A path below the working directory becomes relative to it, because other computers may have
+    another working directory. Any other path stays unchanged, also one that begins with ``~``.
     """
     with suppress(ValueError):
         return str(Path(path).absolute().relative_to(Path.cwd()))
@@ -515,10 +517,13 @@ def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Sta
 
 
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
-    """Refuse computers that would sum different things, or whose allhands or MLX differs from this
-    one.
+    """Refuse computers whose software differs so that a common run would be wrong.
 
-    The ranks of a user's own program need less in common than those of a training.
+    In training more packages must be equal than for the ranks of a user's own program. If no rank
+    runs on this computer, allhands and MLX must still be the same here.
+
+    Raises:
+        HostError: some computers do not fit.
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
@@ -544,7 +549,11 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
 
 
 def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], option: str) -> None:
-    """Refuse computers that agree with each other, but have another protocol version than this one."""
+    """Refuse computers that agree with each other, but have another allhands or MLX than this one.
+
+    Raises:
+        HostError: they have.
+    """
     have = there[0].software
     if different := set(unequal(own, have)) & set(_SPOKEN):
         name, computers = min(different), [one.name for one in there]
@@ -558,7 +567,7 @@ def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], optio
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
-    """Return one error for all; errors other than unreachable computers come first."""
+    """Return one error for all; an error that is not about computers comes first."""
     unreachable = [error for error in failed if isinstance(error, HostError)]
     if other := next((error for error in failed if error not in unreachable), None):
         return other

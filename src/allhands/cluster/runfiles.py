@@ -1,7 +1,8 @@
-"""Files that the ranks of one attempt leave on this computer, for the process that started them.
+"""Files by which the ranks of one attempt and the process that has started them exchange facts, on
+one computer.
 
-``run_dir`` holds marks and beats, and the words told to ranks; ``log_dir`` holds logs and error
-files.
+``run_dir`` has the marks and beats of ranks, and the words that ranks are told. ``log_dir`` has
+logs and error files.
 """
 
 from __future__ import annotations
@@ -17,20 +18,18 @@ from allhands.cluster.frames import BEAT, ERROR
 from allhands.cluster.ranks import Beat, Marks
 from allhands.io.strict_json import read_object
 
-BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
+BEAT_BYTES = 128  # size of the file with the latest beat, which each beat overwrites
 ATTESTED_FILE = "attested.json"  # what the ranks have agreed on
 _LOG_LINES = 20
-_MOST_BYTES = 4 << 20  # of what a rank writes about itself
+_MOST_BYTES = 4 << 20  # that are read of a file that a rank has written
 _TAIL_BYTES = 65536
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _LOOK_S = 1.0  # between two looks at what the kernel has killed
-_DYING_S = (
-    5.0  # that a process takes at most, with all of its memory, from its being chosen to its end
-)
+_DYING_S = 5.0  # the longest time from when the kernel chooses a process to kill until it has ended
 
 
 class RunFiles:
-    """The files of one attempt; make it before the first rank starts."""
+    """The files of one attempt; create it before the first rank starts."""
 
     def __init__(
         self, run_dir: Path, log_dir: Path, counters: Sequence[Path] | None = None
@@ -40,15 +39,16 @@ class RunFiles:
         self._beats: dict[int, Beat] = {}
         self._busy: dict[
             int, tuple[int, float]
-        ] = {}  # when the mark was touched, when that was seen here
+        ] = {}  # when the mark was touched, and when that was seen here
         here = oom_counters() if sys.platform == "linux" else ()
         self._counters = here if counters is None else counters
         self._oom_kills = deque([(time.monotonic(), self._count_oom_kills())])
         self._short: dict[int, bool] = {}
 
     def marks(self, rank: int) -> Marks:
-        """Return what the rank has said of itself so far; beat and work are timed by when they are
-        seen here first.
+        """Return the marks that the rank has set so far.
+
+        The times of its beat and of "busy" are those at which they were first seen here.
         """
         ready, started, listening = (
             self._path(rank, name).exists() for name in ("ready", "started", "listening")
@@ -60,21 +60,21 @@ class RunFiles:
         (self.run_dir / word).touch()
 
     def attested(self) -> dict[str, Any] | None:
-        """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        """Return what the ranks have agreed on; ``None``: no report yet, or none was asked for."""
         return read_file(self.run_dir / ATTESTED_FILE)
 
     def error(self, rank: int) -> dict[str, Any] | None:
         """Return the content of the rank's error file; ``None`` if there is none that can be read."""
         name = f"error-rank-{rank}.json"
-        # A rank whose disk is full cannot write beside its log.
+        # If the disk of the logs is full, a rank writes its error file into ``run_dir``.
         found = (read_file(directory / name) for directory in (self.log_dir, self.run_dir))
         return next((error for error in found if error and ERROR(error)), None)
 
     def tells_error(self, rank: int, line: bytes) -> bool:
-        """Return whether a line of the rank's log belongs to the error that the rank wrote down;
-        the supervisor tells this error.
+        """Return whether a line of the rank's log is part of the error in its error file.
 
-        How a run ended that a person has stopped is told by rank 0 itself.
+        Such a line need not be shown, because the supervisor shows the error. The exception is a
+        run that the user has stopped: then rank 0 itself shows how it has ended.
         """
         error = self.error(rank)
         if not error or not error.get("text") or (rank == 0 and error["type"] == "Interrupted"):
@@ -87,11 +87,14 @@ class RunFiles:
         return bool(text.strip()) and text in error["text"].splitlines()
 
     def log_path(self, rank: int) -> Path:
-        """Return the file with the rank's output."""
+        """Return the path of the file with the rank's output."""
         return self.log_dir / f"rank-{rank}.log"
 
     def look_at_kills(self) -> None:
-        """Note what the kernel has killed for want of memory so far; to be called all the time."""
+        """Record how many processes the kernel has killed because memory was short.
+
+        To be called often; it looks at most once a second.
+        """
         now = time.monotonic()
         if now < self._oom_kills[-1][0] + _LOOK_S:
             return
@@ -100,16 +103,15 @@ class RunFiles:
             self._oom_kills.popleft()
 
     def note_end(self, rank: int) -> None:
-        """Note that the rank has ended just now, and whether the kernel has killed something
-        shortly before.
+        """Record that the rank has just ended, and whether the kernel has killed a process shortly
+        before.
 
-        What it has killed earlier is no reason: other programs and their ends may be what was
-        counted.
+        What the kernel has killed earlier does not count: it may have been other programs.
         """
         self._short[rank] = self._count_oom_kills() > self._oom_kills[0][1]
 
     def out_of_memory(self, rank: int) -> bool:
-        """Return whether the kernel has killed a process for lack of memory when the rank ended."""
+        """Return whether the kernel has killed a process for lack of memory as the rank ended."""
         return self._short.get(rank, False)
 
     def _path(self, rank: int, name: str) -> Path:
@@ -120,7 +122,7 @@ class RunFiles:
             touched = self._path(rank, "busy").stat().st_mtime_ns
         except OSError:
             return None
-        # Never compared with this computer's time of day, which may be set while a job runs.
+        # Never compare it with the time of day, which may be changed while a job runs.
         if self._busy.get(rank, (None, 0.0))[0] != touched:
             self._busy[rank] = touched, time.monotonic()
         return self._busy[rank][1]
@@ -143,7 +145,7 @@ class RunFiles:
 
 
 def tail(log: Path) -> tuple[str, ...]:
-    """Return the last lines of a log that may be large, or absent."""
+    """Return the last lines of a log, which may be large; empty if there is no log."""
     try:
         with log.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -155,10 +157,11 @@ def tail(log: Path) -> tuple[str, ...]:
 
 
 def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> list[Path]:
-    """Return the files in which Linux counts processes killed for want of memory.
+    """Return the files in which Linux counts the processes that were killed for lack of memory.
 
-    Those of this process's control group, version 1 or 2, since its ranks are in it; where that
-    counts nothing, of the whole computer, on which other programs may be killed.
+    They are those of this process's control group (version 1 or 2), because its ranks are in the
+    same group. If the group has no such file, it is the one of the whole computer, which also
+    counts other programs.
     """
     found = list[Path]()
     try:
@@ -176,7 +179,7 @@ def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> li
 
 
 def _counter(path: Path) -> int:
-    """The number after ``oom_kill``, as all three kinds of file have it."""
+    """Return the number after ``oom_kill``; all three kinds of files have such a line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -185,7 +188,7 @@ def _counter(path: Path) -> int:
 
 
 def read_file(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file that a rank has written; ``None``: there is no sound one."""
+    """Return the JSON object in a file that a rank has written; ``None`` if none is valid."""
     try:
         with path.open("rb") as stream:
             return read_object(stream.read(_MOST_BYTES), halves=True)

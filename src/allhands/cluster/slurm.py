@@ -16,8 +16,8 @@ from allhands.cluster.place import (
 )
 from allhands.errors import DistributedError
 
-# Steps that are no steps: a batch script's, and a shell's in an allocation (slurm.h counts them
-# down from 2**32).
+# Numbers from here on are not real steps, but a batch script, or a shell in an allocation (slurm.h
+# counts them down from 2**32).
 _FIRST_SPECIAL_STEP = 2**32 - 16
 _SHELLS = ("bash", "interactive", "sh", "zsh", "fish")
 _USUAL_KILL_WAIT_S = 30.0
@@ -25,8 +25,10 @@ _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
 def slurm(given: Given) -> LaunchPlace | None:
-    """Recognise a rank started by srun. In a batch script or interactive shell ``SLURM_PROCID`` is
-    always 0.
+    """Recognise a rank started by srun.
+
+    A batch script or an interactive shell is not a rank, although ``SLURM_PROCID`` is set there: it
+    is always 0.
     """
     if not given.has("SLURM_PROCID", "SLURM_STEP_ID"):
         return None
@@ -44,7 +46,12 @@ def slurm(given: Given) -> LaunchPlace | None:
 
 
 def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchPlace:
-    """The place of one task of several, which srun must have put in blocks of ranks a node."""
+    """Return the place of one of several tasks.
+
+    Raises:
+        DistributedError: srun has not given each node a block of successive ranks, or the variables
+            are incomplete or contradict each other.
+    """
     listed = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") or ""
     nodes = _layout(given, given.env.get(listed, "localhost"), size)
     if not 0 <= rank < size:
@@ -80,7 +87,9 @@ def _task(given: Given, rank: int, size: int, step: int, reason: str) -> LaunchP
 
 
 def _layout(given: Given, nodelist: str, size: int) -> list[str]:
-    """The node of each rank, from the node list and ``SLURM_STEP_TASKS_PER_NODE`` (``"2(x3),1"``).
+    """Return the node of each rank, from the node list and ``SLURM_STEP_TASKS_PER_NODE``.
+
+    That variable looks like ``"2(x3),1"``: three nodes with two tasks each, then one with one.
 
     Raises:
         DistributedError: the number of tasks of each node is not known, or contradicts the node
@@ -90,7 +99,7 @@ def _layout(given: Given, nodelist: str, size: int) -> list[str]:
     per_node = given.env.get("SLURM_STEP_TASKS_PER_NODE") or given.env.get(
         "SLURM_TASKS_PER_NODE", ""
     )
-    if not per_node:  # an environment may have lost these variables
+    if not per_node:  # these variables may not have been passed on
         asked = given.env.get("SLURM_NTASKS_PER_NODE", "")
         if len(names) == 1:
             asked = str(size)
@@ -115,8 +124,8 @@ def _layout(given: Given, nodelist: str, size: int) -> list[str]:
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the host names of Slurm's compressed form: ``"n[1,08-10],gpu1"`` -> n1 n08 n09 n10
-    gpu1.
+    """Return the host names of a list in Slurm's short form: ``"n[1,08-10],gpu1"`` gives n1, n08,
+    n09, n10 and gpu1.
 
     Raises:
         DistributedError: the text is not such a list.
@@ -147,13 +156,16 @@ def _expand_item(item: str) -> list[str]:
 
 
 def slurm_platform(given: Given) -> Platform | None:
-    """Return the deadlines and the requeue command of a Slurm job, for ranks of any launcher."""
+    """Return the deadlines and the requeue command of a Slurm job; ``None`` outside one.
+
+    This is for ranks of any launcher.
+    """
     if "SLURM_JOB_ID" not in given.env:
         return None
     job, path = given.env["SLURM_JOB_ID"], given.env.get("SLURM_CONF", _CONFIGURATION)
     try:
         text = given.read(path) or ""
-    except DistributedError:  # the administrator's file, which a job does not need
+    except DistributedError:  # the file belongs to the administrator, and the job can do without
         text = ""
     found = re.search(r"^\s*KillWait\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE)
     grace_s, source = (

@@ -1,9 +1,9 @@
-"""The only place that runs ssh: non-interactive, with deadlines, and with every word quoted for the
-remote shell.
+"""How ssh is called: without questions, with deadlines, and with every word quoted for the remote
+shell.
 
-``ALLHANDS_SSH`` replaces the program and its first options (``ALLHANDS_SSH="ssh -F my_config"``);
-it is split like a shell splits, and never given to one. Everything else about a host, such as its
-port and key, belongs into ssh's own configuration.
+``ALLHANDS_SSH`` replaces the program and its first options (``ALLHANDS_SSH="ssh -F my_config"``).
+It is split as a shell would split it, but is never given to a shell. All other settings of a host,
+such as its port and key, belong in ssh's own configuration.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from pathlib import Path
 
 from allhands.errors import ConfigError
 
-# Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something
-# else.
+# Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could misunderstand.
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*(@[A-Za-z0-9_:][A-Za-z0-9_.:%-]*)?")
 _NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_SAID = 1 << 16
 _LONGEST_REASON = 160
-_FAILED = 255  # ssh's own code
+_FAILED = 255  # exit code of ssh itself; any other code is that of the remote command
 _BY_HAND = "make `ssh {host} true` work without a question"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
-# OpenSSH's words and the kind of trouble, the most telling first: a changed key also ends with a
-# failed verification.
+# Words of OpenSSH, each with the kind of trouble. More specific words come first: a changed key is
+# also reported as a failed verification.
 _KINDS = (
     (_CHANGED.lower(), "changed-key"),
     ("could not resolve hostname", "name"),
@@ -62,7 +61,12 @@ _STALE = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """The deadline for making a connection, and settings of ssh's configuration besides ours."""
+    """Options of a call of ssh.
+
+    Attributes:
+        connect_timeout_s: time limit for making the connection.
+        settings: settings of ssh's configuration, which are added to ours or replace them.
+    """
 
     connect_timeout_s: int = 10
     settings: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
@@ -73,10 +77,10 @@ class SshTrouble:
     """Why no command can be run on a host.
 
     Attributes:
-        reason: in ssh's own words; ``None``: it has said nothing in time.
-        hint: what a person can do.
-        lasting: whether waiting will not help.
-        kind: as :func:`classified` names it.
+        reason: the reason in ssh's own words; ``None``: there was no answer in time.
+        hint: what the user can do.
+        lasting: true if waiting will not help.
+        kind: kind of trouble, see :func:`classified`.
     """
 
     reason: str | None
@@ -86,16 +90,17 @@ class SshTrouble:
 
 
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
-    """Return the command line that runs ``argv`` on ``host``, word for word, whatever is in the
-    words.
+    """Return the command line that runs ``argv`` on ``host``.
 
-    Only a program that begins with ``~/`` is looked for in the home directory on ``host``. The
-    remote shell must be a POSIX one: ssh joins words with spaces and gives them to it. Nothing is
-    forwarded, nothing is asked (no password, no unknown host key), there is no pseudo-terminal.
+    Every word of ``argv`` arrives unchanged, whatever characters it has. The only exception: a
+    program whose name begins with ``~/`` is looked for in the home directory on ``host``. The
+    remote shell must be a POSIX shell, because ssh joins the words with spaces and gives them to
+    it. Nothing is forwarded, ssh asks no questions (about passwords or unknown host keys), and
+    there is no pseudo-terminal.
 
     Raises:
-        ConfigError: ``host`` cannot be the name of a host, a word holds a NUL, or ``ALLHANDS_SSH``
-            is not understood.
+        ConfigError: ``host`` cannot be the name of a host, a word has a NUL, or ``ALLHANDS_SSH`` is
+            not understood.
     """
     check_host(host)
     if any("\0" in word for word in argv):
@@ -111,14 +116,15 @@ def _joined(argv: Sequence[str]) -> str:
 
 
 def trouble(host: str, timeout_s: float) -> SshTrouble | None:
-    """Return the reason why no command can be run on ``host`` now, ``None`` if one can; takes at
-    most ``timeout_s``.
+    """Return why no command can be run on ``host`` now, or ``None`` if one can.
+
+    It takes at most ``timeout_s``.
 
     Raises:
-        ConfigError: as :func:`command`.
+        ConfigError: as in :func:`command`.
     """
     argv = command(host, ["true"], SshOptions(connect_timeout_s=max(1, round(timeout_s))))
-    # A file and no pipe: a proxy that ssh has left behind may hold on to its end.
+    # A file, not a pipe: a proxy that ssh leaves behind may keep its end of a pipe open.
     with tempfile.TemporaryFile() as said:
         try:
             done = subprocess.run(
@@ -144,10 +150,11 @@ def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] |
 
     Args:
         code: its exit code; ``None``: no answer in time.
-        said: its error output; banners may come before the reason, which is the last line.
+        said: its error output. The reason is the last line; banners may come before it.
 
     Returns:
-        the kind of trouble, the reason, and the file and host name of a key that has changed.
+        The kind of trouble; the reason; and, if a host's key has changed, the file with the old key
+        and the name of the host.
     """
     lines = printable_lines(said)
     reason = lines[-1] if lines else ""
@@ -165,7 +172,7 @@ def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] |
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return the lines that are not empty, without control characters and blanks around them."""
+    """Return the lines that are not empty, without control characters and surrounding blanks."""
     lines = (
         "".join(letter for letter in line if letter.isprintable()).strip()
         for line in text.splitlines()
@@ -174,7 +181,7 @@ def printable_lines(text: str) -> list[str]:
 
 
 def _explained(host: str, code: int, said: bytes) -> SshTrouble:
-    """Explain an ssh that failed."""
+    """Return the trouble of an ssh that has failed."""
     kind, reason, _ = classified(code, said.decode(errors="replace"))
     reason = f"{_CHANGED}: {reason}" if kind == "changed-key" else reason
     hint = _HINTS.get(kind, _BY_HAND).format(host=host)
@@ -183,20 +190,21 @@ def _explained(host: str, code: int, said: bytes) -> SshTrouble:
 
 
 def real_name(host: str) -> str:
-    """Return the name or address that ssh connects to for ``host``, which may be an alias of its
-    configuration.
+    """Return the name or address that ssh connects to for ``host``.
+
+    ``host`` may be an alias in ssh's configuration.
 
     Raises:
-        ConfigError: as :func:`command`, or there is no ssh.
+        ConfigError: as in :func:`command`, or there is no ssh.
     """
     return settings_of(host).get("hostname", [host.rpartition("@")[2]])[0]
 
 
 def settings_of(host: str, options: SshOptions | None = None) -> dict[str, list[str]]:
-    """Return the settings that ssh uses for ``host``: lower-case names to values.
+    """Return the settings that ssh uses for ``host``: a mapping from lower-case names to values.
 
     Raises:
-        ConfigError: as :func:`command`, or there is no ssh.
+        ConfigError: as in :func:`command`, or there is no ssh.
     """
     check_host(host)
     argv = [*program(), *_arguments(options or SshOptions()), "-G", "--", host]
@@ -214,15 +222,16 @@ def settings_of(host: str, options: SshOptions | None = None) -> dict[str, list[
 
 
 def near_names(host: str) -> tuple[str, ...]:
-    """Return up to three names that ssh or this system knows and that look like ``host``'s, which
-    nobody knows.
+    """Return up to three known names that look like ``host``, for a host that is not known.
+
+    Known are names in the files of ssh and in /etc/hosts.
     """
     bare = host.rpartition("@")[2].lower()
     return tuple(difflib.get_close_matches(bare, sorted(_known_names() - {bare}), n=3, cutoff=0.7))
 
 
 def _known_names() -> set[str]:
-    """Return the names in ssh's configuration, in its list of keys unless they are hashed, and in
+    """Return the names in ssh's configuration, in its list of known keys (unless hashed), and in
     /etc/hosts.
     """
     words = program()
@@ -241,7 +250,7 @@ def _known_names() -> set[str]:
                     name.removeprefix("[").partition("]")[0]
                     for name in re.split(r"[\s,]+", text.lower())
                 }
-    # Neither patterns nor hashes nor addresses.
+    # Leave out patterns, hashes and addresses.
     return {name for name in found if _NAME.fullmatch(name)}
 
 
@@ -257,7 +266,7 @@ def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
 
 
 def check_host(host: str) -> None:
-    """Refuse what ssh would take for an option, or for more than a name.
+    """Check that ``host`` is a name, so that ssh cannot take it for an option or anything else.
 
     Raises:
         ConfigError: it is not a name.
@@ -298,7 +307,7 @@ def _arguments(options: SshOptions) -> list[str]:
         "BatchMode": "yes",
         "ConnectTimeout": options.connect_timeout_s,
         "ConnectionAttempts": 1,
-        # To notice that the other side is gone.
+        # These two make ssh notice that the other side is gone.
         "ServerAliveInterval": 3,
         "ServerAliveCountMax": 3,
         "ForwardAgent": "no",
@@ -306,7 +315,7 @@ def _arguments(options: SshOptions) -> list[str]:
         "ClearAllForwardings": "yes",
         "PermitLocalCommand": "no",
         "RequestTTY": "no",
-        # A connection shared with another session would outlive the process that we end.
+        # A connection shared with another session would stay open after we end the process.
         "ControlMaster": "no",
         "ControlPath": "none",
         "EscapeChar": "none",

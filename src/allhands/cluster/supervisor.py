@@ -1,8 +1,8 @@
-"""Supervisor: it starts the ranks of a job, restarts them after faults, and reports their end.
+"""The supervisor: it starts the ranks of a job, restarts them after faults, and reports their end.
 
-One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` judges
-its end, and :mod:`~allhands.cluster.membership` finds the members of the next attempt. This module
-leads from one attempt to the next.
+One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` decides
+what to do after its end, and :mod:`~allhands.cluster.membership` finds the members of the next
+attempt. This module carries this out, from one attempt to the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
 _ASK_AGAIN_S = 2.0  # while the job waits for computers
-_LONGEST_ROOT = 60  # letters of a path: a Unix socket's address holds 104 bytes
-_FIRST_WAIT_S = 30.0  # at the start, when a wrong name is likelier than a computer that comes later
+_LONGEST_ROOT = 60  # letters of a path, because the address of a Unix socket has at most 104 bytes
+_FIRST_WAIT_S = 30.0  # at the first start, when a wrong name is more likely than a late computer
 # Slurm's warning before the time limit (--signal=USR1) is a request to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
@@ -55,13 +55,14 @@ class SuperviseOptions:
     """Options for keeping a job running.
 
     Attributes:
-        max_restarts: most restarts after faults; regrouping does not count.
-        min_ranks: fewest ranks to go on with; ``None``: all.
-        run_id: id of the run, the same for all attempts (``ALLHANDS_RUN_ID``); generated if not
-            given.
+        max_restarts: highest number of restarts after faults; regrouping does not count.
+        min_ranks: lowest number of ranks with which the job may go on; ``None``: all.
+        run_id: id of the run, the same for all attempts (``ALLHANDS_RUN_ID``); ``None``: a new one.
         wait_s: seconds to wait for computers that are needed.
-        try_out: checks that newcomers fit before the running ranks are stopped; ``None``: no check.
-        resize: adapts values that depend on the number of ranks, such as ``cores_per_rank``.
+        try_out: begins the trial of newcomers, before the running ranks are stopped; ``None``: no
+            trial.
+        resize: returns a spec with adapted values that depend on the number of ranks, such as
+            ``cores_per_rank``.
     """
 
     max_restarts: int = 0
@@ -90,21 +91,22 @@ def supervise(
     journal: Journal | None = None,
     seams: SupervisorSeams | None = None,
 ) -> int:
-    """Run the job to its end and return the exit code to use: the last failing rank's, or 0.
+    """Run the job to its end and return the exit code to use: that of the last failed rank, or 0.
 
-    A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process
-    are passed on once, the ranks save and end, and the code is 130 or 143; the second one, or
-    ``stop_grace_s``, kills the ranks. A ring whose ports are taken is started again with other
-    ports. Call it in the main thread: in another thread signals are not caught.
+    A rank killed by a signal counts as 128 + signal. The first SIGINT, SIGTERM or SIGUSR1 to this
+    process is passed on. Then the ranks save and end, and the code is 130 or 143. The ranks are
+    killed at the second signal, or if they have not ended after ``stop_grace_s``. If another
+    program has taken the ports of a ring, the ranks are started again with other ports.
+
+    Call this in the main thread: in another thread signals are not caught.
 
     Args:
-        spec: specification of the start; its ranks, places and weights are those of an attempt with
-            all members.
+        spec: what to start; its ranks, places and weights are those of an attempt with all members.
         events: called in this thread with all events for the user.
-        options: restarts; the default is none.
-        members: the members of an attempt; the default is this computer with all ranks.
+        options: options for restarts; the default is no restarts.
+        members: finds the members of each attempt; the default is this computer with all ranks.
         journal: also gets all events.
-        seams: for tests.
+        seams: parts that tests replace.
 
     Raises:
         DistributedError: the ranks could not be started.
@@ -125,12 +127,12 @@ def supervise(
 
 @dataclass(frozen=True)
 class Workroom:
-    """The means of a process that starts ranks; make it with :func:`workroom`.
+    """What a process needs to start ranks; made by :func:`workroom`.
 
     Attributes:
-        signals: received signals that ask this process to end.
-        private: a directory that only this user can read, removed at the end.
-        reaper: cleans up if this process is killed.
+        signals: the received signals that ask this process to end.
+        private: a directory that only this user can read; it is removed at the end.
+        reaper: ends the processes and removes ``private`` if this process is killed.
     """
 
     signals: deque[int]
@@ -140,9 +142,10 @@ class Workroom:
 
 @contextlib.contextmanager
 def workroom() -> Generator[Workroom, None, None]:
-    """Catch signals within the block, and end all started processes when this process ends.
+    """Yield a :class:`Workroom`, and catch signals within the block.
 
-    Call it in the main thread: in another thread signals are not caught.
+    If this process is killed, the reaper ends all processes that were registered with it. Call this
+    in the main thread: in another thread signals are not caught.
     """
     usual = tempfile.gettempdir()
     root = usual if len(usual) <= _LONGEST_ROOT else "/tmp"
@@ -187,7 +190,7 @@ class _Job:
     def __post_init__(self) -> None:
         self.newcomers = Newcomers(self.members, self.options.try_out, self._tell, self.seams.now)
         run_id = self.options.run_id or secrets.token_hex(8)
-        # By this computer's clock; ranks may be in other time zones.
+        # The time on this computer; other computers may have other time zones.
         began = datetime.now().isoformat()
         self.spec = replace(
             self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id, "ALLHANDS_RUN_BEGAN": began}
@@ -195,7 +198,7 @@ class _Job:
 
     @property
     def number(self) -> int:
-        """Return the number of the attempt that runs or comes next."""
+        """The number of the attempt that comes next or, during an attempt, of that attempt."""
         return len(self.history) + 1
 
     def run(self) -> int:
@@ -232,10 +235,10 @@ class _Job:
     # --- before an attempt ------------------------------------------------------------------------
 
     def _gather(self) -> Roster:
-        """Return the ranks of the next attempt, as soon as there are enough.
+        """Wait until there are enough ranks for the next attempt, and return them.
 
         Raises:
-            _NotTogether: it takes too long, or is impossible at the first start.
+            _NotTogether: it takes too long or, at the first start, there can never be enough.
             _Stopped: a signal came.
         """
         told: set[str] = set()
@@ -255,7 +258,7 @@ class _Job:
             self._pause(_ASK_AGAIN_S)
 
     def _ask(self) -> Roster:
-        """Ask the members in another thread, so that a signal need not wait for computers that do
+        """Ask the members in another thread, so that a signal is noticed even while computers do
         not answer.
         """
         future = in_background(self.members.roster)
@@ -276,10 +279,10 @@ class _Job:
         )
 
     def _hopeless(self, roster: Roster) -> bool:
-        """Return whether a first start will certainly lack ranks: a name is wrong, for example, or
-        a key is missing.
+        """Return whether this is the first start and waiting cannot bring enough ranks.
 
-        After the first start the same error may mean that a name server is away for a while.
+        For example, a name is wrong or a key is missing. After the first start the same error may
+        only mean that a name server does not answer for a while.
         """
         return (
             not self.history
@@ -288,21 +291,23 @@ class _Job:
         )
 
     def _tell_absent(self, roster: Roster) -> None:
-        """Report missing computers at the first start; later a fault has reported them."""
+        """Report missing computers, only at the first start: later a fault has reported them."""
         for name in () if self.history else roster.absent:
             text = f"starting without a computer that may come later: {_absence(name, roster)}"
             self._tell(SupervisorEvent("waiting", text, host=name))
 
     def _least(self, roster: Roster) -> int:
-        """Return the fewest ranks; by default all ranks of the first attempt that are still in the
-        hostfile.
+        """Return the lowest number of ranks for an attempt.
+
+        By default it is the number of all ranks at the first start, or of those that the hostfile
+        has now, if that is lower.
         """
         self.all_ranks = self.all_ranks or len(roster.every)
         return self.options.min_ranks or max(1, min(self.all_ranks, len(roster.every)))
 
     def _fit(self, roster: Roster) -> LaunchSpec:
         env = {**self.spec.env, "ALLHANDS_ATTEMPT": str(self.number)}
-        # Ranks that have trained together define what must be equal, not computers that come later.
+        # Ranks that have trained together define which versions are right, not later computers.
         proven = [past.seats for past in self.history if past.outcome.started and past.apart]
         env |= {TRUSTED_VARIABLE: ",".join(dict.fromkeys(proven[-1]))} if proven else {}
         weights = _weights(self.spec.weights, roster)
@@ -330,7 +335,7 @@ class _Job:
             fault = _unstarted(error, roster)
             if not self.history and not self._enough_without(fault, roster):
                 raise
-            # An earlier attempt could start, so this may be the loss of a computer.
+            # An earlier attempt could start, or the others can go on without some computers.
             outcome = Outcome(fault)
         finally:
             self.running = self.regrouping = False
@@ -343,7 +348,7 @@ class _Job:
         return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
 
     def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Attempt) -> None:
-        """Let the ranks regroup if more computers can take part, and fit."""
+        """Ask the ranks to regroup if more computers can take part and are known to fit."""
         if not self.regrouping and (reason := self.members.changed(roster.places)):
             if not self.newcomers.all_fit(spec, roster, attempt.attested):
                 return
@@ -356,7 +361,7 @@ class _Job:
     # --- after it ---------------------------------------------------------------------------------
 
     def _prepare(self, restart: Restart) -> None:
-        """Report the fault, move the logs aside, and wait for the pause.
+        """Keep the logs, report the fault, leave seats out, and wait before the next start.
 
         Raises:
             _Stopped: a signal came.
@@ -452,7 +457,7 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
 
 
 def _absence(name: str, roster: Roster) -> str:
-    """Return a text that a computer does not answer, with the reason if it is known."""
+    """Return a text that says that a computer does not answer, and why if that is known."""
     trouble = roster.troubles.get(name)
     return f"{name} does not answer" + (
         f" ({trouble.reason})" if trouble and trouble.reason else ""
@@ -460,14 +465,15 @@ def _absence(name: str, roster: Roster) -> str:
 
 
 def _hint(roster: Roster) -> str | None:
-    """Return the remedy for one missing computer, preferably one that needs help."""
+    """Return what the user can do about one missing computer; first comes one that needs help."""
     troubles = [trouble for name in roster.absent if (trouble := roster.troubles.get(name))]
     return min(troubles, key=lambda trouble: not trouble.lasting).hint if troubles else None
 
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:
-    """Return the fault of an attempt that could not start; its rank is the first one on the named
-    computer, if there is one.
+    """Return the fault of an attempt that could not start.
+
+    Its rank is the first one on the computer that the error names, or -1.
     """
     hosts = [name for name in getattr(error, "hosts", ()) if name in roster.seats]
     if isinstance(error, UnfitHosts):
@@ -493,7 +499,12 @@ def _unstarted(error: DistributedError, roster: Roster) -> Fault:
 
 
 def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
-    """Report that a seat is left out, because it does not fit (``fault``) or fails again and again."""
+    """Return the event that a seat is left out.
+
+    Args:
+        fault: says why the seat does not fit; ``None``: it has failed again and again.
+        first: whether it is the first of several seats; the others do not repeat the explanation.
+    """
     if fault is None:
         return SupervisorEvent(
             "left out", f"{seat} is left out from now on: it has failed again and again", host=seat
@@ -505,8 +516,9 @@ def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent
 
 
 def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:
-    """Return the weights of the ranks that take part: each keeps its own, and a new rank gets the
-    mean.
+    """Return the weights of the ranks that take part.
+
+    Each rank keeps its weight; a rank that had none gets the mean.
     """
     if weights is None:
         return None
@@ -516,13 +528,13 @@ def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ..
 
 
 def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
-    """Pair each seat with the number of earlier seats of the same name."""
+    """Return each seat with the number of equal seats before it."""
     return [(seat, seats[:rank].count(seat)) for rank, seat in enumerate(seats)]
 
 
 @contextlib.contextmanager
 def _caught_signals() -> Generator[deque[int], None, None]:
-    """Collect the signals that end a job in a queue instead of acting on them."""
+    """Within the block, put the signals that ask a job to end into a queue, and do nothing else."""
     received: deque[int] = deque()
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -1,8 +1,8 @@
-"""The output of all ranks on one screen: what is added to their logs, line by line, with the rank
+"""The output of all ranks on one screen: each line that is added to their logs, with the rank
 before it.
 
-Read from the logs, not through pipes: a rank never waits for a screen, and nothing is lost when its
-reader ends.
+The lines are read from the logs, not through pipes. So a rank never waits for the screen, and
+nothing is lost when the reader ends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from allhands.cluster.frames import write_all
 from allhands.io.terminal import fitted_to, is_read_live
 
 _POLL_S = 0.1
-_PARTIAL_POLLS = 10  # after which a line without an end, such as a question, is shown as it is
+_PARTIAL_POLLS = 10  # after which a line that does not end, such as a question, is shown anyway
 _PIECE_BYTES = 1 << 16
 
 
 class Tails:
-    """Tells the lines that are added to some logs, until it is left; a context, with a thread of
-    its own.
+    """Passes on the lines that are added to some logs; a context manager with a thread of its own.
 
     Args:
-        logs: by rank; one that is not there yet is waited for. What is in them already is not told.
-        tell: called in the thread with the rank and a line without its end; a line that is longer
-            than 64 KiB comes in pieces, and one that does not end for a second as far as it goes.
+        logs: the logs by rank; a log need not exist yet. What they already contain is skipped.
+        tell: called in the thread with the rank and a line, without its line break. A line of more
+            than 64 KiB comes in pieces. A line that has not ended after a second comes as far as it
+            goes.
     """
 
     def __init__(self, logs: Mapping[int, Path], tell: Callable[[int, bytes], None]) -> None:
@@ -43,7 +43,7 @@ class Tails:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell what is left."""
+        """Pass on the lines that are left, and end the thread."""
         self._over.set()
         self._thread.join()
 
@@ -89,8 +89,9 @@ class Tails:
 
 
 def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
-    """Return a line for the screen: whose it is, and of a progress bar that writes over itself the
-    last state.
+    """Return a line for the screen, with its rank and perhaps its host before it.
+
+    Of a progress bar, which overwrites itself, only the last state is shown.
     """
     shown = line.rstrip(b"\r").rpartition(b"\r")[2]
     place = "" if host is None else f" {host}"
@@ -98,7 +99,7 @@ def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
 
 
 def for_screen(rank: int, line: bytes, host: str | None = None) -> bytes:
-    """Return a line with whose it is, broken between words where our standard output is a terminal."""
+    """Return a line as :func:`tagged`; for a terminal it is wrapped to the terminal's width."""
     data = tagged(rank, line, host)
     if b"\x1b" in data or not is_read_live(sys.stdout):
         return data

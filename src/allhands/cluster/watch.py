@@ -1,9 +1,9 @@
-"""Detection of ranks that make no progress, from their heartbeats alone: no clock, no file, no
-process.
+"""Detection of ranks that make no progress, from their heartbeats alone.
 
-A rank that waits for others in a collective is not to blame as long as another one does something
-else. The limit for a phase follows from the measured time of steps, so that steps of a minute and
-of a millisecond are both watched closely.
+The module itself uses no clock, no file and no process. A rank that waits for others in a
+collective is not the cause as long as another rank does something else. The limit for a phase
+follows from the measured time of steps, so it suits steps of a minute as well as steps of a
+millisecond.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from allhands.cluster.ranks import Beat, LaunchSpec, Marks
 
 _LEAST_S = 4.0
 _LEAST_VALIDATE_S = 10.0
-_LEAST_FIRST_EXCHANGE_S = 30.0  # connections and kernels may have to be made for it
+_LEAST_FIRST_EXCHANGE_S = 30.0  # the first exchange may have to make connections and kernels
 _SAVE_S = 600.0
 _RECENT_STEPS = 50
-_FACTOR = 2.0  # over the longest recent step
+_FACTOR = 2.0  # the limit is this many times the longest recent step
 _EVER_FACTOR = (
-    1.2  # over the longest step of all: a long batch may come again after many short ones
+    1.2  # and this many times the longest step of all: a long batch may come after many short ones
 )
-_FEW_STEPS, _FEW_FACTOR = 3, 2.0  # as long as so few are known, how much they differ is not
-_LATE_S = 1.0  # between two looks; more means that this process or the computer was asleep
+# Instead of _EVER_FACTOR while fewer steps are known: it is not known yet how much steps differ.
+_FEW_STEPS, _FEW_FACTOR = 3, 2.0
+_LATE_S = 1.0  # between two looks; if it was longer, this process or the computer was asleep
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for the phases, in seconds; ``slack`` multiplies those that follow from measured
-    steps.
+    """Limits for the phases, in seconds.
 
     Attributes:
-        hang_timeout_s: for the phases of a step, instead of a limit that adapts.
-        elsewhere_s: the least time for an exchange in which all of these ranks wait for ranks that
-            are not watched.
+        start_s: limit for the start and for a first step.
+        finish_s: limit for the phase "end".
+        hang_timeout_s: limit for the phases of a step; ``None``: it follows from the measured
+            steps.
+        slack: factor on all limits except ``start_s`` and ``elsewhere_s``.
+        elsewhere_s: lowest limit for an exchange in which all watched ranks wait, perhaps for ranks
+            that are not watched.
     """
 
     start_s: float = 600.0
@@ -45,7 +49,7 @@ class Limits:
 
     @classmethod
     def of(cls, spec: LaunchSpec, slack: float, elsewhere_s: float = 0.0) -> Limits:
-        """Return the limits that a job's options set."""
+        """Return the limits of a job with this spec."""
         return cls(
             spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s
         )
@@ -53,10 +57,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stall:
-    """A rank without progress: the seconds of its silence, its phase and its step.
+    """A rank that makes no progress.
 
-    ``mutual`` says that all ranks wait for each other, so that ``rank`` is a guess: the one that is
-    least far.
+    Attributes:
+        seconds: time since its last heartbeat.
+        mutual: all ranks wait for each other, so ``rank`` is only a guess: the one with the lowest
+            step.
     """
 
     rank: int
@@ -67,14 +73,14 @@ class Stall:
 
 
 class Pauses:
-    """Times without a look at the ranks, because this process was stopped or the computer slept."""
+    """Times in which nothing watched the ranks: this process was stopped, or the computer slept."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._gaps: list[tuple[float, float]] = []
 
     def look(self, now: float) -> None:
-        """Note that it is ``now``: a call that comes late ends a pause."""
+        """Record a look at the ranks at the time ``now``; if it comes late, there was a pause."""
         if self._last is not None and now > self._last + _LATE_S:
             self._gaps.append((self._last, now))
         self._last = now
@@ -86,19 +92,20 @@ class Pauses:
 
 
 class StepTimes:
-    """Times of steps: each rank's own work, and the exchange that all of them waited for.
+    """Times of steps: each rank's own work, and the exchange.
 
-    A rank's wait for another one is no measure, or one rank's long save would allow every rank to
-    be silent for as long. The exchange counts from when the last rank has come to it.
+    The time in which a rank waits for another does not count. Otherwise one rank's long save would
+    allow every rank to be silent for as long. The exchange counts from the time at which the last
+    rank has begun it.
     """
 
     def __init__(self) -> None:
-        self._recent: dict[int, float] = {}  # of each step: the time of the rank that took longest
-        self._own: dict[int, tuple[int, float]] = {}  # of each rank: its step, seconds in it so far
+        self._recent: dict[int, float] = {}  # by step: the time of the slowest rank
+        self._own: dict[int, tuple[int, float]] = {}  # by rank: its step, and the seconds in it
         self._longest = 0.0
 
     def add(self, rank: int, step: int, seconds: float) -> None:
-        """Count seconds of a rank in the step after ``step`` updates."""
+        """Add ``seconds`` to a rank's time in the step that follows after ``step`` updates."""
         at, so_far = self._own.get(rank, (step, 0.0))
         total = seconds + (so_far if at == step else 0.0)
         self._own[rank] = step, total
@@ -108,18 +115,19 @@ class StepTimes:
         self.add_first(total)
 
     def add_first(self, seconds: float) -> None:
-        """Count a step that had to compile: no measure for those that do not, but for long batches
-        to come.
+        """Count a step that had to compile.
+
+        It is only a measure for the longest step of all, not for recent steps.
         """
         self._longest = max(self._longest, seconds)
 
     @property
     def longest_recent(self) -> float:
-        """The longest of the last steps; 0 before anything is known."""
+        """The longest time of the last steps; 0 before any is known."""
         return max(self._recent.values(), default=0.0)
 
     def limit(self) -> float | None:
-        """Return the time that a step may take; ``None`` before anything is known."""
+        """Return the time that a step may take; ``None`` before any time is known."""
         if not self._longest:
             return None
         recent = self.longest_recent
@@ -128,7 +136,7 @@ class StepTimes:
 
 
 class ProgressWatch:
-    """Deadlines for the progress of ranks, from their marks at every look."""
+    """Detects ranks without progress from the marks that it gets at every look."""
 
     def __init__(self, limits: Limits) -> None:
         self.pauses = Pauses()
@@ -137,15 +145,16 @@ class ProgressWatch:
         self._validating = 0.0  # the longest time between two beats of a validation
         self._beats: dict[int, Beat] = {}
         self._together: float | None = None  # since when all living ranks have been in "reduce"
-        self._exchanged = False  # whether one has ever come out of it
+        self._exchanged = False  # whether a rank has ever finished an exchange
 
     def check(
         self, now: float, marks: Mapping[int, Marks], living: Collection[int]
     ) -> Stall | None:
-        """Take in the marks at ``now`` and return the rank that has hung, or ``None`` if nothing is
-        wrong.
+        """Look at the marks at the time ``now``; return the rank that hangs, or ``None``.
 
-        ``marks`` has every rank; a rank that has never beaten is not judged.
+        Args:
+            marks: the marks of every rank; a rank without a heartbeat is not judged.
+            living: the ranks that have not ended.
         """
         self.pauses.look(now)
         for rank, mark in marks.items():
@@ -162,18 +171,18 @@ class ProgressWatch:
             if rank not in waiting and marks[rank].started
         }
         stalls = [self._judge(now, rank, beats[rank], busy[rank]) for rank in busy]
-        # The one that is least far holds the others up.
+        # The rank with the lowest step is the one for which the others wait.
         return min(
             (s for s in stalls if s is not None), key=lambda s: (s.step, -s.seconds), default=None
         )
 
     @property
     def longest_step_s(self) -> float:
-        """The longest of the last steps, in seconds; 0 before anything is known."""
+        """The longest of the last steps, in seconds; 0 before any is known."""
         return self._times.longest_recent
 
     def _take(self, rank: int, beat: Beat) -> None:
-        """Measure the phase that has ended, if the beat is a new one."""
+        """If the beat is new, measure the phase that it has ended."""
         last = self._beats.get(rank)
         if last is not None and last.count == beat.count:
             return
@@ -205,8 +214,8 @@ class ProgressWatch:
         return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
 
     def _judge(self, now: float, rank: int, beat: Beat, busy: float) -> Stall | None:
-        # What the rank does not come for itself, its data, may have hung before the rank had to
-        # wait for it.
+        # The data are loaded in the background, so the loading may hang for some time before the
+        # rank has to wait for it. ``waited_s`` is that time.
         waited = beat.waited_s if busy < beat.time else 0.0
         seconds = waited + self.pauses.age(now, max(beat.time, busy))
         return (
@@ -216,7 +225,7 @@ class ProgressWatch:
         )
 
     def _limit(self, phase: str) -> float:
-        """Seconds that a phase may go without a heartbeat."""
+        """Return the seconds that a phase may last without a heartbeat."""
         if phase in ("start", "first"):
             return self._limits.start_s
         fixed = {"save": _SAVE_S, "end": self._limits.finish_s}

@@ -1,9 +1,10 @@
-"""The ways between ranks that meet: where rank 0 listens, what may be in the way to it, and from
-each to the next.
+"""The connections between ranks that meet: where rank 0 listens, what may block connections to it,
+and whether each rank can reach the ranks that its back-end will call.
 
-Before a back-end waits in vain, the ranks that have met connect as it is going to. Each rank
-listens at its port while all try: so a connection that fails is no matter of time, and what is in
-the way is mostly a firewall. The kernel takes the calls; nobody is let in, and nothing is said.
+The ranks that have met try the same connections as their back-end will make, so that the back-end
+does not wait in vain. All ranks listen at their ports while all try. So if a connection fails, the
+reason is not that a rank is late, but usually a firewall. The kernel accepts these connections; no
+rank reads or writes anything on them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from allhands.runtime.ports import cannot_listen, fate_of, kind_of
 
 _EVERYWHERE = ""
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
-_SUSPECT_S = 5.0  # without an answer, until something may be in the way
-_CALL_S = 5.0  # in which the first packet of a call is sent again and again
-_REFUSED_S = 2.0  # for a rank that listens to refuse all the time
+_SUSPECT_S = 5.0  # without an answer, after which a firewall is suspected
+_CALL_S = 5.0  # for one try, in which the system sends the first packet again and again
+_REFUSED_S = 2.0  # in which refused connections are tried again
 _PAUSE_S = 0.1
 
 
 def listening_address(point: MeetingPoint, patience: Patience) -> str:
-    """Return the address that the launcher named; all of this computer's, and why, where it is none
-    that can be had.
+    """Return the address at which rank 0 listens: the one that the launcher named.
+
+    If that cannot be used, return the empty address, which means all addresses of this computer,
+    and show a line that says why.
     """
     host = point.host
     if point.is_local:
@@ -56,13 +59,14 @@ def listening_address(point: MeetingPoint, patience: Patience) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether no other computer can reach this one by the address."""
+    """Return whether this is a loopback address, which other computers cannot reach."""
     return address.startswith("127.")
 
 
 class Suspicion:
-    """Suspicion that something blocks the way to rank 0, with the remedy; said once, when it has
-    lasted for long.
+    """The suspicion that something blocks connections to rank 0.
+
+    It is reported once, with what to do, when it has lasted for some seconds.
     """
 
     def __init__(self, point: MeetingPoint) -> None:
@@ -71,8 +75,12 @@ class Suspicion:
         self._told = False
 
     def note(self, reason: str, began: float, blocked: bool) -> str | None:
-        """Take in why a visit that began then has failed; the words for a person, if it is time for
-        them.
+        """Record that a visit to rank 0 has failed; return the text for the user if it is time.
+
+        Args:
+            reason: why it has failed.
+            began: when the visit began.
+            blocked: whether something may block the connection.
         """
         self._since = (self._since or began) if blocked else None
         if self._told or self._since is None or time.monotonic() - self._since < _SUSPECT_S:
@@ -83,7 +91,7 @@ class Suspicion:
 
     @property
     def way_out(self) -> str:
-        """Return the remedy."""
+        """What the user can do."""
         host, ports = self._point.host, self._point.ports
         opened = f"open TCP ports {min(ports)} to {max(ports)} of {host} for this computer"
         return (
@@ -92,12 +100,13 @@ class Suspicion:
 
 
 def open_door(door: ExitStack, peer: str) -> str:
-    """Listen at this address and port of ours, until ``door`` is closed; what is wrong if that
-    cannot be, or nothing.
+    """Listen at this rank's own address and port until ``door`` is closed.
+
+    Return what is wrong if that is not possible, otherwise an empty text.
     """
     address, port = _address(peer)
     try:
-        # The port may be kept for this rank by another socket.
+        # Another socket may reserve the port for this rank.
         door.enter_context(
             listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
         )
@@ -107,16 +116,17 @@ def open_door(door: ExitStack, peer: str) -> str:
 
 
 def targets(backend: Backend, rank: int, size: int) -> list[int]:
-    """Return the ranks that this one is going to call: the next one in the ring, with NCCL the
-    first one, too.
+    """Return the ranks to which this one will connect: the next one in the ring, and with NCCL also
+    rank 0.
     """
     called = [(rank + 1) % size, *([0] if backend == "nccl" else [])]
     return [other for other in dict.fromkeys(called) if other != rank]
 
 
 def blocked_way(backend: Backend, rank: int, peers: Sequence[str]) -> str:
-    """Describe what blocks a rank's calls to others that all listen at ``peers``; empty if nothing
-    does.
+    """Return which of a rank's connections fail, and how; empty if none does.
+
+    All ranks must listen at ``peers`` meanwhile.
     """
     for other in targets(backend, rank, len(peers)):
         if fate := _call(_address(peers[other])):
@@ -127,7 +137,7 @@ def blocked_way(backend: Backend, rank: int, peers: Sequence[str]) -> str:
 
 
 def _call(address: tuple[str, int]) -> str:
-    """Return the fate of connections there, if they fail."""
+    """Try to connect; return in words how it fails, or an empty text."""
     began = time.monotonic()
     while True:
         try:

@@ -1,10 +1,11 @@
 """Start and end of a worker process.
 
-A rank blocked inside a collective runs no Python signal handler and cannot be unblocked. So a
-thread watches instead: it sees signals through the wake-up descriptor and the death of the
-supervisor by polling, and may end the process from outside the blocked call. After an error a rank
-ends at once and calls no collective again: a slow end keeps the other ranks waiting, and an
-ordinary end hangs in MPI's finalizer.
+A rank that is blocked inside a collective runs no Python signal handler and cannot be unblocked. So
+a thread watches instead. It notices signals through the wake-up descriptor, and the death of the
+supervisor by polling, and it can end the process although the call is still blocked.
+
+After an error a rank ends at once and calls no collective again. A slow end would keep the other
+ranks waiting, and a normal end would hang in MPI's finalizer.
 """
 
 from __future__ import annotations
@@ -55,24 +56,24 @@ from allhands.runtime.jit_cache import prepare_process, publish
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0
 _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
-SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
+SPEAK_AFTER_S = 1.0  # so that the rank that is the cause reports its error before the others
 _ORPHAN_CODE = 128 + signal.SIGTERM
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TELL_S = 1.0
-_LOOK_AGAIN_S = 0.2  # for a word of the supervisor's
+_LOOK_AGAIN_S = 0.2  # between two looks for a word from the supervisor
 
 
 class WorkerContext:
-    """One worker's contact with its supervisor; make it with :func:`install`.
+    """A worker's contact with its supervisor; made by :func:`install`.
 
-    As a context manager it turns every way of leaving the block by an exception, ``sys.exit`` with
-    an error included, into :meth:`fail`.
+    It is a context manager: if an exception leaves the block, also a ``sys.exit`` with an error, it
+    calls :meth:`fail`.
 
     Attributes:
-        run_id: the supervisor's name for the job, the same in all attempts; empty without one.
-        attempt: number of starts of the job, including this one.
-        unstarted: message for a person who has stopped it before it had started.
-        stop_grace_s: seconds for saving after a stop, from the end of the running step.
+        run_id: the supervisor's id of the run, the same in all attempts; empty if there is none.
+        attempt: number of this start of the job, from 1.
+        unstarted: message for a user who stops the run before it has started.
+        stop_grace_s: seconds for saving after a stop, in addition to the time of the running step.
     """
 
     unstarted = "stopped before the first step"
@@ -104,8 +105,9 @@ class WorkerContext:
         self._warned = False
 
     def observe(self) -> None:
-        """Sample this process's memory and phases from now on, beside its log; where it has none,
-        do nothing.
+        """From now on sample this process's memory and phases, into a file beside its log.
+
+        It does nothing if the process has no log.
         """
         if self._log_dir is None or self._sampler is not None:
             return
@@ -121,15 +123,15 @@ class WorkerContext:
         self._mark("ready")
 
     def mark_busy(self) -> None:
-        """Tell the supervisor that this rank is at work on something that may take longer than a
-        start should.
+        """Tell the supervisor that this rank is busy with something that may take longer than the
+        time limit for a start.
         """
         if self._run_dir:
             with suppress(OSError):
                 (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
 
     def attest(self, content: Mapping[str, Any]) -> None:
-        """Tell the supervisor the agreement of the ranks; a rank on trial ends here."""
+        """Tell the supervisor what the ranks have agreed on; a rank on trial ends here."""
         if self._run_dir:
             write_whole(self._run_dir / ATTESTED_FILE, json.dumps(content, default=str))
         if TRIAL_VARIABLE in os.environ:
@@ -137,13 +139,13 @@ class WorkerContext:
             os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
-        """Tell the supervisor what the training thread, which must be the caller, does after
-        ``step`` updates.
+        """Tell the supervisor what the training thread does after ``step`` updates.
 
-        Takes microseconds and never fails: a disk that is full of other things must not end a run.
+        The training thread itself must call this. It takes microseconds and never fails: a full
+        disk must not end a run here.
 
         Args:
-            waited_s: how long what it waits for from now on has been on its way already.
+            waited_s: for how long the thing that the thread waits for now has already been loading.
         """
         if self._sampler is not None:
             self._sampler.beat(phase, step)
@@ -164,11 +166,11 @@ class WorkerContext:
             return
 
     def regroup_requested(self) -> bool:
-        """Return whether the supervisor wants the ranks to end at the next checkpoint and to start
+        """Return whether the supervisor wants the ranks to end at the next checkpoint, to start
         again with other members.
 
-        Cheap, because it looks at most five times a second; ranks may learn of it at different
-        steps.
+        It is cheap, because it looks at most five times a second. Ranks may notice the request at
+        different steps.
         """
         now = time.monotonic()
         if self._run_dir is not None and not self._regroup and now > self._looked + _LOOK_AGAIN_S:
@@ -177,8 +179,9 @@ class WorkerContext:
         return self._regroup
 
     def end_for_regroup(self) -> NoReturn:
-        """End this rank, whose checkpoint is written, at once and so that the supervisor starts all
-        ranks again.
+        """End this rank at once, with the code at which the supervisor starts all ranks again.
+
+        Its checkpoint must be complete.
         """
         try:
             publish(os.environ)
@@ -191,7 +194,7 @@ class WorkerContext:
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
 
-        From here on a stop signal waits for :meth:`stop_requested`; before, it raises
+        After this a stop signal is only recorded, for :meth:`stop_requested`. Before, it raises
         KeyboardInterrupt.
         """
         self._started = True
@@ -204,26 +207,25 @@ class WorkerContext:
     def announce_stops(
         self, say: Callable[[str], None], way_on: Callable[[], str | None] | None = None
     ) -> None:
-        """From now on tell the person with ``say``, called in another thread, that a stop signal
-        was heard.
+        """From now on tell the user when a stop signal has been noticed.
 
-        ``way_on``, called in another thread too, says how to go on after an end without a
-        checkpoint of its own; it is asked only where no supervisor speaks, and waited for no longer
-        than a second.
+        Args:
+            say: called with a line for the user, in another thread.
+            way_on: returns a text that says how to resume if the process ends without saving. It is
+                called in another thread, only without a supervisor, and for at most a second.
         """
         self._announce, self._way_on = say, way_on
 
     def stop_requested(self) -> int:
-        """Return the signal that asked to finish the step, save and end, or 0."""
+        """Return the signal that asks the rank to finish its step, save and end; 0 if none came."""
         return self._stop_signal
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Write the error file, say what happened, and end the process at once with the error's
-        exit code.
+        """Write the error file, report the error, and end the process at once with its exit code.
 
-        A message is for one place: under our supervisor, which reads the error file and speaks for
-        all ranks, a rank writes it to its own log; under another launcher the first rank to fail
-        prints it.
+        Each error should be shown once. Under our supervisor a rank writes it to its own log, and
+        the supervisor reads the error files and reports for all ranks. Under another launcher the
+        first rank that fails prints it.
         """
         known = as_allhands_error(behind_import(error))
         code = self._exit_code(known)
@@ -231,7 +233,7 @@ class WorkerContext:
             try:
                 self._write_error_file(known, code)
             except OSError:
-                self._log_dir = None  # a full disk: what can be said must be said here
+                self._log_dir = None  # the disk is full, so report the error on standard error
             self._say(known)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -246,7 +248,7 @@ class WorkerContext:
             self.fail(error)
 
     def handle_signal(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler, in the main thread, and late if that is blocked in a collective."""
+        """Handle a signal in the main thread; it runs late if that is blocked in a collective."""
         self._stop_signal = self._stop_signal or _meaning(number)
         if not self._started:
             raise KeyboardInterrupt
@@ -255,9 +257,9 @@ class WorkerContext:
         """End the process on a second signal, a stop that takes too long, or the supervisor's
         death.
 
-        Under our supervisor a second signal means nothing: a scheduler sends its own to every
-        process, and the supervisor, which gets it too, passes it on; one that is to end the process
-        at once comes as SIGKILL.
+        Under our supervisor a second signal is ignored. A scheduler sends its signal to every
+        process, so a rank gets it both directly and from the supervisor, which passes it on. If the
+        supervisor wants to end the process at once, it sends SIGKILL.
         """
         deadline = float("inf")
         while True:
@@ -275,16 +277,16 @@ class WorkerContext:
                 os._exit(_ORPHAN_CODE)
 
     def _begin_stop(self, number: int) -> float:
-        """Note a stop, tell the person, and return the seconds until the process is ended."""
+        """Record a stop, tell the user, and return the seconds in which the process must end."""
         self._stop_signal = self._stop_signal or number
         if (
             self._announce
             and self._started
             and not (self._run_dir and (self._run_dir / "failed").exists())
         ):
-            # A scheduler cannot press keys.
+            # Only a user can press Ctrl-C, not a scheduler.
             more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            # In a thread of its own: a terminal that is held up must not hold up the watch.
+            # In a thread of its own: a blocked terminal must not block this thread.
             threading.Thread(
                 target=self._announce, args=(f"{self._pace.told()}{more}",), daemon=True
             ).start()
@@ -304,13 +306,14 @@ class WorkerContext:
             tell(as_message(error, self.launch.rank if self.launch.size > 1 else None))
 
     def _say_supervised(self, error: AllhandsError) -> None:
-        """Into this rank's log; rank 0, whose output is the terminal or is read from its log, tells
-        how a run ended.
+        """Write the error into this rank's log; rank 0 also shows how a stopped run has ended.
+
+        With tagged output rank 0 does not, because its log is shown on the screen.
         """
         assert self._log_dir is not None
         rank = self.launch.rank
         with (
-            suppress(OSError),  # a full disk: the error file says it
+            suppress(OSError),  # if the disk is full, the error file says so
             open(
                 self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener
             ) as log,
@@ -320,8 +323,10 @@ class WorkerContext:
             tell(as_message(error))
 
     def _turn_to_speak(self, error: AllhandsError) -> bool:
-        """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end
-        us too.
+        """Wait until the rank that is the cause, or rank 0, has had time to report its error.
+
+        Return false if the launcher has asked this rank to stop meanwhile: then another rank has
+        reported the cause.
         """
         if self.launch.rank == 0 and not isinstance(error, PeerLostError):
             return True
@@ -331,8 +336,9 @@ class WorkerContext:
         return not self._stop_signal
 
     def _end_at_once(self, number: int, *, late: bool = False) -> NoReturn:
-        """End because of a signal, with the terminal's cursor, which a progress display hides, to
-        be seen again.
+        """End the process because of a signal.
+
+        Before that, show the terminal's cursor again, which a progress display hides.
         """
         if self._announce and is_screen(sys.stdout):
             _write(1, "\x1b[?25h\n")
@@ -343,16 +349,16 @@ class WorkerContext:
                 else f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
             )
             _write(2, f"allhands: {how}; what was not saved is lost\n")
-            # In a thread of its own: a disk that does not answer must not keep the process.
+            # In a thread of its own: a disk that does not answer must not delay the end.
             told = threading.Thread(target=self._tell_way_on, daemon=True)
             told.start()
             told.join(_TELL_S)
         os._exit(128 + number)
 
     def _tell_way_on(self) -> None:
-        # Until it has started, what lies in the directory may be another run's.
+        # Before this run has started, the checkpoints in the directory may be another run's.
         if self._way_on and self._started:
-            with suppress(Exception):  # advice is no reason for a traceback
+            with suppress(Exception):  # if the advice fails, show none rather than a traceback
                 if text := self._way_on():
                     _write(2, f"  {text}\n")
 
@@ -392,16 +398,22 @@ class WorkerContext:
 
 
 def install(launch: LaunchPlace, environ: Mapping[str, str]) -> WorkerContext:
-    """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main
-    thread.
+    """Prepare this process to work under a supervisor, under mpirun, or alone.
 
-    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT, SIGTERM and
-    SIGUSR1 (as a scheduler's warning) only ask to stop once training has started
-    (:meth:`WorkerContext.mark_started`) and end the process when sent twice, and the process does
-    not outlive its supervisor; SIGUSR2 from that has it write the stacks of its threads into its
-    log. ``environ`` is read for the supervisor's ``ALLHANDS_*`` variables. The watching thread is
-    held up while MLX's ring waits for its peers in ``init``, which keeps Python's lock: only the
-    supervisor's start deadline ends that.
+    Call this once, in the main thread. After it:
+
+    - An uncaught exception calls :meth:`WorkerContext.fail`.
+    - Once training has started (:meth:`WorkerContext.mark_started`), SIGINT, SIGTERM and SIGUSR1 (a
+      scheduler's warning) only ask the process to stop. Without our supervisor, the second signal
+      ends it at once.
+    - The process ends when its supervisor has ended.
+    - At SIGUSR2 from the supervisor it writes the stacks of its threads into its log.
+
+    While MLX's ring waits for its peers in ``init``, it holds Python's global lock, so the watching
+    thread cannot run. Only the supervisor's start deadline ends that wait.
+
+    Args:
+        environ: variables; those that begin with ``ALLHANDS_`` come from the supervisor.
     """
     context = _context(launch, environ)
     prepare_process()
@@ -436,11 +448,11 @@ def _context(launch: LaunchPlace, environ: Mapping[str, str]) -> WorkerContext:
 
 
 def end_at_errors(launch: LaunchPlace, environ: Mapping[str, str]) -> None:
-    """Let an uncaught exception end this process at once, and tell the supervisor of it, as
+    """Let an uncaught exception end this process at once and tell the supervisor, as
     :func:`install` does.
 
-    For a person's own program, whose signals stay its own. Without this a rank that has failed
-    would wait at its end for the others (MPI does), which wait for it.
+    This is for a user's own program, which handles signals itself. Without this a failed rank may
+    wait at its end for the others (MPI does so), while they wait for it.
     """
     if sys.excepthook is sys.__excepthook__:
         context = _context(launch, environ)
@@ -449,10 +461,10 @@ def end_at_errors(launch: LaunchPlace, environ: Mapping[str, str]) -> None:
 
 @cache
 def contact() -> WorkerContext:
-    """This process's contact with its supervisor, made by :func:`install` at the first call, in the
-    main thread.
+    """Return this process's contact with its supervisor.
 
-    From then on its memory is sampled.
+    The first call makes it with :func:`install`, in the main thread. From then on the memory of
+    this process is sampled.
     """
     context = install(launch_here(), os.environ)
     context.observe()
@@ -460,14 +472,16 @@ def contact() -> WorkerContext:
 
 
 def _keep_kernels() -> NoReturn:
-    """Now and then save the kernels that MLX has compiled from this attempt's end."""
+    """From time to time store the kernels that MLX has compiled, so that they are not lost if this
+    attempt ends suddenly.
+    """
     while True:
         time.sleep(_KEEP_KERNELS_S)
         publish(os.environ)
 
 
 def as_message(error: AllhandsError, rank: int | None = None) -> str:
-    """Return an error as a message of allhands: its rank if that matters, what is wrong, where, and
+    """Return an error as a message of allhands: the rank if it is given, what is wrong, where, and
     what to do.
     """
     kind = "" if isinstance(error, Interrupted) else "error: "
@@ -475,11 +489,10 @@ def as_message(error: AllhandsError, rank: int | None = None) -> str:
 
 
 def as_allhands_error(error: BaseException) -> BaseException:
-    """Return our exception for a full disk or a message of MLX's communication back-ends, or else
-    ``error`` itself.
+    """Return our exception for a full disk, or for an error of MLX's communication back-ends.
 
-    MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that
-    another rank ended first.
+    Any other ``error`` is returned unchanged. MLX raises plain RuntimeErrors; "[ring] connection to
+    a peer was lost" means that another rank has ended before.
     """
     if isinstance(error, OSError) and error.errno in (
         errno.ENOSPC,
@@ -502,8 +515,8 @@ def as_allhands_error(error: BaseException) -> BaseException:
 
 
 def _signal_descriptor(context: WorkerContext) -> socket.socket:
-    """Route the signals that ask to stop to a socket that another thread can read while this one is
-    blocked.
+    """Return a socket from which another thread can read the signals that ask to stop, even while
+    the main thread is blocked.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -514,20 +527,22 @@ def _signal_descriptor(context: WorkerContext) -> socket.socket:
 
 
 def _write(file: int, text: str) -> None:
-    """Say ``text``, if that can be done: an output that is full keeps no process from ending."""
+    """Write ``text`` if possible: an output that fails must not prevent the process from ending."""
     with suppress(OSError):
         os.write(file, text.encode())
 
 
 def _meaning(number: int) -> int:
-    """The signal as which it counts: a scheduler's warning is a wish to end."""
+    """Return the signal with the same meaning: SIGUSR1, a scheduler's warning, means SIGTERM."""
     return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
 def _trace_on_signal(log: Path) -> None:
-    """Have the stacks written even while the main thread is in a call that never returns."""
-    with suppress(OSError):  # without a log there is no place for them
-        # Not closed: the handler, which is no Python code, writes to its descriptor.
+    """Let SIGUSR2 write the stacks of all threads into ``log``, even while the main thread is in a
+    call that never returns.
+    """
+    with suppress(OSError):  # if the log cannot be opened, the stacks are not written
+        # Not closed: the handler, which is not Python code, writes to this descriptor.
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
 
@@ -544,7 +559,8 @@ def _supervisor(environ: Mapping[str, str]) -> psutil.Process | None:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        # is_running compares the start time too, so a reused number does not count.
+        # is_running also compares the start time, so another process with the same id does not
+        # count.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
