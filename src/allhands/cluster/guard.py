@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-TAG_VARIABLE = "ALLHANDS_TAG_OUTPUT"  # if it is set, rank 0's output also goes to a log
+TAG_VARIABLE = "ALLHANDS_TAG_OUTPUT"  # if set, rank 0's output goes to a log, as that of others
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
