@@ -1,8 +1,8 @@
 """Copies of checkpoints on other computers: rank 0 reports on them, and their failures end no run.
 
-Rank 0's own files are those of the run; a copy protects against the loss of its computer. If a rank
-cannot write a copy (a full disk, a directory without permission), there is a warning at the
-beginning and the end of the trouble, and at the end of the run.
+Rank 0's files are the files of the run. A copy protects against the loss of its computer. If a rank
+cannot write a copy (a full disk, a directory without permission), there is a warning when the
+trouble begins, when it ends, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Copies:
 
     Attributes:
         keeps: True if this rank keeps a copy.
-        computer: the name of this rank's computer, for people.
+        computer: the name of this rank's computer in messages.
         newest: returns the step of the newest whole checkpoint of the run here; 0: there is none.
         trouble: reason why the latest copy here could not be written; empty if it was written.
     """

@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes:
         path: the checkpoint's directory.
         step: number of optimizer updates made.
-        iteration: number of batches trained on; the step, if a person's own loop counts only steps.
+        iteration: number of batches trained on; the step, if a user's own loop counts only steps.
         run_id: identifier of the run that wrote it.
         time: Unix time of writing, in seconds.
         state: content of ``state.json``; empty if only the manifest was read.

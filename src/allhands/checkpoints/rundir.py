@@ -45,7 +45,7 @@ _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
 
 def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[str]:
-    """Prepare ``directory`` for this run's files; return notes for a person.
+    """Prepare ``directory`` for this run's files; return notes for the user.
 
     A new run sets the files of an earlier run aside, under a number. A run that goes on from a
     checkpoint in another directory copies that run's curve and best adapter. If the directory

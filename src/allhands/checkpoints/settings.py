@@ -142,7 +142,7 @@ def check_contents(
     data: Mapping[str, str | None],
     template: str | None = None,
 ) -> list[str]:
-    """Compare model and data with the checkpoint's by content; return notes for a person.
+    """Compare model and data with the checkpoint's by content; return notes for the user.
 
     Args:
         model: returns whether a fingerprint is that of the model's weights.

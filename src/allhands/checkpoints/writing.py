@@ -90,7 +90,7 @@ class CheckpointDraft:
         for array in whole:
             array.check(files)
         known = json.loads(dumped(state))
-        # A person's own loop without iterations counts only steps.
+        # A user's own loop without iterations counts only steps.
         given = known.get("iteration")
         iteration: int = given if type(given) is int else step
         body: dict[str, Any] = {

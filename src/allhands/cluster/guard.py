@@ -124,7 +124,7 @@ def _redirect(rank: str) -> None:
 
 
 def _run_mpi_rank(command: list[str]) -> NoReturn:
-    """Start the command, record its process id, wait for its end, record it, and end alike."""
+    """Start the command, record its process id and its end, and end in the same way."""
     for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
         os.environ[f"ALLHANDS_{name}"] = os.environ[f"OMPI_COMM_WORLD_{name}"]
     rank, run_dir = os.environ["ALLHANDS_RANK"], Path(os.environ["ALLHANDS_RUN_DIR"])

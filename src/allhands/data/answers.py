@@ -1,14 +1,15 @@
 """Search for the answers in the output of a chat template.
 
-Chat templates are programs: they trim, drop the thinking of earlier turns, move the system message,
-so rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole
-conversation is rendered once as it is, and once for every answer with a marker in that answer's
-place. The text before the marker must be a prefix of the real text and the text after it a suffix;
-the text between them is the answer. A span that fails this is an error, never a guess.
+Chat templates are programs: they trim text, drop the thinking of earlier turns, and move the system
+message. So the conversation up to a turn, rendered alone, need not be a prefix of the whole text.
+Instead the whole conversation is rendered once as it is, and once for every answer with a marker
+instead of that answer. The text before the marker must be a prefix of the real text, and the text
+after it a suffix. Then the text between them is the answer. If it is not so, this is an error; the
+span is never guessed.
 
-Most conversations do not need the second rendering: a probe shows once how the template writes an
-answer (:class:`Pattern`), and where the text has exactly that, once for every answer and nowhere
-else, the spans are read off it.
+Most conversations do not need the renderings with markers. A probe shows once how the template
+writes an answer (:class:`Pattern`). If the text has exactly that form once for every answer, and
+nowhere else, the spans are taken from it.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class AnswerFinder:
         """End-of-turn token, or else the text that the template writes after every answer, without
         blanks.
         """
-        # Both turns end alike; then one goes on with the next user's header.
+        # Both turns have the same ending. After it, one of them continues with the user's header.
         middle, last = self._after_answers
         ending = common_prefix(middle, last)
         return self._token_at(ending) or ending.strip()

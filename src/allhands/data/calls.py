@@ -1,8 +1,12 @@
-"""Tool calls and tools as OpenAI's ``tool_calls`` and ``tools``; other spellings are read as those.
+"""Tool calls and tools in OpenAI's form (``tool_calls`` and ``tools``); other forms are converted.
 
-Known are OpenAI's older ``function_call`` and ``functions``, ShareGPT's function calls, calls
-without the object ``function``, strings of JSON in the place of lists and objects (arguments
-encoded twice as well), and the nulls with which tables give every object the fields of all others.
+These other forms are known:
+
+- OpenAI's older ``function_call`` and ``functions``;
+- ShareGPT's function calls;
+- calls without the object ``function``;
+- strings of JSON instead of lists and objects, also arguments that were encoded twice;
+- nulls, with which tables give every object the fields of all others.
 """
 
 from __future__ import annotations

@@ -163,8 +163,10 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _word(text: str, place: int, least: int = 0) -> int:
-    """Return the last start of a line between ``least`` and ``place``; else that of a word, with
-    the blank before it; else ``place``.
+    """Return the last start of a line between ``least`` and ``place``.
+
+    If there is none, it is the last start of a word, with the blank before it; if there is none
+    either, ``place``.
     """
     line = text.rfind("\n", least, place)
     blank = text.rfind(" ", least, place)

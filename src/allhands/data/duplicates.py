@@ -1,24 +1,25 @@
 """Search for duplicate texts: exact and near ones.
 
-Two texts are exact duplicates if they are equal once letter case, Unicode form and white space are
-out of the way (:func:`normalise`), and near duplicates if their Jaccard similarity, the share of
-runs that both have among the runs that either has, reaches a threshold. A run is three words in a
-row; in a text with fewer than ten words or hardly any spaces (Chinese, Thai, a long key) it is
-eight characters. Texts of the two kinds are never compared. Punctuation and digits count: ``2 + 2``
-and ``2 - 2`` differ. A text that repeats itself so much that fewer than half of its runs are
-different (grids of digits, DNA, "ha ha ha") has no near duplicates: any two such texts have most of
-their runs in common and yet may say different things.
+Two texts are exact duplicates if they are equal without regard to letter case, Unicode form and
+white space (:func:`normalise`). They are near duplicates if their Jaccard similarity reaches a
+threshold. The Jaccard similarity is the number of runs that both have, divided by the number of
+runs that at least one has. A run is three words in a row; in a text with fewer than ten words or
+hardly any spaces (Chinese, Thai, a long key) it is eight characters. Texts of the two kinds are
+never compared. Punctuation and digits count: ``2 + 2`` and ``2 - 2`` differ.
+
+A text has no near duplicates if it repeats itself so much that fewer than half of its runs are
+different (grids of digits, DNA, "ha ha ha"). Any two such texts have most of their runs in common,
+and yet may say different things.
 
 Each text is kept as its sketch, the 512 smallest hashes of its runs. MinHash values of the sketch
 (Broder, 1997) are cut into bands, and texts that share a band are candidates (locality-sensitive
-hashing). A
-pair exactly at the threshold becomes a candidate in 99.8 of 100 cases. At most 32 candidates are
-compared, those that share the rarest bands. Of texts with fewer than 512 different runs the
-similarity is exact; of longer ones the unbiased estimate of Cohen (1997) with a standard error of
-at most 0.022.
+hashing). A pair exactly at the threshold becomes a candidate in 99.8 of 100 cases. At most 32
+candidates are compared, those that share the rarest bands. For texts with fewer than 512 different
+runs the similarity is exact. For longer ones it is the unbiased estimate of Cohen (1997), with a
+standard error of at most 0.022.
 
-The package datasketch is slower where many texts share a template, takes three times the memory,
-and brings scipy.
+The package datasketch is slower if many texts share a template, needs three times the memory, and
+installs scipy.
 """
 
 from __future__ import annotations

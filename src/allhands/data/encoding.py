@@ -204,8 +204,9 @@ def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> Bools:
 def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
     """(L,) bool: the tokens that lie inside a span.
 
-    A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy"
-    carries the first word of an answer, but a "\\n\\n" half of which is the header's carries none.
+    A token across a border of the span counts if the part inside is more than blanks. For example,
+    "▁Ahoy" has the first word of an answer. A "\\n\\n" of which one half belongs to the header has
+    only a blank of the answer.
 
     Args:
         offsets: (L, 2) character range of each token.

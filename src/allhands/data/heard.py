@@ -45,7 +45,8 @@ _WORD = re.compile(r"Zq(\d{1,9})qZ|(?<!\d)731(\d{4})(?!\d)")
 # Numbers among arguments become markers, too: this base plus the marker's number.
 _NUMBER = 7_310_000
 _MANY = 9_999
-# Most fields, items and levels of a call's arguments that get markers: a template treats all alike.
+# Most fields, items and levels of a call's arguments that get markers. More are not needed, because
+# a template treats all in the same way.
 _FIELDS, _ITEMS, _DEPTH = 32, 2, 6
 # Tags around thinking in the words of an answer; groups: opening tag, its name, thinking, closing
 # tag.
@@ -111,8 +112,8 @@ class Marked:
     Attributes:
         messages, tools: the conversation with markers.
         parts: ``parts[n]`` is the part that marker n stands for.
-        key: hash of the marked conversation. Every template treats conversations of equal key
-            alike, unless it looks at their words.
+        key: hash of the marked conversation. A template treats two conversations with the same key
+            in the same way, unless it looks at their words.
     """
 
     messages: list[Message]
@@ -159,7 +160,7 @@ class _Marker:
         return text[:start] + head + word + tail + text[start + len(words) :]
 
     def message(self, index: int, message: Message) -> Message:
-        """Return a message with markers; ids and other values without words are made alike."""
+        """Return a message with markers; ids and other values without words become equal."""
         return {
             key: self._value(index, message["role"], key, value) for key, value in message.items()
         }

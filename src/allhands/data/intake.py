@@ -42,7 +42,7 @@ class PrepareOptions:
 
     Attributes:
         columns: the column mapping as it was given: {"prompt_feature": "question"}.
-        column_flags: the flags that a person typed, where they differ from --prompt-feature:
+        column_flags: the flags that the user typed, where they differ from --prompt-feature:
             {"prompt_feature": "--column prompt=q"}.
         valid, test: sizes of the held-out splits; None: the sources' own splits, or else the
             default sizes.

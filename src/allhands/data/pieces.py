@@ -57,9 +57,9 @@ class Pieces:
     def of_batch(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's pieces of ``batch`` as rows of their own.
 
-        ``num_tokens`` is divided over the ranks, so its sum over the group is the batch's. The
-        document numbers stay those of the whole rows, filled up: (B, width(T)), because a place
-        also attends to places on other ranks.
+        ``num_tokens`` is divided over the ranks, so its sum over the group is that of the batch.
+        The document numbers are still those of the whole rows, padded to (B, width(T)), because a
+        place also attends to places on other ranks.
         """
         rows, width = batch.inputs.shape
         length = self.length(width)

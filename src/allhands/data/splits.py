@@ -32,7 +32,7 @@ class RecordSource:
     Attributes:
         identity: JSON values that change whenever the records do; cheap to compute.
         records: reads them, from the beginning at each call.
-        notes: sentences for people about how the files are read.
+        notes: sentences for the user about how the files are read.
     """
 
     identity: Callable[[], Any]

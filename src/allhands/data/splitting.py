@@ -120,7 +120,7 @@ class Groups:
         return row
 
 
-# If at least this part of the rows is held out, a note says so: a person may not have meant that.
+# If at least this part of the rows is held out, a note says so: the user may not have meant that.
 LARGE_PART = 1 / 3
 # With fewer validation examples, the validation loss says little about other examples.
 ENOUGH_VALIDATION = 10

@@ -288,7 +288,7 @@ def _rendered(
             chats = any(record.kind != "text" for record in chunk)
             late = chats and rendering.reload and time.perf_counter() > alone_until
             if late and pool is None and (workers := num_helpers()) > 1:
-                # multiprocessing would run the main module of a person's script again in each
+                # multiprocessing would run the main module of the user's script again in each
                 # helper; loky does not.
                 from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 

@@ -1,11 +1,13 @@
 """Connection of ranks, checks of the connection, and communicators; only this module uses
 ``mx.distributed``.
 
-MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring
-waits for ever for a peer that never comes, a missing operation fails in the middle of a run, and
-two collectives on two streams mix their bytes. So the group's size is compared with the launcher's
-number, one table has the capabilities of each back-end (:mod:`allhands.distributed.capabilities`),
-and a process has one stream for all exchanges.
+MLX's back-ends often fail without an error, or too late. ``init()`` returns a group of one when it
+finds no peers. The ring waits for ever for a peer that never comes. A missing operation fails in
+the middle of a run. Two collectives on two streams mix their bytes.
+
+So the group's size is compared with the number that the launcher has given. One table has the
+capabilities of each back-end (:mod:`allhands.distributed.capabilities`). And a process has one
+stream for all exchanges.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from allhands.runtime.jit_cache import launch_directly, launches_directly
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # added to a timeout, so that a supervisor with the same deadline acts first
 DeviceKind = Literal["cpu", "gpu"]
-_PERSONS = "a person's"  # name for the unknown back-end of a group that a person has made with MLX
+_PERSONS = "a person's"  # name for the unknown back-end of a group that the user has made with MLX
 
 
 class Communicator(Protocol):
@@ -335,7 +337,7 @@ def _loaded_nccl() -> Any:
 def device_of(backend: str) -> DeviceKind:
     """Return the device from which a back-end sends.
 
-    A person's own group is taken for NCCL's if MLX would have chosen NCCL.
+    A user's own group is taken for NCCL's if MLX would have chosen NCCL.
     """
     chosen = (
         backend == _PERSONS
@@ -346,7 +348,7 @@ def device_of(backend: str) -> DeviceKind:
 
 
 def of_group(group: Any) -> Communicator:
-    """Return the communicator over a group of ``mx.distributed`` that a person has made."""
+    """Return the communicator over a group of ``mx.distributed`` that the user has made."""
     return MlxGroup(group, _PERSONS) if group.size() > 1 else SingleProcess()
 
 

@@ -145,7 +145,7 @@ class _FactPart:
         style: form of the difference in messages.
         key: name of the package, file or fact.
         values: value of each computer, for comparison.
-        shown: value of each computer, for people.
+        shown: value of each computer, for messages.
     """
 
     kind: str

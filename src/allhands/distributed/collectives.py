@@ -1,9 +1,11 @@
 """Collectives with the right gradients for divided models.
 
-MLX's own rules are silently wrong there: the gradient of ``all_gather`` is this rank's slice of its
-own cotangent without those of other ranks, that of ``all_max`` is the identity, ``recv`` ends the
-gradient, and ``sum_scatter`` and ``send`` have none. Here each forward operation has the backward
-operation for a loss that is the sum of all ranks' parts, or, if stated, the same on all ranks.
+MLX's own gradients are wrong for such models, without an error. The gradient of ``all_gather`` is
+only this rank's slice of its own cotangent, without the cotangents of other ranks. The gradient of
+``all_max`` is the identity. ``recv`` ends the gradient, and ``sum_scatter`` and ``send`` have none.
+
+Here each forward operation has the right backward operation for a loss that is the sum of all
+ranks' parts or, if stated, the same on all ranks.
 
 =====================  ==============  ==============  ===========================================================
 function               forward         backward        between

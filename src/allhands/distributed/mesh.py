@@ -12,8 +12,8 @@ from allhands.errors import ConfigError
 from allhands.io.formatting import counted
 
 Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
-# In order from the axis for the slowest link: ranks that differ only on the last axis have
-# neighbouring numbers, so they are mostly on one computer.
+# The first axis is for the slowest link. Ranks that differ only on the last axis have neighbouring
+# numbers, so they are usually on one computer.
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 
@@ -32,12 +32,18 @@ class Coordinates(NamedTuple):
 class Mesh:
     """The processes of a run, ordered along named axes, and this one's place.
 
-    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard``
-    the rows *and* the stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the
-    matrices, ``expert`` the rows *and* the experts, and ``context`` the token positions of a row;
-    ranks along the last two may divide the stored parameters, too.
-    Rank numbers increase along the last axis first, like the indices of a C array. Without sizes
-    all ranks are on ``data``.
+    Each axis divides something among its ranks:
+
+    - ``data``: the rows of a batch, among copies of the model;
+    - ``shard``: the rows *and* the stored parameters (fully sharded);
+    - ``pipe``: the layers;
+    - ``tensor``: the matrices;
+    - ``expert``: the rows *and* the experts;
+    - ``context``: the token positions of a row.
+
+    Ranks along ``expert`` and ``context`` may divide the stored parameters, too. Rank numbers
+    increase along the last axis first, like the indices of a C array. Without sizes all ranks are
+    on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.

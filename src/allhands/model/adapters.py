@@ -55,9 +55,10 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
     Nothing is computed or read yet.
 
     Raises:
-        ConfigError: there are more layers than the model has, a rank is too large, adapter keys
-            match nothing (in a resumed run, or for an adapter that is only tested, ``unmatched``
-            has them), or quantised weights are to be trained in full.
+        ConfigError: the settings name more layers than the model has, or too large a rank; or
+            quantised weights are to be trained in full; or adapter keys match nothing. In a resumed
+            run, or for an adapter that is only tested, such keys are no error: ``unmatched`` has
+            them.
         ModelError: no layer can have an adapter.
     """
     total = count_parameters(model)

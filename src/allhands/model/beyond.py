@@ -44,7 +44,7 @@ class Use:
     """A use of a model, to repeat it with mlx_lm alone.
 
     Attributes:
-        model: name that a person gave.
+        model: name that the user gave.
         fine_tune_type: method of training; ``None``: the model is not trained.
         num_layers: number of trained blocks, from the last; -1 is all.
         lora: shape of the adapters.

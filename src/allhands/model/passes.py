@@ -87,7 +87,7 @@ class Pass:
     """One substitution of modules.
 
     Attributes:
-        name: name for people, in ``-v``.
+        name: name for the user, in ``-v``.
         why_not: returns the reason why the pass does not apply here; ``None`` if it applies.
         apply: changes the model and returns the number of changed modules; ConfigError if this
             model does not support a requested option.

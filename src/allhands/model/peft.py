@@ -1,14 +1,14 @@
 """Conversion of mlx_lm's adapters to the format of Hugging Face PEFT.
 
-Both are LoRA (and DoRA): an update ``scale * B A`` beside a linear layer, where PEFT stores A as
-(rank, in) and B as (out, rank), mlx_lm both transposed, and PEFT says ``lora_alpha / r`` for the
-scale. Formats: ``LoraConfig`` and ``get_peft_model_state_dict`` of
-https://github.com/huggingface/peft, ``mlx_lm.tuner.utils.load_adapters``.
+Both are LoRA (or DoRA): an update ``scale * B A`` beside a linear layer. PEFT stores A as (rank,
+in) and B as (out, rank); mlx_lm stores both transposed. The scale is ``lora_alpha / r`` in PEFT.
+Formats: ``LoraConfig`` and ``get_peft_model_state_dict`` of https://github.com/huggingface/peft,
+and ``mlx_lm.tuner.utils.load_adapters``.
 
-Three things differ. In PEFT, modules have their names in transformers. Experts are stacked in
-mlx_lm, but single modules in PEFT, which joins them again where transformers has them joined. If
-the output layer is the embedding, an adapter of the embedding changes both in MLX, but in PEFT only
-with ``ensure_weight_tying``.
+Three more things differ. In PEFT modules have the names that they have in transformers. Experts are
+stacked in mlx_lm, but single modules in PEFT, which joins them again if transformers has them
+joined. If the output layer is tied to the embedding, an adapter of the embedding changes both in
+MLX, but in PEFT only with ``ensure_weight_tying``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Quantised layers on a CPU: they multiply dequantised weights, because BLAS can do that fast.
 
 On a CPU MLX multiplies quantised weights at 3 GFLOP/s, and dequantises packed ones slowly. Three
-forms hold the same values. The dense weight is fastest, with 4 bytes a value. Codes of one byte, of
-which the dense weight is made at each use, are 7 % slower at 350 tokens, with 1.25 bytes a value.
-The packed weight, of which blocks of rows are decoded while they are multiplied, has 0.56 bytes a
-value with 4 bits and is for little memory.
+forms hold the same values:
+
+- The dense weight is fastest. It has 4 bytes a value.
+- Codes of one byte: the dense weight is made from them at each use. They are 7 % slower at 350
+  tokens, and have 1.25 bytes a value.
+- The packed weight: blocks of its rows are decoded while they are multiplied. It has 0.56 bytes a
+  value with 4 bits, and is used if memory is short.
 """
 
 from __future__ import annotations

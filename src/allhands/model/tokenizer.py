@@ -49,7 +49,7 @@ class LoadedTokenizer:
 
     Attributes:
         template: the chat template that was chosen in place of the model's own; None: its own.
-        notes: notes for a person about the chat template.
+        notes: notes for the user about the chat template.
     """
 
     tokenizer: TokenizerWrapper

@@ -35,7 +35,7 @@ def make_balance(
     begin: int,
     saved: Mapping[str, Any],
 ) -> tuple[Balance, list[str]]:
-    """Return the ranks' shares from batch ``begin`` on, and notes for a person.
+    """Return the ranks' shares from batch ``begin`` on, and notes for the user.
 
     The shares follow the ranks' speeds if that was requested, and by default with several
     computers.

@@ -67,7 +67,7 @@ class Datasets:
     Attributes:
         stored: every split that the run needs, by name, mapped from its store.
         packing: makes packed rows of a split; ``None``: examples are rows.
-        notes: notes for a person about the data.
+        notes: notes for the user about the data.
         dated: the moment whose date the chat template writes, in local time; ``None`` if it writes
             no date.
         template: the chat template that was chosen in place of the model's own.
@@ -381,7 +381,7 @@ def _builder(
 
 
 def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[str]:
-    """Yield notes for a person on each split, and on the splits compared with each other."""
+    """Yield notes for the user on each split, and on the splits compared with each other."""
     for split, one in stored.items():
         yield from _data_notes(split, one, config)
     if not config.train or "train" not in stored:

@@ -245,7 +245,7 @@ def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
 def _judged(
     given: Sequence[int], found: _PartCosts, seats: Sequence[Seat]
 ) -> tuple[str, list[str]]:
-    """Return the reason to refuse stages that a person has asked for, or "" and notes on them.
+    """Return the reason to refuse stages that the user has asked for, or "" and notes on them.
 
     Stages are refused if their weights alone are larger than a rank's memory. If they are too large
     by an estimate, a note says so.

@@ -32,7 +32,7 @@ class Evaluation:
         num_examples: number of evaluated examples; ``None`` for packed rows if a number of batches
             left some out.
         num_ranks: number of processes that computed the loss.
-        notes: notes for a person about the data.
+        notes: notes for the user about the data.
     """
 
     loss: float

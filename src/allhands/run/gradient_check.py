@@ -518,7 +518,7 @@ def start_check(
         say: prints a line that the check begins.
 
     Returns:
-        A function that compares our part, returns notes for a person, and raises ModelError if they
+        A function that compares our part, returns notes for the user, and raises ModelError if they
         differ. ``None`` if no check is wanted, or an earlier one was recorded.
     """
     if not config.train or data.train is None or config.gradient_check == "off":

@@ -30,7 +30,7 @@ class KernelForms:
         kind: kind of the device.
         request: the text of ``ALLHANDS_KERNELS``.
         selection: selection for the run's model.
-        notes: notes for a person.
+        notes: notes for the user.
     """
 
     kind: Kind

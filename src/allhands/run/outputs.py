@@ -196,7 +196,7 @@ class Outputs:
             yield stack.enter_context(Sinks(sinks))
 
     def room(self) -> list[str]:
-        """Move older files in the run's directory out of the way; return notes for a person."""
+        """Move older files in the run's directory out of the way; return notes for the user."""
         return make_room(self.directory, self.ready.restored, self.ready.run_id)
 
     def say(self, lines: Sequence[str]) -> None:

@@ -55,8 +55,8 @@ def _never(mesh: Mesh) -> bool:
 
 
 def _of_whole_arrays(mesh: Mesh) -> bool:
-    # Not alike are ranks with other blocks or other parts of matrices: they fetch other arrays. Nor
-    # are ranks with parts of rows: they have exchanges of their own between those of arrays.
+    # Ranks with other blocks or other parts of matrices fetch other arrays. Ranks with parts of
+    # rows have exchanges of their own between the exchanges of arrays.
     return mesh.pipe == mesh.tensor == mesh.context == 1
 
 

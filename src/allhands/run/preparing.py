@@ -107,7 +107,7 @@ class LoadedRun:
         config: the configuration; if an adapter is only tested, with that adapter's settings.
         restored: the checkpoint to go on from, its weights already in the model.
         keeps_files: True if this rank writes the run's files.
-        notes: notes for a person.
+        notes: notes for the user.
         run_id: the same on all ranks.
         kernels: chosen forms of operations, with the reasons.
         passes: outcome of each substitution of modules.

@@ -1,10 +1,14 @@
 """Peak memory of a training, estimated before it begins.
 
-A step's peak is the highest of three: in the backward pass (activations kept by the forward pass, a
-block's own intermediate results, the gradients), in the loss (the kept activations, and the logits
-of a chunk), and in the update (gradients, and new values beside the old). Activations are counted
-in values for each token and block, as multiples of the widths of a block. The multiples were
-measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
+A step's peak is the highest of three peaks:
+
+- in the backward pass: activations kept by the forward pass, a block's own intermediate results,
+  and the gradients;
+- in the loss: the kept activations, and the logits of a chunk;
+- in the update: the gradients, and new values beside the old.
+
+Activations are counted in values for each token and block, as multiples of the widths of a block.
+The multiples were measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
 """
 
 from __future__ import annotations
