@@ -36,11 +36,11 @@ class Objective(Protocol):
     def further(self) -> tuple[str, ...]: ...
 
     def across(self, group: Communicator) -> Objective:
-        """Return the objective of a rank of ``group``: all have the same rows, and each its own
-        token positions.
+        """Return this objective for a rank of ``group``: its ranks have the same rows, and each
+        computes its own token positions.
 
         Raises:
-            ConfigError: it cannot be divided like that.
+            ConfigError: the objective cannot be divided over token positions.
         """
         ...
 
@@ -49,8 +49,8 @@ class Objective(Protocol):
         ...
 
     def places(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return those of (B, T, ...) values of a batch's places that belong to the tokens of
-        :meth:`values`.
+        """Select from ``values``, (B, T, ...) for each token position of a batch, those of the
+        tokens in :meth:`values`.
         """
         ...
 
@@ -61,26 +61,27 @@ class Objective(Protocol):
         ...
 
     def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
-        """Return the function of :meth:`values`, as MLX's arrays, that returns the sums; it never
+        """Return a function that takes :meth:`values` as MLX arrays and returns the sums; it never
         divides.
 
         Args:
-            cpu_native: True if operations compute at once (Linux CPUs); the result is then a value.
-            with_grad: whether it will be differentiated.
+            cpu_native: True if operations compute at once (Linux CPUs); the sums are then values,
+                not a graph.
+            with_grad: True if the function will be differentiated.
         """
         ...
 
     def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
-        """Return the tokens (B, T) of :meth:`values`, as MLX's arrays, and what else a model of so
-        many blocks is called with.
+        """Return the tokens (B, T) and the keyword arguments for a call of a model with
+        ``num_layers`` blocks; ``arrays`` are :meth:`values` as MLX arrays.
 
-        For ranks that compute some blocks alone and have no loss.
+        For ranks that compute only some blocks and have no loss.
         """
         ...
 
     def cpu_gradient(self, model: Any) -> GradFunction | None:
-        """Return the gradient where operations compute when they are called; ``None``: that of
-        :meth:`sums` will do.
+        """Return the gradient function for devices whose operations compute at once; ``None``:
+        differentiate :meth:`sums` instead.
         """
         ...
 

@@ -1,5 +1,6 @@
-"""The next token of every trained place: the summed cross-entropy, at once (Linux CPU) or as a lazy
-graph.
+"""Language models: the summed cross-entropy of the next token at every trained place.
+
+It is computed at once on Linux CPUs, and as a lazy graph elsewhere.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ Caches = Callable[..., dict[str, Any]]
 
 
 def _kept_apart(num_layers: int, _inputs: mx.array, *documents: mx.array) -> dict[str, Any]:
-    """Further arguments of a model for rows of several documents; none where there are no numbers
-    of documents.
+    """Return the keyword arguments of a model that keep the documents of a row apart; none if there
+    are no document numbers.
     """
     return {"cache": caches_for(num_layers, documents[0])} if documents else {}
 
@@ -48,7 +49,7 @@ def _kept_apart(num_layers: int, _inputs: mx.array, *documents: mx.array) -> dic
 def _across_ranks(
     group: Communicator, num_layers: int, inputs: mx.array, *documents: mx.array
 ) -> dict[str, Any]:
-    """Further arguments of a model for this rank's pieces of rows."""
+    """Return the keyword arguments of a model for this rank's pieces of rows."""
     return {"cache": caches_across(num_layers, inputs, documents[0] if documents else None, group)}
 
 
@@ -60,8 +61,8 @@ class CausalLM:
     further: tuple[str, ...] = ()
 
     def __init__(self, group: Communicator | None = None) -> None:
-        """``group``: the ranks that have the same rows, of which each computes its own token
-        positions.
+        """Prepare; ``group``: ranks that have the same rows, and divide the token positions among
+        them.
         """
         self._pieces = None if group is None else Pieces(group.rank, group.size)
         self._caches: Caches = _kept_apart if group is None else partial(_across_ranks, group)
@@ -71,7 +72,7 @@ class CausalLM:
             return self
         if (
             type(self) is not CausalLM
-        ):  # its sums may call the model without the cache that divides rows
+        ):  # a subclass may call the model without the cache that divides rows
             what = f"the objective {type(self).__name__} cannot compute pieces of rows"
             raise ConfigError(
                 what,
@@ -134,14 +135,14 @@ def make_loss(
         return partial(_plain_loss, model, caches)
     if cpu_native:
         return partial(_eager_loss, parts, caches)
-    # A graph of all chunks, each made when it is asked for, would keep the logits of all of them.
+    # In a native model operations compute at once: a graph of all chunks would keep all logits.
     form = _loss_at_once if native.is_native(model) else _split_loss
     return partial(form, parts, caches, with_grad)
 
 
 def _plain_loss(model: Any, caches: Caches, *batch: mx.array) -> mx.array:
     inputs, positions, targets, *documents = batch
-    known = documents or caches is not _kept_apart  # not every model tells its layers
+    known = documents or caches is not _kept_apart  # not every model has ``layers``
     more = caches(len(model.layers), inputs, *documents) if known else {}
     logits = model(inputs, **more)
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
@@ -166,7 +167,7 @@ def _split_loss(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.a
 
 
 def _loss_at_once(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.array) -> mx.array:
-    """Like :func:`_split_loss`, of a model that computes when it is called, chunk by chunk."""
+    """Compute :func:`_split_loss` chunk by chunk, for a model whose operations compute at once."""
     return _loss_of_rows(
         parts, with_grad, _rows(parts, caches, *batch).astype(mx.float32), batch[2]
     )
@@ -182,7 +183,7 @@ def _loss_of_rows(
         return eager_linear_cross_entropy(rows, values, targets, with_grad=False, **how)[0]
     if trained and isinstance(values, mx.array):
         weight = values
-        # A copy, because what is computed of an array that is being differentiated is kept.
+        # A copy: MLX keeps all results computed from an array that is being differentiated.
         return eager_loss(rows, weight, targets, values=mx.array(np.asarray(weight)), **how)
     return eager_loss(rows, None, targets, values=values, **how)
 
@@ -236,10 +237,10 @@ def _gradient_at_once(
 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(zip(trained, arrays, strict=True)))
-        # In which a CPU computes anyway; NumPy knows no other.
+        # A CPU computes in float32 anyway, and NumPy has no bfloat16.
         rows = _rows(parts, caches, *batch).astype(mx.float32)
         train_weight = parts.head_is_trained
-        # Where it is not trained, the values alone count.
+        # A head that is not trained needs no weight here, only its values.
         weight = parts.head_weight().astype(mx.float32) if train_weight else None
         how: Any = {"train_weight": train_weight, "selection": parts.selection}
         return eager_loss(rows, weight, batch[2], values=head, **how)

@@ -52,16 +52,16 @@ def linear_cross_entropy(
     with_grad: bool = True,
     selection: KernelSelection = BY_RULE,
 ) -> mx.array:
-    """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy
-    graph.
+    """Return the summed cross-entropy of ``hidden @ weight.T`` as one lazy graph, which never holds
+    all logits.
 
     Args:
         hidden: (N, D) hidden states at the trained places.
         weight: (V, D) of the head, dense.
         targets: (N,) token ids; a negative one (padding) counts nothing.
-        train_weight: whether the gradient of ``weight`` is wanted too.
+        train_weight: True if the gradient of ``weight`` is wanted too.
         with_grad: ``False`` for validation: the loss alone, not differentiable.
-        selection: of the size of chunks and of the form of the softmax.
+        selection: decides the size of chunks and the form of the softmax.
 
     Returns:
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
@@ -71,8 +71,8 @@ def linear_cross_entropy(
         losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, size))
         return sum((each.sum() for each in losses), mx.zeros(()))
 
-    # The forward pass makes the gradients too, outside of what is differentiated: its inputs are
-    # stopped.
+    # The forward pass computes the gradients too. Its inputs are stopped, so that MLX does not
+    # differentiate this computation.
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.stop_gradient(primals[0])
         matrix = mx.stop_gradient(primals[1]) if train_weight else weight
@@ -112,12 +112,12 @@ def eager_linear_cross_entropy(
     """Compute :func:`linear_cross_entropy` at once, chunk by chunk: for Linux CPUs.
 
     MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's
-    buffers. Not to be called inside ``mx.grad`` or ``mx.compile``. ``weight`` may be what
-    multiplies by one that is not trained.
+    buffers. Not to be called inside ``mx.grad`` or ``mx.compile``. A ``weight`` that is not
+    trained may be a :class:`PackedProduct`. ``hidden`` and a dense ``weight`` are float32.
 
     Returns:
-        Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for what is
-        not wanted.
+        Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for a
+        gradient that is not wanted.
     """
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
@@ -148,7 +148,10 @@ def _add_product(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
 
 
 def _add_product_in_place(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
-    """The same in the array itself, which is as large as the head, and nobody else's."""
+    """Compute :func:`_add_product` in ``total`` itself, which is as large as the head's weight.
+
+    Nothing else may reference ``total``.
+    """
     native_arrays.multiply(
         native_arrays.rows(x), native_arrays.rows(y), left=True, into=np.asarray(total)
     )
@@ -164,12 +167,13 @@ def eager_loss(
     train_weight: bool,
     selection: KernelSelection = BY_RULE,
 ) -> mx.array:
-    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has
-    gradients for.
+    """Compute :func:`eager_linear_cross_entropy` as a loss that MLX can differentiate in ``hidden``
+    and, with ``train_weight``, in ``weight``.
 
-    ``values`` are those of ``weight`` in an array that is not being differentiated: what is
-    computed of one that is would be kept, logits and all. ``weight`` counts where it is trained
-    alone.
+    Args:
+        weight: (V, D) of the head; used only with ``train_weight``, to receive the gradient.
+        values: the values of ``weight`` in an array that is not being differentiated. MLX would
+            keep all results computed from ``weight`` itself, the logits too.
     """
 
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
@@ -201,8 +205,10 @@ def _chunks(
 
 
 def _rows_of_chunk(weight: mx.array | PackedProduct, selection: KernelSelection) -> int:
-    """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory
-    for their logits.
+    """Return the number of rows in a chunk.
+
+    On a GPU a chunk is as large as the memory for its logits allows, so that products run at full
+    speed.
     """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
@@ -221,18 +227,18 @@ def _graph_of_chunks(
     train_weight: bool,
     selection: KernelSelection,
 ) -> tuple[mx.array, ...]:
-    """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
+    """Return the loss, d loss / d hidden and, if wanted, d loss / d weight."""
     size = _rows_of_chunk(weight, selection)
     if train_weight and kernels.available() and launches_directly():
-        # The gradient takes the logits' place. Fewer rows would save less than the gradients of the
-        # weight take, of which there is one for each chunk.
+        # The gradient takes the logits' place. Smaller chunks would save less memory than they
+        # need: each chunk has a gradient of the whole weight.
         size = max(size, 4 * weight.shape[1])
     losses: list[mx.array] = []
     grads: list[mx.array] = []
     parts: list[mx.array] = []
     for rows, matrix, wanted in _chunks(hidden, weight, targets, size):
         if grads:
-            # One after the other: the evaluator would make the logits of several chunks ahead.
+            # One after the other: MLX would compute the logits of several chunks ahead.
             rows = cast("mx.array", mx.depends(rows, [grads[-1]]))
         each, grad_logits = _chunk_in_graph(rows, matrix, wanted, selection)
         losses.append(each)
@@ -245,7 +251,7 @@ def _graph_of_chunks(
     found = (mx.concatenate(losses).sum(), mx.concatenate(grads))
     if not train_weight:
         return found
-    # In float32, because several are rounded once then.
+    # Summed in float32, so that the sum is rounded only once.
     first, *others = parts
     return (
         *found,
@@ -256,7 +262,7 @@ def _graph_of_chunks(
 
 
 def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
-    """(N,) float32, 0 for padding."""
+    """Return the losses, (N,) float32, 0 for padding."""
     each = mx.fast.cross_entropy((hidden @ weight.T).astype(mx.float32), mx.maximum(targets, 0))
     return mx.where(targets >= 0, each, 0.0)
 
@@ -264,7 +270,7 @@ def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> m
 def _chunk_in_graph(
     hidden: mx.array, weight: mx.array, targets: mx.array, selection: KernelSelection
 ) -> tuple[mx.array, mx.array]:
-    """(N,) losses, 0 for padding, and their gradient in the logits."""
+    """Return the losses, (N,) and 0 for padding, and their gradient in the logits, (N, V)."""
     logits = hidden @ weight.T
     fits = kernels.available() and kernels.suits(logits)
     if fits and selection.select("cross_entropy", "cuda") != PLAIN:

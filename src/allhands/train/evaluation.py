@@ -29,7 +29,7 @@ from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
 
-_PASSES_PER_STAGE = 8  # batches of a pipeline's evaluation between two checks for a stop
+_PASSES_PER_STAGE = 8  # batches between two checks for a stop, times the ranks of a pipeline
 
 
 class MeanLoss(NamedTuple):
@@ -43,7 +43,7 @@ class MeanLoss(NamedTuple):
 
 
 class SumsTogether(Protocol):
-    """The objective's sums of a batch, if each rank has a part of the model.
+    """Function for the objective's sums of a batch, if each rank has a part of the model.
 
     Attributes:
         heartbeat: called with "reduce" before waiting for other ranks, and with "compute"
@@ -76,7 +76,8 @@ class Evaluator:
             same ones.
         weights: returns the present speeds of the ranks, if they are not always those of ``mesh``.
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
-        beat: called with "validate" and the number of completed steps before each forward pass.
+        beat: called with a phase and the number of completed steps: "validate" before each forward
+            pass, and "reduce" before waiting for other ranks.
         together: computes the sums if each rank has a part of the model.
         same_rows: the ranks that compute the same rows together; a request to stop one of them
             stops all.
@@ -99,8 +100,8 @@ class Evaluator:
     same_rows: Communicator = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
-        # What is added up is of each share once: ranks that compute the same one are in groups of
-        # their own.
+        # Each share is added up once: the ranks of a group compute different shares, and ranks that
+        # compute the same share are in different groups.
         self._shares = along(
             self.communicator, self.mesh, "data", "shard", "pipe", "expert", "context", alike=True
         )
@@ -119,7 +120,7 @@ class Evaluator:
         self._parts: list[tuple[NDArray[np.int64], int]] = []
 
     def __call__(self, step: int = 0) -> MeanLoss:
-        """The evaluation after ``step`` updates, the same on every rank.
+        """Evaluate the model after ``step`` updates; the result is the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
@@ -158,7 +159,7 @@ class Evaluator:
         totals = totals_of(numbers(summed), len(objective.further))
         loss_sum, num_targets, votes = totals.loss, totals.num_targets, totals.votes
         if self._shares is not self.communicator:
-            # A rank that was asked to stop is of one group, and all groups stop.
+            # Only the group of a rank that was asked to stop has its vote, but all groups stop.
             votes = number(self.communicator.all_sum(mx.array([votes])))
         if votes:
             raise Interrupted("stopped during the evaluation: there is no result", code="stopped")
@@ -194,7 +195,7 @@ class Evaluator:
         return bool(number(self.same_rows.all_sum(mx.array(float(bool(self.stop_requested()))))))
 
     def _divide(self, weights: tuple[float, ...]) -> None:
-        """Cut this rank's share by the ranks' speeds, unless it already is."""
+        """Cut this rank's share by the ranks' speeds, if they have changed since the last cut."""
         if weights != self._cut_by:
             share = divide(self._chosen, self.windows.work, weights)[self.mesh.data_rank]
             self._parts = list(cut_share(self.windows, share, self._sizing))

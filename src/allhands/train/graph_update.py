@@ -1,5 +1,5 @@
-"""Part of a step after the sums: one division, the norm, clipping and the optimizer's update, as
-one graph.
+"""Update of the weights by the summed gradients: one division, the norm, clipping and the
+optimizer, as one graph.
 
 On a GPU each of these is a pass over all weights that reads much and computes little, so they are
 compiled into one. The GPU also decides whether all numbers are finite, so that the host need not
@@ -29,8 +29,9 @@ from allhands.train.optimizers import KernelAdam, Optimizer
 _HIDDEN = mx.array(0.0)
 # Optimizers that update each number of an array by itself.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
-# Parts of an update. Two of them have old and new values in memory at once, or more if the passes
-# needed as much memory: of eight parts, two took more than a pass that keeps nothing between blocks.
+# Number of parts of an update, and number of parts with old and new values in memory at once; these
+# are more if the passes needed as much memory. Of only eight parts, two would take more memory than
+# passes that recompute all blocks.
 _PIECES, _AT_ONCE = 64, 2
 
 
@@ -39,8 +40,8 @@ class GraphUpdate:
     finite.
 
     Attributes:
-        flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an
-            array of its own.
+        flat: flat buffers of all weights, in which the gradients must be; ``None``: each weight is
+            an array of its own.
         pieces: parts of the last update that are computed one after the other, because memory is
             short.
     """
@@ -59,8 +60,8 @@ class GraphUpdate:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
-            laid: the trained arrays, if their layout is fixed.
             place: decides which parts of the optimizer's state this rank keeps and updates.
+            laid: flat buffers of the trained arrays, if the strategy has fixed their layout.
             travelling: True if ranks add up gradients while others are computed.
         """
         self.pieces = UpdatePieces()
@@ -76,14 +77,14 @@ class GraphUpdate:
                 leaves = laid
             elif FlatParams.fits(model):
                 leaves = FlatParams(model, apart=apart, travelling=travelling)
-        # Where ranks keep parts of weights there is no room for all of them, and what belongs to
-        # them, twice.
+        # Ranks that keep parts of weights have no room for two copies of all of their weights and
+        # optimizer state.
         self._one_by_one = leaves is not None and leaves is laid
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
-        # Kernels of our own need no compiling; the few numbers beside them would be a kernel each
-        # that MLX makes for seconds. But a host that waits for the device has no time to call
-        # hundreds of them.
+        # Our own kernels need no compiling. For the few scalars beside them MLX would compile many
+        # kernels, which takes seconds. But in an update by parts the host waits for the device, and
+        # has no time to launch hundreds of kernels.
         joins_kernels = self.flat is not None and self._by_kernels()
         compiles = compiled and (not joins_kernels or self._one_by_one)
         self._function: Any = mx.compile(self._compute) if compiles else self._compute
@@ -95,7 +96,7 @@ class GraphUpdate:
         return fits and self._selection.select("adamw", "cuda") != PLAIN
 
     def named(self, sums: Sequence[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
-        """Gradients by the names of the trained arrays."""
+        """Return the gradients by the names of the trained arrays."""
         return (
             list(sums)
             if self.flat is None
@@ -103,7 +104,9 @@ class GraphUpdate:
         )
 
     def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
-        """Return the reverse of :meth:`named`, of a tree of gradients."""
+        """Return a tree of gradients as names and arrays for an update; the reverse of
+        :meth:`named`.
+        """
         found = flatten(gradients)
         if self.flat is None:
             return found
@@ -142,7 +145,7 @@ class GraphUpdate:
             )
             joined.forget(everywhere=self._one_by_one)
             if squares is None and self._squares_first:
-                # Each by itself, so that only the last one waits for the last sums.
+                # Outside of the graph, so that only the last array waits for the last sums.
                 squares = sum_of_squares(list(reversed(gradients.values())))
                 mx.async_eval(squares)
             new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
@@ -191,11 +194,11 @@ class GraphUpdate:
         squares: mx.array | None,
     ) -> tuple[Any, Any, mx.array]:
         optimizer = self._optimizer
-        # Of a copy of the tree, which the optimizer changes.
+        # A copy of the tree, because the optimizer changes it.
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
             if isinstance(optimizer, KernelAdam) and self._by_kernels():
                 if squares is None:
-                    # The last ones first, because their exchange ends before that of the others.
+                    # From the last gradient to the first: the last are exchanged first.
                     squares = sum_of_squares(
                         [gradient for _, gradient in reversed(flatten(gradients))]
                     )
@@ -203,7 +206,7 @@ class GraphUpdate:
                 new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
             divisor = mx.maximum(num_targets, 1.0)
-            # In float32, because a token count does not fit half precision.
+            # In float32, because a token count can be too large for half precision.
             mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
             mean, norm = clip(
                 mean, self._max_norm, None if squares is None else mx.sqrt(squares) / divisor
@@ -281,12 +284,12 @@ class UpdatePieces:
 
 
 class FlatState:
-    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold
-    views of these.
+    """Flat buffers of the weights and of the optimizer's state; model and optimizer hold views of
+    them.
 
     Attributes:
-        leaves: the places of the weights.
-        shards: the parts that each rank keeps and updates; ``None``: all.
+        leaves: the place of each weight in the flat buffers.
+        shards: the parts that each rank keeps and updates; ``None``: each rank keeps everything.
     """
 
     def __init__(
@@ -309,8 +312,8 @@ class FlatState:
             state[str(i)] = {
                 name: self._kept(i, chunk.joined([h[name] for h in mine])) for name in self._names
             }
-            # One after the other, so that only one buffer exists twice; whole buffers if a rank
-            # keeps a part.
+            # One after the other, so that only one buffer exists twice. A rank that keeps a part
+            # makes a whole buffer first.
             mx.eval(state[str(i)])
             for home in mine:
                 home.update(dict.fromkeys(self._names, _HIDDEN))
@@ -358,7 +361,7 @@ class FlatState:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state, by the numbers of flat buffers in place of names of
+        """Return the optimizer's state; its keys are numbers of flat buffers instead of names of
         weights.
         """
         return {**self._state, **self.others()}
@@ -391,7 +394,10 @@ class FlatState:
             self._show()
 
     def _show(self) -> None:
-        """Give the optimizer its views of each weight. There are thousands, too slow for each step."""
+        """Give the optimizer a view of its state for each weight.
+
+        Not done in each step: thousands of views take too much time.
+        """
         if self.shards is not None:
             raise RuntimeError(
                 "this rank has a part of the optimizer's state: see FlatState.state()"

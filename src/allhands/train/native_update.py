@@ -23,9 +23,9 @@ from allhands.runtime.native_calls import at, call, pointers
 from allhands.train.optimizers import KernelAdam
 
 Named = tuple[str, mx.array]
-_CHUNK = 16384  # of adam.c
-# Numbers of arrays that are updated together. Only for so many, or for one array, old and new
-# values are in memory at once.
+_CHUNK = 16384  # numbers in a part, as in adam.c
+# Size of a group of arrays that are updated together, in numbers. Old and new values are in memory
+# at once only for one group, or for one array if it is larger.
 _TOGETHER = 1 << 20
 
 
@@ -67,7 +67,10 @@ class NativeUpdate:
         sums.clear()
 
     def expect(self, sums: Sequence[Named], factor: float, squared: float) -> None:
-        """Change the weights alone, as an update would; the squares count ``squared`` times."""
+        """Update the weights and the step, but not Adam's moments.
+
+        The squares of gradients count ``squared`` times.
+        """
         self._compute(sums, factor, squared)
 
     def _compute(self, sums: Sequence[Named], factor: float, squared: float | None = None) -> None:
@@ -126,7 +129,7 @@ class NativeUpdate:
 
 
 def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
-    """Groups of neighbouring arrays, each of about so many numbers."""
+    """Yield groups of neighbouring arrays, of at most :data:`_TOGETHER` numbers or one array."""
     group: list[Named] = []
     size = 0
     for named in arrays:
@@ -140,7 +143,7 @@ def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
 
 
 class _Where:
-    """The parts of arrays in the native code."""
+    """The parts into which the native code divides arrays."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._sizes = np.array([array.size for array in arrays], dtype=np.intp)
@@ -150,5 +153,5 @@ class _Where:
 
     @property
     def arguments(self) -> tuple[ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]:
-        """The first arguments of each call."""
+        """Return number, sizes and first parts of the arrays, the first arguments of each call."""
         return ctypes.c_int(len(self._sizes)), at(self._sizes), at(self._starts)

@@ -50,11 +50,12 @@ def make_optimizer(
         half: True if any trained weight is in half precision.
 
     Raises:
-        ConfigError: arguments that the optimizer or schedule does not take.
+        ConfigError: the optimizer or the schedule does not take its arguments, or the warm-up is
+            not shorter than the training.
     """
     arguments: dict[str, Any] = {}
     if pretraining(config) and config.optimizer in ("adam", "adamw"):
-        # Usual in pre-training. MLX's default has no correction, and so has mlx_lm's fine-tuning.
+        # Usual in pre-training. MLX's default has no bias correction, nor has mlx_lm.
         arguments = {"betas": (0.9, 0.95), "bias_correction": True}
     arguments |= config.optimizer_config.get(config.optimizer, {})
     if config.weight_decay is not None:
@@ -82,8 +83,8 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """Return the learning rate as a function of the update number (from 0), or a constant.
 
     Raises:
-        ConfigError: a warm-up as long as the training, or arguments that the schedule does not
-            take.
+        ConfigError: the warm-up is not shorter than the training, or the schedule does not take its
+            arguments.
     """
     peak, given = config.learning_rate, config.warmup_steps
     warmup = min(total_updates // 20, 1000) if given is None else given
@@ -107,7 +108,11 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
 
 
 def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
-    """MLX's schedule with its own arguments, checked at its beginning, middle and end."""
+    """Return MLX's schedule with its own arguments, checked at its beginning, middle and end.
+
+    Raises:
+        ConfigError: the schedule does not take them, or gives a negative or infinite rate.
+    """
     where, hint = "--lr-schedule", f"see mlx.optimizers.{chosen.name}"
     try:
         made = build_schedule({**chosen.model_dump(), "warmup": warmup})
@@ -158,11 +163,14 @@ def _named(name: str, peak: float, updates: int) -> Schedule:
 
 
 def clip(grads: Any, max_norm: float | None, norm: mx.array | None = None) -> tuple[Any, mx.array]:
-    """Scale ``grads`` so that their global norm is at most ``max_norm``; also return the norm
-    before.
+    """Scale ``grads`` so that their global norm is at most ``max_norm``.
 
     Args:
+        max_norm: ``None``: the gradients are not scaled.
         norm: the global norm, if ``grads`` are only a part of all gradients.
+
+    Returns:
+        The scaled gradients, and the global norm before scaling.
     """
     if norm is None:
         norm = mx.sqrt(sum((squares_of(g) for _, g in flatten(grads)), mx.zeros(())))

@@ -55,7 +55,7 @@ class Optimizer(optim.Optimizer):
         """Return :attr:`state` without a postponed update."""
         return self._state
 
-    # Both are always up to date.
+    # Step and learning rate are always up to date, so they need no postponed update.
     @property
     def step(self) -> Any:
         return self._state["step"]
@@ -90,8 +90,8 @@ class Optimizer(optim.Optimizer):
 
 
 class _Exact(Optimizer):
-    """Base class before MLX's: computes with the float32 copies, and decays only the chosen
-    weights.
+    """Base class in front of MLX's optimizer: compute with the float32 copies, and decay only the
+    chosen weights.
     """
 
     weight_decay: float = 0.0
@@ -127,7 +127,7 @@ class KernelAdam(_Exact, optim.Adam):
     the array's type.
     """
 
-    decay = 0.0  # of weights, decoupled
+    decay = 0.0  # decoupled weight decay
 
     def advance(self) -> None:
         """Count the update that is computed next, and set its scheduled values."""
@@ -142,15 +142,19 @@ class KernelAdam(_Exact, optim.Adam):
         gradients: Any,
         weights: Any,
     ) -> tuple[Any, mx.array]:
-        """Return the weights after the update by the mean of ``gradients``, and its norm before
-        clipping to ``max_norm``.
+        """Update ``weights`` and the state by the mean of ``gradients``.
 
         If the norm or the loss is not finite, weights and state stay unchanged. If the kernel does
-        not fit, MLX's own operations compute the same.
+        not fit an array, MLX's own operations compute the same.
 
         Args:
-            sums: of the gradients' squares, of the loss and of the trained tokens, by which all are
-                divided; scalars.
+            sums: three scalars: the sum of the gradients' squares, the loss sum, and the number of
+                trained tokens, which is the divisor.
+            max_norm: the norm to which the mean gradient is clipped; ``None``: not clipped.
+            gradients: tree of summed gradients.
+
+        Returns:
+            The new weights, and the norm of the mean gradient before clipping.
         """
         before = tree_map(lambda x: x, self.state)
         self.advance()
@@ -194,7 +198,7 @@ class KernelAdam(_Exact, optim.Adam):
 
 @cache
 def _told(options: tuple[float, ...]) -> mx.array:
-    """Return the array, made once, because it comes from the host."""
+    """Return ``options`` as an array, made once because the copy to the device takes time."""
     return mx.array(options, dtype=mx.float32)
 
 
@@ -207,15 +211,15 @@ class KernelAdamW(KernelAdam, optim.AdamW):
 
 
 class SGD(_Exact, optim.SGD):
-    """MLX's."""
+    """MLX's SGD."""
 
 
 class Adafactor(_Exact, optim.Adafactor):
-    """MLX's."""
+    """MLX's Adafactor."""
 
 
 class Muon(_Exact, optim.Muon):
-    """MLX's."""
+    """MLX's Muon."""
 
 
 class HiddenMuon(_Exact):
@@ -282,8 +286,8 @@ def _hidden(name: str, parameter: mx.array) -> bool:
 
 
 def orthogonalised(matrices: mx.array, steps: int = 5) -> mx.array:
-    """(..., M, N) with singular values brought near one by Newton and Schulz's iteration, each
-    matrix by itself.
+    """Return ``matrices``, (..., M, N), with singular values brought near one by Newton and
+    Schulz's iteration, each matrix by itself.
 
     Coefficients of Keller Jordan's Muon (kellerjordan.github.io/posts/muon), whose result has
     singular values between 0.7 and 1.2.

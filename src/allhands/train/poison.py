@@ -58,8 +58,9 @@ def find_culprits(
     *,
     share: int | None = None,
 ) -> Blame:
-    """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank
-    must call it.
+    """Compute each example of this rank's micro-batches by itself, and exchange the results.
+
+    Every rank must call it.
 
     Args:
         gradient: loss sum and tree of gradients of a micro-batch.
@@ -109,8 +110,8 @@ def _in_step(
     """Return this rank's examples with a result that is not finite, and whether this rank names
     them.
 
-    All ranks compute one example at a time together; of those with the same share the first one
-    names what it has.
+    All ranks compute one example at a time together. Of the ranks with the same share, the first
+    rank names its examples.
     """
     found: list[int] = []
     told = gather_rows(together, np.array([share, len(own)], dtype=np.int32)).tolist()
@@ -125,7 +126,7 @@ def _in_step(
 
 
 def _all_finite(tree: Any) -> bool:
-    # One by one: for large arrays the answers, a byte a value, take memory too.
+    # One array after the other: the results of ``isfinite``, a byte for each value, take memory.
     return all(bool(mx.isfinite(value).all().item()) for _, value in flatten(tree))
 
 
@@ -147,7 +148,11 @@ def _finite(loss: mx.array, grads: Any) -> bool:
 
 
 def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
-    """Args: (size, 3 + NAMED): weights are bad, examples looked at, culprits, their numbers."""
+    """Return the cause from ``everyone``, (ranks, 3 + NAMED).
+
+    The columns: 1 if the weights are not finite, number of examples, number of examples at fault,
+    and the numbers of those examples.
+    """
     bad = np.flatnonzero(everyone[:, 0])
     examined, count = (int(total) for total in everyone[:, 1:3].sum(axis=0))
     if len(bad) == len(everyone):

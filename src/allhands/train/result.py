@@ -26,13 +26,15 @@ class StepResult:
     Attributes:
         loss_sum: sum of the loss over all trained tokens of the global batch.
         num_targets: number of trained tokens of the global batch.
-        num_tokens: number of computed tokens, with prompts, without padding.
+        num_tokens: number of computed tokens, with prompts, without padding; counted also if the
+            update was skipped.
         grad_norm: global norm of the mean gradient, before clipping.
         stop_votes: ranks that have been asked to stop.
         compute_s: time of this rank's forward and backward passes.
         comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
         skipped: reason why the update was not applied ("the gradient is nan"); model and optimizer
-            are then unchanged, and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
+            are then unchanged, ``loss_sum`` and ``num_targets`` are 0, and ``further`` is empty.
+            ``""`` if it was applied.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first
             eight of each rank.
         gathered: the extra numbers of all ranks, one rank after the other; empty if the strategy
@@ -59,7 +61,7 @@ class StepResult:
     sent_bytes: int = 0
 
     def of_each(self, num_ranks: int, some: slice) -> tuple[float, ...]:
-        """``some`` of the extra numbers of each rank, one rank after the other."""
+        """Return ``some`` of the extra numbers of each rank, one rank after the other."""
         each = len(self.gathered) // num_ranks
         rows = (self.gathered[rank * each : (rank + 1) * each] for rank in range(num_ranks))
         return tuple(value for row in rows for value in row[some])
@@ -68,7 +70,10 @@ class StepResult:
 def result_of(
     totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0
 ) -> StepResult:
-    """Return the result of a step from these sums over ranks; further numbers may follow them."""
+    """Return the result of a step from the sums over ranks of :func:`own_numbers`.
+
+    Other numbers may follow these sums; the last ``num_gathered`` are the extra numbers of ranks.
+    """
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -118,7 +123,9 @@ def own_numbers(
 
 
 def totals_of(values: Sequence[float], num_further: int) -> Totals:
-    """Return the sums over ranks of :func:`own_numbers`, which others may follow."""
+    """Return the totals from the sums over ranks of :func:`own_numbers`; other numbers may follow
+    them.
+    """
     return Totals(
         values[0],
         whole_count(*values[_TARGETS:_TOKENS]),

@@ -1,6 +1,7 @@
-"""Weights and optimizer state of a rank as slices of arrays by name, for every updater; and back.
+"""Conversion of a rank's weights and optimizer state to named slices of arrays, and back.
 
-If each rank has an optimizer state of its own, an array has a row for every rank.
+It works for every updater. If each rank has an optimizer state of its own, an array of it has a row
+for every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def sharded_state(
     flat: FlatState | None,
     strategy: Strategy | None = None,
 ) -> dict[str, ShardedState]:
-    """Return the state of training on this rank, by the group of arrays that names its file."""
+    """Return the state of training on this rank: slices of arrays by name, for each file of a
+    checkpoint.
+    """
     regions = {} if strategy is None else strategy.regions
     state = (
         _in_regions(optimizer.state, regions)
@@ -79,7 +82,7 @@ def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[
 def _left_out(
     model: nn.Module, flat: FlatState | None, strategy: Strategy
 ) -> Iterator[tuple[str, OwnedSlice]]:
-    """Return this rank's rounding errors of packing, as its row of arrays with a row for each rank."""
+    """Yield this rank's rounding errors of packing, as its row of arrays with a row per rank."""
     ranks, rank = strategy.communicator.size, strategy.communicator.rank
     for name, kept in _by_name(model, _places(flat, strategy), strategy.left):
         row = Flat(rank * kept.size, (rank + 1) * kept.size)
@@ -96,7 +99,7 @@ def _places(flat: FlatState | None, strategy: Strategy) -> FlatParams | None:
 def _by_name(
     model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]
 ) -> Iterator[tuple[str, mx.array]]:
-    """The arrays of ``left`` by the names of the trained arrays."""
+    """Yield the arrays of ``left`` by the names of the trained arrays."""
     if leaves is None:
         named = zip(flatten(model.trainable_parameters()), left, strict=False)
         yield from ((name, kept) for (name, _), kept in named if kept is not None)
@@ -143,7 +146,10 @@ def load_left_out(
 def _in_place(
     model: nn.Module, leaves: FlatParams | None, left: Sequence[Left], named: Mapping[str, mx.array]
 ) -> list[Left]:
-    """The reverse of :func:`_by_name`; ``left``: as it is now."""
+    """Return the arrays ``named`` in the order of ``left``; the reverse of :func:`_by_name`.
+
+    ``left``: the present arrays of the strategy.
+    """
     if leaves is None:
         return [named.get(name) for name, _ in flatten(model.trainable_parameters())]
     return [
@@ -163,7 +169,7 @@ def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
 
 
 def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, OwnedSlice]]:
-    """Return this rank's own arrays as its rows; arrays of no weight, such as the step, are common."""
+    """Yield this rank's own arrays as its rows; scalars such as the step are common to all."""
     for name, each in state.items():
         if not each.shape:
             yield name, each
@@ -179,7 +185,7 @@ def _row(each: OwnedSlice, rank: int, size: int) -> OwnedSlice:
 
 @dataclass(frozen=True)
 class _Rows:
-    """:class:`StoredArrayReader` of one row of an array, or of the mean of several rows."""
+    """:class:`StoredArrayReader` for one row of an array, or for the mean of several rows."""
 
     whole: StoredArrayReader
     rows: range
@@ -254,8 +260,8 @@ def _divided(flat: FlatState) -> Iterator[tuple[str, OwnedSlice]]:
 
 
 def _ranges(flat: FlatState, index: int) -> Iterator[tuple[str, tuple[int, ...], Flat, int]]:
-    """Return for each array of a flat buffer its name and shape, this rank's numbers of it, and
-    their place in the rank's part.
+    """Yield for each array of a flat buffer its name, its shape, the range of its numbers that this
+    rank has, and their place in the rank's part of the buffer.
     """
     chunk = flat.leaves.chunks[index]
     first, last = (0, chunk.size) if flat.shards is None else flat.shards.range(index)

@@ -43,18 +43,18 @@ class StepOptions:
         cpu_native: True if operations compute at once (Linux CPUs).
         compiled: True if passes and updates are compiled where they are graphs.
         rules: rules for the mean gradient.
-        strategy: its name.
-        rounds: of local steps, for a strategy with rounds.
-        piping: this rank's part of the model, for a strategy that divides its blocks.
-        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that
-            divides its matrices.
-        experts: the same for one that divides experts alone.
+        strategy: the strategy's name.
+        rounds: rounds of local steps, for a strategy that has them.
+        piping: this rank's part of the model, for a strategy that divides the blocks.
+        sharding: this rank's part of the model, for a strategy that divides all arrays.
+        matrices: this rank's part of the model, for a strategy that divides matrices.
+        experts: this rank's part of the model, for a strategy that divides experts alone.
         same_rows: the ranks that compute the same rows together.
         pieces: number of ranks that divide the token positions of each row.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
-        dropout: of the model, as :func:`install_dropout` returned it.
+        dropout: the model's dropout keys, as :func:`install_dropout` returned them.
         non_finite: reaction to a loss or gradient that is not finite: an error, or no update.
         queues_ahead: queue the next step's first pass while the device updates weights. A CPU gains
             nothing by it: the host would compute the pass before this step ends.
@@ -62,7 +62,7 @@ class StepOptions:
         objective: the training objective.
         heartbeat: called with "compute" (or "first", if a shape is compiled) before each
             micro-batch, with "reduce" before waiting for other ranks, and with "update" before the
-            optimizer's update.
+            optimizer's update or, on a GPU, before waiting for it.
     """
 
     cpu_native: bool
@@ -103,8 +103,8 @@ def make_step(
     }
     how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
     exchanging = Exchanging(communicator, *how, **parts)
-    # Gradients and what ranks exchange within a pass would be on two streams, in an order of their
-    # own on each rank.
+    # With overlap, gradients and the arrays that ranks exchange within a pass would be on two
+    # streams, in a different order on each rank.
     overlap = False if options.pieces > 1 else options.overlap
     strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
@@ -203,8 +203,8 @@ class TrainStep:
         pace = self.pace(num_tokens, passes_s, update_s)
         result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent, pace=pace)
         if problem := not_finite(result):
-            # Every rank has the same sums and comes here. What is thrown away makes room for the
-            # search.
+            # Every rank has the same sums and comes here. The search needs the memory of these
+            # arrays.
             del reduced, updated
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
@@ -216,8 +216,8 @@ class TrainStep:
         return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
-        """Return the seconds of this rank's passes; 0 if they are only queued, or if a new shape is
-        compiled.
+        """Return the seconds of this rank's passes; 0 if the passes are only queued, or if a new
+        shape was compiled.
 
         A pass that was queued ahead has begun as soon as the device was free.
         """
@@ -228,13 +228,13 @@ class TrainStep:
         return computed - (self._free_since if mine.ahead else started)
 
     def pace(self, num_tokens: int, passes_s: float, update_s: float) -> tuple[float, float, float]:
-        """:attr:`StepResult.pace` of a step."""
+        """Return :attr:`StepResult.pace` of a step."""
         return (
             (float(num_tokens), passes_s, update_s) if num_tokens and passes_s else (0.0, 0.0, 0.0)
         )
 
     def _faulted(self, mine: Gradients) -> Gradients:
-        """Return ``mine``, with a planned fault if there is one."""
+        """Return ``mine``, with NaN in it if such a fault is planned for this step."""
         if self.options.rules.inject_fault("reduce") != "nan":
             return mine
         grads = [
@@ -247,7 +247,11 @@ class TrainStep:
     def _refuse(
         self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]
     ) -> StepResult:
-        """Find the cause, and leave the update out or raise an error."""
+        """Find the cause of a number that is not finite, and return a skipped result.
+
+        Raises:
+            NumericsError: if such an update is to stop the run.
+        """
         self.strategy.forget()
         alone = self.strategy.one_by_one(self.passes)
         blame = find_culprits(
@@ -284,8 +288,8 @@ class TrainStep:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes of the largest step so far without queued work; 0 if nothing is ever queued
-        ahead.
+        """The bytes that the largest step so far needs without work queued ahead; 0 if nothing is
+        ever queued ahead.
         """
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.need
 
@@ -295,7 +299,7 @@ class TrainStep:
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.spare()
 
     def close(self) -> None:
-        """Restore MLX's own limit of memory."""
+        """Restore MLX's own memory limit."""
         if self.passes.run_ahead is not None:
             self.passes.run_ahead.close()
 

@@ -33,11 +33,11 @@ class Rules:
     """The rules for a mean gradient.
 
     Attributes:
-        max_grad_norm: of the whole gradient; ``None``: it is not clipped.
+        max_grad_norm: largest norm of the whole gradient; ``None``: it is not clipped.
         after_backward: called with the tree of mean gradients, unclipped; may return other
             gradients in their place.
-        heartbeat: called with "update" before the optimizer's update.
-        inject_fault: called before the update; it may inject a fault.
+        heartbeat: called with "update" before the optimizer's update, if it is not queued.
+        inject_fault: called with the name of a point of the step; it may inject a fault there.
     """
 
     max_grad_norm: float | None = None
@@ -58,9 +58,9 @@ class Updated:
     """The result of an update.
 
     Attributes:
-        norm: () of the mean gradient, before clipping.
+        norm: norm of the mean gradient, (), before clipping.
         lazy: arrays that are not computed yet; ``None``: all are computed.
-        pieces: parts of the update, of which only two fit into memory at once.
+        pieces: parts of the update that are computed one after the other, because memory is short.
     """
 
     norm: mx.array
@@ -72,8 +72,8 @@ class Updater(ABC):
     """One way of updating. It can also predict the update from a part of the sums.
 
     Attributes:
-        flat: flat buffers of all trained weights, in which the gradients must be; ``None``: by
-            name.
+        flat: flat buffers of all trained weights, in which the gradients must be; ``None``:
+            gradients have the names of the weights.
     """
 
     flat: FlatState | None = None
@@ -99,8 +99,8 @@ class Updater(ABC):
         """Return the tree of trained weights that this update would make; nothing changes.
 
         Args:
-            part: whether these are sums of a part of the batch, with their ``squares``.
-            last_norm: of the last update's mean gradient; NaN: there was none.
+            part: True if these are sums of a part of the batch, with their ``squares``.
+            last_norm: norm of the last update's mean gradient; NaN: there was none.
         """
         model, rules = self._model, self._rules
         self._rules = Rules(rules.max_grad_norm)
@@ -218,7 +218,7 @@ class NativeUpdater(Updater):
             given = rules.after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
             if given is not None:
                 sums, num_targets = flatten(given), 1.0
-        squares = reduced.squares  # of all ranks, where each has a part of the gradients
+        squares = reduced.squares  # over all ranks, if each has a part of the gradients
         norm = (
             self._native.norm(sums) if squares is None else math.sqrt(number(squares))
         ) / num_targets
@@ -247,7 +247,7 @@ class GraphUpdater(Updater):
     ) -> None:
         super().__init__(model, optimizer, rules)
         how: Any = {"compiled": compiled, "travelling": strategy.overlaps, "laid": strategy.laid}
-        # A hook needs whole gradients, and the state of a foreign optimizer is unknown.
+        # A hook needs whole gradients, and the state of an optimizer of another class is unknown.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
         self._graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
@@ -279,7 +279,7 @@ class GraphUpdater(Updater):
         graph, rules, sums = self._graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
-            # Only if the norm is read.
+            # Lazy: MLX computes these means only if the hook reads or returns them.
             divisor = mx.maximum(counted, 1.0)
             named = [(name, (g / divisor).astype(g.dtype)) for name, g in graph.named(sums)]
             if (given := rules.after_backward(unflatten(named))) is not None:
@@ -302,7 +302,7 @@ def make_updater(
     """Return the updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be
     new or restored.
     """
-    # From the weights; by default the optimizer would take the first gradients.
+    # MLX would initialise the state from the first gradients; here the weights decide types.
     initialise(optimizer, model)
     if not cpu_native:
         return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
